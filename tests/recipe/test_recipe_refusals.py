@@ -28,6 +28,7 @@ def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) ->
         ({"metrics": 5}, "metrics is 5; give a list of names"),
         ({"schedule": "sharp"}, "choose among trials; .* give the backend pick='sharp'"),
         ({"schedule": "oldest_first"}, "give the backend pick='oldest_first'"),
+        ({"schedule": "gpipe"}, "no agent trains by it yet; leave schedule out"),
         ({"schedule": "fastest"}, r"schedule is 'fastest'; it is one of \['sequential'\]"),
     ],
 )

@@ -36,24 +36,26 @@ class DeviceQueue:
         return self.alive and self.running is None and self.reserved is None
 
     def is_ending(self, run: RunProgress) -> bool:
-        """Return whether the run's microbatch ends with the running unit, and no other follows."""
+        """Return whether what stays of the run ends with the running unit, and no more follows."""
         running = self.running
         if running is None or running.run != run.spec.run or not running.ends_microbatch:
             return False
-        return not any(unit.starts_microbatch for unit in run.units[1:])
+        following = run.units_on(self.number)[1:]
+        return not (run.is_ahead_of(running) or any(unit.starts_microbatch for unit in following))
 
     def pinned(self, but: RunProgress) -> int:
         """Return the bytes that microbatches of other runs keep from whoever comes next."""
         others = (run for run in self.staying if run is not but and not self.is_ending(run))
-        return sum(run.spec.pinned_bytes for run in others)
+        return sum(run.share_on(self.number).pinned for run in others)
 
     def has_begun(self, run: RunProgress) -> bool:
-        """Return whether a staying microbatch of the run has bytes beside its shards by now."""
-        first, number = self.reserved, run.spec.run
-        if first is None or first.run != number or not first.starts_microbatch:
-            return True
-        running = self.running
-        return running is not None and running.run == number and running.ends_microbatch
+        """Return whether what stays of the run has bytes beside its shards by now."""
+        number = run.spec.run
+        running = self.running if self.running and self.running.run == number else None
+        first = self.reserved if self.reserved and self.reserved.run == number else None
+        if first is None:
+            return running is not None or not run.begins_window_on(self.number)
+        return not first.starts_microbatch or (running is not None and running.ends_microbatch)
 
     def has(self, key: tuple[int, int]) -> bool:
         """Return whether the shard is in use or reserved."""

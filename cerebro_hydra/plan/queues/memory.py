@@ -32,8 +32,8 @@ class HeldShard:
     move: Literal["loading", "spilling"] | None = None  # to or from the device
     sending: bool = False
     on_disk: bool = False  # what DRAM has is on disk too
-    unsaved: list[Action] = field(default_factory=list)  # the newest microbatch's changes
-    older_unsaved: bool = False  # there are changes of older microbatches
+    unsaved: list[Action] = field(default_factory=list)  # changes that may be done again
+    older_unsaved: bool = False  # there are changes of microbatches that have left nothing
 
     @property
     def at_rest(self) -> bool:
@@ -45,11 +45,15 @@ class HeldShard:
         """Return whether the device has changes that DRAM has not."""
         return bool(self.unsaved)
 
-    def wrote(self, task: Action) -> None:
-        """Note that a task changed the state on the device."""
-        if self.unsaved and self.unsaved[0].microbatch != task.microbatch:
+    def wrote(self, task: Action, most_open: int) -> None:
+        """Note that a task changed the state on the device.
+
+        Of so many microbatches there may be boundary values, with which a task can be done again.
+        """
+        oldest = (task.microbatch or 0) - most_open + 1
+        if any((each.microbatch or 0) < oldest for each in self.unsaved):
             self.older_unsaved = True
-            self.unsaved.clear()
+            self.unsaved = [each for each in self.unsaved if (each.microbatch or 0) >= oldest]
         self.unsaved.append(task)
 
     def off_device(self) -> None:
@@ -221,7 +225,8 @@ class Room:
 
     def used(self, queue: DeviceQueue) -> int:
         """Return the bytes that are in use on a device, the running task's included."""
-        kept = sum(run.spec.held_bytes for run in queue.staying if queue.has_begun(run))
+        begun = [run for run in queue.staying if queue.has_begun(run)]
+        kept = sum(run.share_on(queue.number).held for run in begun)
         working = 0 if queue.running is None else self._activations(queue, queue.running)
         return self._tiers.used(queue.number) + kept + working
 
@@ -229,7 +234,8 @@ class Room:
         """Return the bytes that the reserved unit adds to its shard when it starts."""
         run = self._runs[unit.run]
         begins = run in queue.staying and not queue.has_begun(run)
-        return self._activations(queue, unit) + (run.spec.held_bytes if begins else 0)
+        held = run.share_on(queue.number).held
+        return self._activations(queue, unit) + (held if begins else 0)
 
     def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
@@ -288,7 +294,9 @@ class Room:
         changed = [held for held in self._evictable(queue) if held.dirty]
         if not changed:
             return []
-        wanted = sum(r.spec.state_bytes for r in self._runs.values() if r.status == "open")
+        number = queue.number
+        runs = [r for r in self._runs.values() if r.status == "open" and r.list_on(number)]
+        wanted = sum(run.share_on(number).state for run in runs)
         if wanted + self.used(queue) - self._tiers.used(queue.number) <= queue.budget:
             return []
         return [self._tiers.leave_device(held) for held in changed]

@@ -1,16 +1,21 @@
-"""A run is a sub-epoch or an evaluation at a worker, whose tasks are a chain of units."""
+"""A run is a sub-epoch or an evaluation at a worker, whose tasks devices do in units.
+
+Its schedule says in which order and where. A list of tasks is done by one device at a time, or by
+one device alone if the schedule has a list for each; several lists go on at once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
@@ -46,6 +51,28 @@ class ShardSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Tells what a device needs for its part of a run.
+
+    A run that stays on a device has ``held`` there from the first to the last task of a microbatch,
+    or of a window if it is pipelined.
+
+    Args:
+        shards: whose tasks the device does.
+        state: bytes of these shards.
+        held: bytes beside the shards.
+        need: bytes that the device must have.
+        pinned: bytes that nobody else can have while the run stays.
+    """
+
+    shards: tuple[int, ...]
+    state: int
+    held: int
+    need: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """Describes a run.
 
@@ -60,6 +87,11 @@ class RunSpec:
             and activations; an evaluation, too, on a device that no shard has to leave.
         fused: forward and backward of the last shard are one unit, with its activations kept.
         later_seconds: the work of the trial after this run, by which it is preferred.
+        schedule: a name of `SCHEDULES`, which says what is done in which order.
+        devices: how many devices such a schedule may spread the run over.
+
+    Raises:
+        ValueError: microbatches that stay on one device can't be pipelined.
     """
 
     run: int
@@ -69,15 +101,40 @@ class RunSpec:
     recompute: bool = True
     fused: bool = True
     later_seconds: float = 0.0
+    schedule: str = "sequential"
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a schedule that the cut can't follow."""
+        if self.is_pipelined and (self.by_modules or not self.graph.training):
+            what = "a cut by modules" if self.by_modules else "an evaluation"
+            raise ValueError(f"run {self.run} is {what}, which {self.schedule} can't pipeline")
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Return whether several microbatches may be under way at once."""
+        return self.schedule != "sequential"
+
+    def lists(self, window: int) -> Sequence[Sequence[Action]]:
+        """Return the tasks of a window: a list for each device, or one for whichever is free."""
+        return SCHEDULES[self.schedule](self.graph, self.run, window, self.devices)
+
+    @property
+    def most_open(self) -> int:
+        """Return how many microbatches are between first forward and last backward at once."""
+        if not self.is_pipelined:
+            return 1
+        first = [task for task in self.lists(0)[0] if task.shard == 0]
+        return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
 
     @property
     def stays(self) -> bool:
-        """Return whether a microbatch stays on one device."""
+        """Return whether what a task keeps for later ones stays on its device."""
         return self.by_modules or not self.recompute
 
     @property
     def keeps_all(self) -> bool:
-        """Return whether all shards and activations stay on the device with a microbatch."""
+        """Return whether shards and activations stay on a device with a microbatch or window."""
         return not self.recompute
 
     @property
@@ -90,31 +147,49 @@ class RunSpec:
         """Return the bytes of a microbatch's boundary values."""
         return sum(shard.boundary for shard in self.shards)
 
-    @property
-    def held_bytes(self) -> int:
-        """Return the bytes beside the state that a microbatch keeps on its device throughout."""
+    def shares(self) -> tuple[Share, ...]:
+        """Return what each device of the schedule needs, or whichever device does all of it."""
+        if not self.is_pipelined:
+            kept = sum(shard.activations for shard in self.shards)
+            return (self._share(range(len(self.shards)), kept),)
+        return tuple(
+            self._share(sorted({task.shard for task in tasks}), self._most_kept(tasks))
+            for tasks in self.lists(0)
+        )
+
+    def _share(self, shards: Sequence[int], kept: int) -> Share:
+        """Return what a device needs that does the tasks of these shards."""
+        mine = [self.shards[number] for number in shards]
+        state = sum(shard.state for shard in mine)
         if self.keeps_all:
-            return sum(shard.activations for shard in self.shards)
-        return self.boundary_bytes if self.stays else 0
+            return Share(tuple(shards), state, kept, state + kept, state + kept)
+        held = self.boundary_bytes if self.stays else 0
+        need = held + max(shard.state + shard.activations for shard in mine)
+        return Share(tuple(shards), state, held, need, held)
+
+    def _most_kept(self, tasks: Sequence[Action]) -> int:
+        """Return the most bytes of activations that are kept at once from F to B."""
+        signs = {F: 1, B: -1, U: 0}
+        kept = (signs[task.kind] * self.shards[task.shard].activations for task in tasks)
+        return max(accumulate(kept))
 
     @property
-    def pinned_bytes(self) -> int:
-        """Return the bytes of a device that nobody else can have during a microbatch."""
-        return self.device_need if self.keeps_all else self.held_bytes
+    def held_bytes(self) -> int:
+        """Return the most bytes that a device keeps beside the state while the run stays there."""
+        return max(share.held for share in self.shares())
 
     @property
     def device_need(self) -> int:
-        """Return the bytes that a device must have for a microbatch to pass through it."""
-        if self.keeps_all:
-            return self.state_bytes + self.held_bytes
-        return self.held_bytes + max(shard.state + shard.activations for shard in self.shards)
+        """Return the bytes that the device with the largest share must have."""
+        return max(share.need for share in self.shares())
 
     @property
     def task_bytes(self) -> tuple[int, ...]:
         """Return the bytes beside the shards that tasks of each shard may have on a device."""
+        held = {shard: share.held for share in self.shares() for shard in share.shards}
         if self.keeps_all:
-            return (self.held_bytes,) * len(self.shards)
-        return tuple(self.held_bytes + shard.activations for shard in self.shards)
+            return tuple(held[number] for number in range(len(self.shards)))
+        return tuple(held[number] + each.activations for number, each in enumerate(self.shards))
 
     def buffered_need(self, buffers: int) -> int:
         """Return the bytes of a device with room for so many shards, of which one computes."""
@@ -125,8 +200,16 @@ class RunSpec:
         )
 
     @property
+    def whole_need(self) -> int:
+        """Return the bytes of a device that never gives a shard of its share away."""
+        largest = 0 if self.keeps_all else max(shard.activations for shard in self.shards)
+        return max(share.state + share.held for share in self.shares()) + largest
+
+    @property
     def host_boundary_bytes(self) -> int:
-        """Return the bytes of DRAM for the boundary values of a microbatch that moves about."""
+        """Return the bytes of DRAM for the boundary values of microbatches that move about."""
+        if self.is_pipelined:
+            return self.most_open * self.boundary_bytes
         return 0 if self.stays else self.boundary_bytes
 
     @property
@@ -170,14 +253,25 @@ class Unit:
 Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
 
 
-class RunProgress:
-    """Knows which tasks of a run are left and how long they will take.
+@dataclass(slots=True)
+class TaskList:
+    """Holds the tasks of a run that one device does at a time, in the order of the schedule.
 
-    One unit of a run is under way at a time; the one after it may be reserved on the same device.
+    ``units`` are those under way and the one that is reserved behind them on the same device.
     """
+
+    left: deque[Action] = field(default_factory=deque)
+    units: list[Unit] = field(default_factory=list)
+
+
+class RunProgress:
+    """Knows which tasks of a run are left and how long they will take."""
 
     def __init__(self, spec: RunSpec, arrival: int) -> None:
         self.spec = spec
+        self.shares = spec.shares()
+        self._list_of = {k: n for n, share in enumerate(self.shares) for k in share.shards}
+        self.most_open = spec.most_open
         self.arrival = arrival  # among the runs of the worker
         self.status: Status = "waiting"
         self._seconds = {
@@ -189,16 +283,60 @@ class RunProgress:
 
     def begin(self) -> None:
         """Begin at the first task."""
-        self.units: list[Unit] = []  # under way and reserved
+        self.lists = [TaskList() for _ in self.shares]
         self.boundary = 0  # bytes of DRAM that it has for boundary values
         self.microbatch: int | None = None  # the newest that has begun
-        self.device: int | None = None  # where the microbatch stays
+        self.staying: set[int] = set()  # the devices where it stays
         self.waiting_since = 0  # the event at which its last unit ended
         self.absent = set(range(self.spec.graph.shards))
         self.sent: set[int] = set()
-        self._windows = 0  # whose tasks were taken from the graph
-        self._left: deque[Action] = deque()
+        self._windows = 0  # whose tasks were taken from the schedule
+        self._newest_window = 0  # of those that units were taken from
+        self._undone: set[Action] = set()  # tasks of these windows, if there are several lists
         self._remaining: float | None = None
+
+    @property
+    def units(self) -> list[Unit]:
+        """Return the units that are under way and reserved."""
+        return [unit for each in self.lists for unit in each.units]
+
+    @property
+    def has_places(self) -> bool:
+        """Return whether its schedule says which device does what."""
+        return len(self.lists) > 1
+
+    def list_on(self, device: int) -> TaskList | None:
+        """Return the tasks that a device may take from; None if the schedule has none for it."""
+        if not self.has_places:
+            return self.lists[0]
+        return self.lists[device] if device < len(self.lists) else None
+
+    def units_on(self, device: int) -> list[Unit]:
+        """Return the units that a device has of a run that it is running."""
+        tasks = self.list_on(device)
+        return [] if tasks is None else tasks.units
+
+    def share_on(self, device: int) -> Share:
+        """Return what a device needs for its part."""
+        return self.shares[device if self.has_places else 0]
+
+    def begins_window_on(self, device: int) -> bool:
+        """Return whether the next task is the first of a window that other devices have begun."""
+        if not self.has_places:
+            return False
+        left = self.lists[device].left
+        return bool(left) and self._starts(left[0])
+
+    def is_ahead_of(self, unit: Unit) -> bool:
+        """Return whether another device has begun a later window than that of a unit."""
+        return self.has_places and self._window_of(unit.tasks[-1]) < self._newest_window
+
+    def _window_of(self, task: Action) -> int:
+        return (task.microbatch or 0) // self.spec.graph.window
+
+    def can_redo(self, task: Action) -> bool:
+        """Return whether the boundary values of a task that was done are still there."""
+        return (task.microbatch or 0) > (self.microbatch or 0) - self.most_open
 
     @property
     def remaining(self) -> float:
@@ -211,7 +349,7 @@ class RunProgress:
             update = sum(self._seconds[U, k] for k in range(graph.shards)) if graph.training else 0
             self._remaining = (
                 spec.later_seconds
-                + sum(self._seconds[task.kind, task.shard] for task in self._left)
+                + sum(self._seconds[t.kind, t.shard] for each in self.lists for t in each.left)
                 + microbatch * (graph.microbatches - begun)
                 + update * (graph.windows - self._windows)
             )
@@ -220,33 +358,56 @@ class RunProgress:
     @property
     def done(self) -> bool:
         """Return whether every task is done."""
-        return not self.units and not self._tasks()
+        return not any(each.units or self._tasks(each) for each in self.lists)
 
     @property
     def is_in_last_window(self) -> bool:
         """Return whether no window is left after the one that tasks are taken from."""
         return self._windows == self.spec.graph.windows
 
-    def next_unit(self) -> Unit | None:
-        """Return the unit after those under way, or None after the last."""
-        tasks = self._tasks()
-        if not tasks:
+    def next_unit(self, tasks: TaskList) -> Unit | None:
+        """Return the unit of a list after those under way; None if it is not ready, or none is."""
+        left = self._tasks(tasks)
+        if not left or not self._is_ready(left[0]):
             return None
-        unit = [tasks[0]]
+        unit = [left[0]]
         last = self.spec.graph.shards - 1
-        for task in islice(tasks, 1, 3):
+        for task in islice(left, 1, 3):
             before = unit[-1]
             fuses = task.kind is U and before.kind is B
             if self.spec.fused and before.kind is F and task.kind is B:
                 fuses = task.shard == last and task.microbatch == before.microbatch
-            if task.shard != before.shard or not fuses:
+            if task.shard != before.shard or not fuses or not self._is_ready(task):
                 break
             unit.append(task)
-        if self.spec.fused and self.spec.stays and self.microbatch is not None:
-            self._lengthen(unit)
-        return self._unit(unit, next(islice(tasks, len(unit), None), None))
+        alone = self.spec.fused and self.spec.stays and not self.spec.is_pipelined
+        if alone and self.microbatch is not None:
+            self._lengthen(unit, left)
+        return self._unit(unit, next(islice(left, len(unit), None), None))
 
-    def _lengthen(self, unit: list[Action]) -> None:
+    def _is_ready(self, task: Action) -> bool:
+        """Return whether no task of another list is left that comes before this one.
+
+        A list has its own tasks in an order that `TaskGraph.needs` allows, as ``validate`` checks;
+        so one that has all of them is never asked. Where tasks are done again, a new microbatch
+        waits for those of the microbatch whose boundary values it replaces.
+        """
+        if not self.has_places:
+            return True
+        own = self._list_of[task.shard]
+        needs = (need for need, _ in self.spec.graph.needs(task))
+        if any(self._list_of[n.shard] != own and n in self._undone for n in needs):
+            return False
+        replaced = (task.microbatch or 0) - self.most_open
+        return (
+            task.kind is not F
+            or task.shard > 0
+            or not any(
+                (each.microbatch or 0) <= replaced for each in self._undone if each.kind is not U
+            )
+        )
+
+    def _lengthen(self, unit: list[Action], left: deque[Action]) -> None:
         """Add the tasks that follow, while all of them take less than `UNIT_SECONDS`.
 
         Where it can, a unit ends with a microbatch, after which other runs may stay on the device.
@@ -256,8 +417,8 @@ class RunProgress:
         last = self.spec.graph.window_of(self.spec.graph.microbatches - 1)
         seconds = sum(self._seconds[task.kind, task.shard] for task in unit)
         end = 0
-        while len(unit) < len(self._left) or self._take_window():
-            task = self._left[len(unit)]
+        while len(unit) < len(left) or self._take_window():
+            task = left[len(unit)]
             if not self._goes_on(unit[-1], task):
                 end = len(unit)
             seconds += self._seconds[task.kind, task.shard]
@@ -269,46 +430,64 @@ class RunProgress:
 
     def take(self, unit: Unit) -> None:
         """Take the next unit off the tasks that are left."""
+        tasks = self.lists[self._list_of[unit.tasks[0].shard]]
         for _ in unit.tasks:
-            self._left.popleft()
-        self.units.append(unit)
+            tasks.left.popleft()
+        tasks.units.append(unit)
+        self._newest_window = max(self._newest_window, self._window_of(unit.tasks[-1]))
         self._remaining = None
+
+    def end(self, unit: Unit) -> None:
+        """Note that a unit is under way no longer, or not reserved."""
+        self.lists[self._list_of[unit.tasks[0].shard]].units.remove(unit)
 
     def put_back(self, tasks: Iterable[Action]) -> None:
-        """Put back tasks that have to be done again; all others that are left come after them."""
-        graph, run = self.spec.graph, self.spec.run
+        """Put back tasks that have to be done again; others of their lists come after them."""
 
-        def order(task: Action) -> tuple[int, int]:
-            window = (task.microbatch or 0) // graph.window
-            return window, graph.tasks(run, window).index(task)
+        def place(task: Action) -> tuple[int, int]:
+            window = self._window_of(task)
+            return window, self.spec.lists(window)[self._list_of[task.shard]].index(task)
 
-        self._left.extendleft(sorted(tasks, key=order, reverse=True))
+        for task in sorted(tasks, key=place, reverse=True):
+            self.lists[self._list_of[task.shard]].left.appendleft(task)
+            if self.has_places:
+                self._undone.add(task)
         self._remaining = None
 
-    def learn(self, task: Action, seconds: float) -> None:
-        """Expect of the same kind of task what the last one took."""
+    def finish(self, task: Action, seconds: float) -> None:
+        """Note that a task is done, and expect of the same kind of task what this one took."""
+        self._undone.discard(task)
         if self._seconds[task.kind, task.shard] != seconds:
             self._seconds[task.kind, task.shard] = seconds
             self._remaining = None
 
     def next_use(self, shard: int) -> float:
-        """Return how many tasks come before the next one of the shard; infinity if none is left."""
-        for distance, task in enumerate(self._tasks()):
+        """Return how many tasks come before the shard's next one; infinity if none is left.
+
+        They are those of its list, and one of another list for which that list is waiting. So what
+        is ready is always nearer than what waits, and DRAM goes to it.
+        """
+        left = self._tasks(self.lists[self._list_of[shard]])
+        waits_for = 0 if not left or self._is_ready(left[0]) else 1
+        for distance, task in enumerate(left, start=waits_for):
             if task.shard == shard:
                 return distance
         more = self._windows < self.spec.graph.windows
-        return len(self._left) + shard if more else math.inf
+        return len(left) + shard if more else math.inf
 
-    def _tasks(self) -> deque[Action]:
-        while not self._left and self._take_window():
+    def _tasks(self, tasks: TaskList) -> deque[Action]:
+        while not tasks.left and self._take_window():
             pass
-        return self._left
+        return tasks.left
 
     def _take_window(self) -> bool:
-        """Take the tasks of the next window from the graph; return whether there is one."""
+        """Take the tasks of the next window from the schedule; return whether there is one."""
         if self._windows == self.spec.graph.windows:
             return False
-        self._left.extend(self.spec.graph.tasks(self.spec.run, self._windows))
+        for mine, tasks in zip(self.lists, self.spec.lists(self._windows), strict=True):
+            mine.left.extend(tasks)
+            if self.has_places:
+                self._undone.update(tasks)
         self._windows += 1
         self._remaining = None
         return True
@@ -317,20 +496,28 @@ class RunProgress:
         """Return a unit; ``following`` is the task after it, None at the end of a window."""
         return Unit(
             tuple(tasks),
-            starts_microbatch=tasks[0].kind is F and tasks[0].shard == 0,
+            starts_microbatch=self._starts(tasks[0]),
             ends_microbatch=not self._goes_on(tasks[-1], following),
         )
+
+    def _starts(self, task: Action) -> bool:
+        """Return whether a task is the first of its microbatch, or a pipelined window, there."""
+        if not self.spec.is_pipelined:
+            return task.kind is F and task.shard == 0
+        first = self.shares[self._list_of[task.shard]].shards[0]
+        window = self.spec.graph.window_of(task.microbatch or 0)
+        return task.kind is F and task.shard == first and task.microbatch == window.start
 
     def _goes_on(self, task: Action, following: Action | None) -> bool:
         """Return whether a microbatch that stays on a device goes on after a task.
 
         Gradients of a tied parameter are summed where all microbatches of its window run, and an
-        evaluation is summed where all of its batches do.
+        evaluation is summed where all of its batches do. A pipelined window stays as a whole.
         """
         graph = self.spec.graph
         if not graph.training:
             return following is not None or not self.is_in_last_window
-        if following is None or not graph.tied:
+        if following is None or not (graph.tied or self.spec.is_pipelined):
             return following is not None and following.microbatch == task.microbatch
         return following.microbatch in graph.window_of(task.microbatch or 0)
 

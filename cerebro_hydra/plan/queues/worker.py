@@ -18,12 +18,26 @@ begins anew, from the state before it, which its sender keeps until the run is c
 
 The queues of a worker decide what each device runs and holds next.
 
-A run's units are a chain, one under way at a time. A free device takes the unit of the run that
-the backend's rule picks; while it computes, the next unit is reserved for it and brought to it, as
-far as the budget allows (double buffering). An action is given when everything that it needs is
-there, so bytes never pass a budget. Room is made by next use, and what a reserved unit needs comes
-before what another one may need later; that is why there is always progress. ``WorkerState`` adds
-the events, and has the picture.
+Each run's schedule says which unit comes next on which device, and `TaskGraph.needs` whether it is
+ready. A free device takes that of the run which the backend's rule picks; while it computes, the
+next unit is reserved for it and brought to it, as far as the budget allows (double buffering). An
+action is given when everything that it needs is there, so bytes never pass a budget. Room is made
+by next use, and what a reserved unit needs comes before what another one may need later.
+
+That is why there is always progress:
+
+- No reserved unit waits for ever: ``WorkerQueues._may_stay`` says why nobody waits in a circle.
+- If nothing is reserved or runs, some run has the device and the room for a task that is ready:
+  one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
+  if there is none, one that stays has its device, and DRAM for any one shard; if none stays, the
+  first open run has. Of a window's tasks that are left, the first in an order of all lists which
+  `TaskGraph.needs` allows is the first of its list, and ready.
+- So all that such a task can lack is its shard in DRAM. Its next use is 0, and that of a shard
+  whose list waits is at least 1 (``RunProgress.next_use``), so the second goes to disk for the
+  first. Where all that is there is ready too, that goes on instead.
+
+A device that has died is waited for by what only it may do. ``WorkerState`` adds the events, and
+has the picture.
 """
 
 from __future__ import annotations
@@ -48,7 +62,7 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.memory import HeldShard, Room, Tiers
-from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit, placed
+from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, Unit, placed
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 
@@ -132,7 +146,7 @@ class WorkerQueues:
             for shard in sorted(run.absent, key=run.next_use):
                 key = (run.spec.run, shard)
                 nbytes = run.spec.shards[shard].state
-                urgent = run.device is not None and run.next_use(shard) == 0
+                urgent = bool(run.staying) and run.next_use(shard) == 0
                 if not self._dram(nbytes, -1 if urgent else run.next_use(shard)):
                     break
                 self._answers.append(self.tiers.receive(key, nbytes))
@@ -149,9 +163,10 @@ class WorkerQueues:
         units: dict[int, Unit] = {}
         candidates = []
         for run in self.runs.values():
-            if run.status != "open" or (run.units and run is not running):
+            tasks = run.list_on(queue.number) if run.status == "open" else None
+            if tasks is None or (tasks.units and run is not running):
                 continue
-            unit = run.next_unit()
+            unit = run.next_unit(tasks)
             if unit is None or not self._can_take(queue, run, unit):
                 continue
             number = run.spec.run
@@ -165,14 +180,16 @@ class WorkerQueues:
         run, unit = self.runs[picked.run], units[picked.run]
         run.take(unit)
         queue.reserved = unit
-        if run.spec.stays and unit.starts_microbatch and run not in queue.staying:
-            queue.staying.append(run)
-            run.device = queue.number
+        if run.spec.stays and unit.starts_microbatch:
+            for place in self._places(queue, run):
+                if run not in place.staying:
+                    place.staying.append(run)
+                    run.staying.add(place.number)
 
     def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
         spec = run.spec
-        if run.device not in (None, queue.number):
+        if run.staying and queue.number not in run.staying and not run.has_places:
             return False
         for key in unit.keys:
             held = self.tiers.get(key)
@@ -181,16 +198,38 @@ class WorkerQueues:
         shard = spec.shards[unit.shards[0]]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
         if spec.stays and (unit.starts_microbatch or run in queue.staying):
-            nbytes, host_nbytes = spec.device_need, spec.host_state_bytes
-            if run not in queue.staying and not all(map(queue.is_ending, queue.staying)):
-                return False  # one staying microbatch at a time, so that none waits for the other
+            nbytes, host_nbytes = run.share_on(queue.number).need, spec.host_state_bytes
+            if unit.starts_microbatch and not self._may_stay(queue, run):
+                return False
         host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
         return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
 
+    def _may_stay(self, queue: DeviceQueue, run: RunProgress) -> bool:
+        """Return whether a microbatch, or a pipelined window, may begin to stay on its devices.
+
+        It takes all of them at once, and each must have nothing reserved for another run then, and
+        no other run that goes on staying. That is why runs never wait for one another in a circle:
+        a unit is reserved only if it fits beside all that stays by then, so it waits for a run that
+        began to stay later, and that one for a unit which was reserved still later. The last of
+        such a chain waits for nobody.
+        """
+        return all(
+            place.alive
+            and place.reserved is None
+            and all(each is run or place.is_ending(each) for each in place.staying)
+            for place in self._places(queue, run)
+            if run not in place.staying or place.is_ending(run)
+        )
+
+    def _places(self, queue: DeviceQueue, run: RunProgress) -> list[DeviceQueue]:
+        """Return the devices on which a run stays that begins to on this one."""
+        return [self.queues[k] for k in range(len(run.lists))] if run.has_places else [queue]
+
     def _kept_in_dram(self, but: RunProgress) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
-        staying = [run for queue in self.queues.values() for run in queue.staying]
-        return sum(run.spec.state_bytes for run in staying if run.spec.keeps_all and run is not but)
+        staying = {run.spec.run: run for queue in self.queues.values() for run in queue.staying}
+        others = [run.spec for run in staying.values() if run is not but]
+        return sum(spec.state_bytes for spec in others if spec.keeps_all)
 
     def _advance(self, queue: DeviceQueue) -> None:
         """Bring the reserved unit's shards closer, and start the unit when it can run."""
@@ -223,7 +262,8 @@ class WorkerQueues:
         """Start the reserved unit, whose shards are there, if the device is free and has room."""
         if queue.running is None and self._device(queue, self._room.work(queue, unit)):
             queue.running, queue.reserved = unit, None
-            self.runs[unit.run].microbatch = unit.tasks[-1].microbatch
+            run, newest = self.runs[unit.run], unit.tasks[-1].microbatch or 0
+            run.microbatch = max(newest, run.microbatch or 0)
             queue.unanswered.extend(placed(unit, queue.number))
             self._answers += queue.unanswered
 
@@ -266,7 +306,7 @@ class WorkerQueues:
 
     def _close(self, run: RunProgress) -> None:
         """Take the run's units off the queues, but for the one that runs."""
-        self._take_back(run)
+        run.put_back(self._take_back(run))  # what has not begun has no bytes
         if not run.units:
             self._give_back_boundary(run)
 
@@ -276,14 +316,15 @@ class WorkerQueues:
         run.boundary = 0
 
     def _take_back(self, run: RunProgress) -> list[Action]:
-        """Take back the run's reserved unit and return its tasks."""
+        """Take back what is reserved of the run and return the tasks."""
+        tasks: list[Action] = []
         for queue in self.queues.values():
             unit = queue.reserved
             if unit is not None and unit.run == run.spec.run:
                 queue.reserved = None
-                run.units.remove(unit)
-                return list(unit.tasks)
-        return []
+                run.end(unit)
+                tasks += unit.tasks
+        return tasks
 
     def _held(self, run: int, shard: int) -> HeldShard:
         held = self.tiers.get((run, shard))
@@ -327,7 +368,9 @@ class WorkerState(WorkerQueues):
         assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
         for run in self.runs.values():
             places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
-            assert len(places) <= 1, f"run {run.spec.run} has units on devices {places}"
+            assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
+            staying = {q.number for q in self.queues.values() if run in q.staying}
+            assert run.status == "restarting" or run.staying == staying, f"{run.spec.run} stays"
 
     # ------------------------------------------------------------------ events
 
@@ -356,16 +399,29 @@ class WorkerState(WorkerQueues):
         spec = event.spec
         if spec.run in self.runs:
             raise ValueError(f"run {spec.run} was added before; number the runs of a worker apart")
-        most = max(queue.budget for queue in self.queues.values())
-        host_need, host = spec.host_need, self.tiers.host_budget
-        if spec.device_need > most:
-            reason = f"it needs {spec.device_need} bytes of a device, and the largest has {most}"
-        elif host_need > host:
-            reason = f"it needs {host_need} bytes of DRAM, and there are {host}"
+        reason = self._lacking(spec)
+        if reason:
+            self._answers.append(RunEnded(spec.run, "refused", reason))
         else:
             self.runs[spec.run] = RunProgress(spec, self._events)
-            return
-        self._answers.append(RunEnded(spec.run, "refused", reason))
+
+    def _lacking(self, spec: RunSpec) -> str:
+        """Return what a run needs that the worker does not have; "" if nothing is lacking."""
+        budgets = [queue.budget for queue in self.queues.values()]
+        shares, host = spec.shares(), self.tiers.host_budget
+        if len(shares) > len(budgets):
+            return f"its schedule needs {len(shares)} devices, and there are {len(budgets)}"
+        if len(shares) == 1 and spec.device_need > max(budgets):
+            return (
+                f"it needs {spec.device_need} bytes of a device, and the largest has {max(budgets)}"
+            )
+        for device, share in enumerate(shares if len(shares) > 1 else ()):
+            if share.need > budgets[device]:
+                has = budgets[device]
+                return f"it needs {share.need} bytes of device {device}, which has {has}"
+        if spec.host_need > host:
+            return f"it needs {spec.host_need} bytes of DRAM, and there are {host}"
+        return ""
 
     def _done(self, event: ActionDone) -> None:
         action = event.action
@@ -383,11 +439,11 @@ class WorkerState(WorkerQueues):
                              f"{' '.join(map(str, queue.unanswered)) or 'nothing'}")  # fmt: skip
         queue.unanswered.popleft()
         task = Action(action.trial, action.shard, action.kind, action.microbatch)
-        run.learn(task, event.seconds)
+        run.finish(task, event.seconds)
         if run.spec.graph.training and (
             action.kind is not ActionKind.F or run.spec.shards[action.shard].forward_writes
         ):
-            self._held(action.trial, action.shard).wrote(task)
+            self._held(action.trial, action.shard).wrote(task, run.most_open)
         if not queue.unanswered:
             self._end_unit(queue, run)
 
@@ -396,9 +452,9 @@ class WorkerState(WorkerQueues):
         assert unit is not None
         if queue.is_ending(run) and run in queue.staying:
             queue.staying.remove(run)
-            run.device = None
+            run.staying.remove(queue.number)
         queue.running = None
-        run.units.remove(unit)
+        run.end(unit)
         run.waiting_since = self._events
         self._let_go(run)
 
@@ -444,7 +500,7 @@ class WorkerState(WorkerQueues):
         for unit in (queue.running, queue.reserved):
             if unit is not None:
                 run = self.runs[unit.run]
-                run.units.remove(unit)
+                run.end(unit)
                 undone = queue.unanswered if unit is queue.running else unit.tasks
                 redo.setdefault(run.spec.run, []).extend(
                     Action(a.trial, a.shard, a.kind, a.microbatch) for a in undone
@@ -453,10 +509,15 @@ class WorkerState(WorkerQueues):
             run = self.runs[held.key[0]]
             if held.dirty:
                 redo.setdefault(run.spec.run, []).extend(held.unsaved)
-                old = held.older_unsaved or held.unsaved[0].microbatch != run.microbatch
+                old = held.older_unsaved or not all(map(run.can_redo, held.unsaved))
                 if held.move == "spilling" or old or run.spec.stays:
                     torn.add(run.spec.run)
             self.tiers.lose(held)
+        self._answers = [  # it can't take off any more what another loss made useless just now
+            each
+            for each in self._answers
+            if not isinstance(each, Action) or each.device != queue.number
+        ]
         queue.alive, queue.running, queue.reserved = False, None, None
         queue.unanswered = deque()
         queue.staying.clear()

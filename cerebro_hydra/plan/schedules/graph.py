@@ -1,17 +1,18 @@
 """The task graph of a sub-epoch or an evaluation says what each task waits for.
 
-The validator asks it about every action, and the queues of a worker take their tasks from it, one
-window at a time, so that a sub-epoch of a million tasks is never a list.
+`TaskGraph.needs` is the one definition of what is ready: the validator asks it about every action,
+and the queues of a worker about every task that another device makes ready. Tasks come one window
+at a time, so that a sub-epoch of a million tasks is never a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.schedules.sequential import sequential
 
 F, B, U, SEND = ActionKind.F, ActionKind.B, ActionKind.U, ActionKind.SEND
 
@@ -47,15 +48,55 @@ class TaskGraph:
         start = microbatch - microbatch % self.window
         return range(start, min(start + self.window, self.microbatches))
 
-    def tasks(self, trial: int, window: int) -> list[Action]:
-        """Return the computing tasks of a window in the order of plain training."""
-        microbatches = self.window_of(window * self.window)
-        if self.training:
-            return sequential(
-                trial, self.shards, len(microbatches), self.barrier, tied=self.tied,
-                first=microbatches.start,
-            )  # fmt: skip
-        return [Action(trial, k, F, m) for m, k in product(microbatches, range(self.shards))]
+    def stages(self, devices: int) -> list[range]:
+        """Return a range of shards for each device, as equal as can be; no range is empty."""
+        number = min(devices, self.shards)
+        return [
+            range(self.shards * k // number, self.shards * (k + 1) // number) for k in range(number)
+        ]
+
+    def tasks(self, run: int, window: int, send: bool = False) -> list[Action]:
+        """Return the computing tasks of a window in the order of plain training.
+
+        With ``send``, each shard is published after its update, as at the end of a sub-epoch.
+        """
+        # 3 shards, 2 microbatches     F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 U2 B1 U1 B0 U0
+        # the same with a barrier      F0 F1 F2 B2 B1 B0 | F0 F1 F2 B2 B1 B0 U0 U1 U2
+        # with send, each U            ... U2 SEND2 ... U1 SEND1 ... U0 SEND0
+        microbatches, shards = self.window_of(window * self.window), range(self.shards)
+        if not self.training:
+            return [Action(run, k, F, m) for m, k in product(microbatches, shards)]
+        passes = [
+            Action(run, k, kind, m)
+            for m in microbatches
+            for kind, order in ((F, shards), (B, reversed(shards)))
+            for k in order
+        ]
+        tasks = self.with_updates(passes)
+        if not send:
+            return tasks
+        published = ([t, Action(run, t.shard, SEND)] if t.kind is U else [t] for t in tasks)
+        return [action for each in published for action in each]
+
+    def with_updates(self, passes: Sequence[Action]) -> list[Action]:
+        """Return the forwards and backwards that a device does of a window, with its updates.
+
+        A shard is updated right after the last backward that this waits for, or at the end where
+        it waits for backwards of other devices.
+        """
+        window = self.window_of(passes[0].microbatch or 0)
+        ends = {task.shard: place for place, task in enumerate(passes) if task.kind is B}
+        after: defaultdict[int, list[int]] = defaultdict(list)
+        for shard in sorted(ends, reverse=not self.barrier):
+            waits_for = self._updated_with(shard)
+            here = waits_for <= ends.keys()
+            place = max(ends[other] for other in waits_for) if here else len(passes)
+            after[place].append(shard)
+        tasks = []
+        for place, task in enumerate([*passes, None]):
+            tasks += [] if task is None else [task]
+            tasks += [Action(passes[0].trial, k, U, window[-1]) for k in after.get(place, ())]
+        return tasks
 
     def needs(self, action: Action) -> Iterator[tuple[Action, str]]:
         """Yield the tasks that come before ``action``, each with the rule that says so."""
@@ -67,9 +108,7 @@ class TaskGraph:
             return
         window = self.window_of(microbatch)
         if action.kind is U:
-            group = set(range(self.shards)) if self.barrier else {shard}
-            group.update(*(members for members in self.tied if members[0] == shard))
-            for other, m in product(sorted(group), window):
+            for other, m in product(sorted(self._updated_with(shard)), window):
                 why = "every backward comes before the update (barrier, tied weights)"
                 yield Action(trial, other, B, m), why
             return
@@ -90,3 +129,9 @@ class TaskGraph:
         if microbatch > 0:
             why = f"{action.kind} of a shard takes the microbatches first in, first out"
             yield Action(trial, shard, action.kind, microbatch - 1), why
+
+    def _updated_with(self, shard: int) -> set[int]:
+        """Return the shards whose backwards of a window an update of the shard waits for."""
+        if self.barrier:
+            return set(range(self.shards))
+        return {shard}.union(*(members for members in self.tied if members[0] == shard))

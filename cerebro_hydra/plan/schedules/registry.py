@@ -1,24 +1,48 @@
-"""The schedules by name: in which order a trial does its own shard tasks."""
+"""The schedules by name: in which order a trial does its own shard tasks, and on which devices.
+
+A schedule is a function of a task graph, a run, the number of a window and the number of devices.
+It returns lists of the window's tasks. If there are several, list k is what device k does; if there
+is one, any device may do its next task. A list is done in its own order: its first task begins once
+`TaskGraph.needs` says that it is ready, and whatever comes later waits behind it. So a schedule
+decides how many microbatches are under way at once, and with them the bytes that a device keeps.
+"""
 
 from __future__ import annotations
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.schedules.pick import PICKS
+from collections.abc import Callable, Mapping, Sequence
 
-SCHEDULES = ("sequential",)
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.schedules.gpipe import gpipe
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import PICKS
+from cerebro_hydra.plan.schedules.sequential import sequential
+
+Schedule = Callable[[TaskGraph, int, int, int], Sequence[Sequence[Action]]]
+
+SCHEDULES: Mapping[str, Schedule] = {"sequential": sequential, "gpipe": gpipe}
 """The names that the schedule of a trial may have."""
+
+_CARRIED_OUT = ("sequential",)
+"""The schedules by which agents train; the others are planned and simulated alone."""
 
 
 def check_schedule(name: object) -> None:
     """Check what a user gave as the schedule of a trial.
 
     Raises:
-        ConfigurationError: there is no such schedule; the message says what to give instead.
+        ConfigurationError: no agent trains by it; the message says what to give instead.
     """
     if isinstance(name, str) and name in PICKS:
         raise ConfigurationError(
             f"schedule is {name!r}, which is how devices choose among trials; leave schedule out, "
             f"and give the backend pick={name!r}"
         )
-    if name not in SCHEDULES:
-        raise ConfigurationError(f"schedule is {name!r}; it is one of {list(SCHEDULES)}")
+    if name in _CARRIED_OUT:
+        return
+    if isinstance(name, str) and name in SCHEDULES:
+        raise ConfigurationError(
+            f"schedule is {name!r}, which can be simulated, but no agent trains by it yet; leave "
+            f"schedule out, and the devices of a worker train several trials beside one another"
+        )
+    raise ConfigurationError(f"schedule is {name!r}; it is one of {list(_CARRIED_OUT)}")

@@ -144,6 +144,7 @@ class MemoryCheck:
         host_budget: the bytes of DRAM; None means no limit.
         state: the bytes of each shard's state.
         activations: the bytes that a task of the shard has beside the state.
+        keeping: the runs whose forwards keep these bytes on the device until their backward.
     """
 
     def __init__(
@@ -152,12 +153,15 @@ class MemoryCheck:
         host_budget: int | None,
         state: Mapping[Key, int],
         activations: Mapping[Key, int] | None = None,
+        keeping: Collection[int] = (),
     ) -> None:
         self.budgets: dict[Place, int | None] = {**budgets, HOST: host_budget}
         self.peak: dict[Place, int] = dict.fromkeys(self.budgets, 0)
         self._used: dict[Place, int] = dict.fromkeys(self.budgets, 0)
         self._state = state
         self._activations = {} if activations is None else activations  # may be filled later
+        self._keeping = keeping  # likewise
+        self._kept: dict[tuple[Key, int | None], Place] = {}  # by shard and microbatch
         self._shards: dict[Key, _Whereabouts] = {}
         self._abandoned: set[int] = set()  # runs whose changes may be lost
 
@@ -183,9 +187,10 @@ class MemoryCheck:
         state = self._state.get(key, 0)
         match action.kind:
             case ActionKind.RECV:
-                forgotten = here is not None and action.trial in self._abandoned
-                forgotten &= here is None or not (here.in_dram or here.moving)
-                self._demand(here is None or forgotten, action, "the shard was received before")
+                if action.trial in self._abandoned and here is not None:
+                    self._begin_anew(action.trial)
+                received = key in self._shards
+                self._demand(not received, action, "the shard was received before")
                 self._shards[key] = _Whereabouts(True, moving=True)
                 self._add(HOST, state, action)
             case ActionKind.LOAD if action.device == HOST:
@@ -220,7 +225,8 @@ class MemoryCheck:
                 there = here is not None and here.on_device and here.device == action.device
                 rule = "the shard is not on the device; LOAD comes before use"
                 self._demand(there and not (here and here.moving), action, rule)
-                self._add(action.device, self._activations.get(key, 0), action)
+                if not self._takes_over(action):
+                    self._add(action.device, self._activations.get(key, 0), action)
 
     def end(self, action: Action) -> None:
         """End an action that has begun."""
@@ -231,7 +237,11 @@ class MemoryCheck:
             return
         if action.kind.computes:
             here.written |= action.kind is not ActionKind.F
-            self._used[action.device] -= self._activations.get(key, 0)
+            keeps = action.kind is F and action.trial in self._keeping
+            if keeps and action.trial not in self._abandoned:
+                self._kept[key, action.microbatch] = action.device
+            else:
+                self._used[action.device] -= self._activations.get(key, 0)
             return
         here.moving = False
         if action.kind in (ActionKind.SPILL, ActionKind.DROP):
@@ -244,6 +254,10 @@ class MemoryCheck:
     def abandon(self, trial: int) -> None:
         """Let the changes of a trial be lost, because it was cancelled or begins anew."""
         self._abandoned.add(trial)
+        for (key, microbatch), device in list(self._kept.items()):
+            if key[0] == trial:
+                del self._kept[key, microbatch]
+                self._used[device] -= self._activations.get(key, 0)
 
     def lose(self, device: int) -> None:
         """Take everything off a device that died."""
@@ -251,6 +265,23 @@ class MemoryCheck:
             if here.on_device and here.device == device:
                 here.on_device = here.moving = here.written = False
         self._used[device] = 0
+        self._kept = {each: place for each, place in self._kept.items() if place != device}
+
+    def _begin_anew(self, trial: int) -> None:
+        """Forget the shards of an abandoned trial that are nowhere; they are received again."""
+        self._abandoned.discard(trial)
+        for key, here in list(self._shards.items()):
+            if key[0] == trial and not (here.in_dram or here.moving):
+                del self._shards[key]
+
+    def _takes_over(self, action: Action) -> bool:
+        """Return whether a backward goes on in the bytes that its forward has kept."""
+        forward = (action.trial, action.shard), action.microbatch
+        if action.kind is not B or forward not in self._kept:
+            return False
+        device = self._kept.pop(forward)
+        self._demand(device == action.device, action, f"its forward was on device {device}")
+        return True
 
     def _at_rest(self, here: _Whereabouts | None, action: Action) -> _Whereabouts:
         if here is None:

@@ -106,8 +106,13 @@ class WorkerSimulation:
         self._double_buffering = double_buffering
         self._state_bytes: dict[Key, int] = {}
         self._activations: dict[Key, int] = {}
+        self._keeping: set[int] = set()
         self.check = MemoryCheck(
-            dict(enumerate(budgets)), host_budget, self._state_bytes, self._activations
+            dict(enumerate(budgets)),
+            host_budget,
+            self._state_bytes,
+            self._activations,
+            self._keeping,
         )
         self._now = 0.0
         self._lanes: dict[Lane, deque[Action]] = {}
@@ -165,6 +170,8 @@ class WorkerSimulation:
 
     def _before(self, event: WorkerEvent) -> None:
         if isinstance(event, RunAdded):
+            if event.spec.keeps_all and event.spec.graph.training:
+                self._keeping.add(event.spec.run)
             for number, shard in enumerate(event.spec.shards):
                 self._state_bytes[event.spec.run, number] = shard.state
                 self._activations[event.spec.run, number] = shard.activations

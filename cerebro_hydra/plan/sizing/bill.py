@@ -126,13 +126,11 @@ def _line(
 ) -> BillLine:
     host = sum(2 * run.state_bytes + run.host_boundary_bytes for run in (trial, *beside))
     host_has = _limit(memory.host)
-    largest_task = max(shard.activations for shard in trial.shards)
-    device_all = trial.state_bytes + trial.held_bytes + (0 if trial.keeps_all else largest_task)
     line = BillLine(
         trial.run,
         worker,
         trial.device_need,
-        device_all,
+        trial.whole_need,
         memory.largest_device,
         host,
         host_has,

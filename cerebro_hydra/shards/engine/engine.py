@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
@@ -158,4 +158,6 @@ class Engine:
     def _actions(self, first: int, microbatches: int, send: bool) -> list[Action]:
         shards, tied = self._cut_model.num_shards, self._cut_model.tied_groups
         barrier = self._recipe.clip_grad_norm is not None
-        return sequential(_TRIAL, shards, microbatches, barrier, send, tied, first)
+        window = self._recipe.accumulate
+        graph = TaskGraph(shards, first + microbatches, window, barrier, tied)
+        return graph.tasks(_TRIAL, first // window, send)

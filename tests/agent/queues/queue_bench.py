@@ -44,7 +44,10 @@ class CheckedState(WorkerState):
         super().__init__(budgets, host, sharp, **options)
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
-        self.check = MemoryCheck(dict(enumerate(budgets)), host, self._bytes, self._work)
+        self._keeping: set[int] = set()
+        self.check = MemoryCheck(
+            dict(enumerate(budgets)), host, self._bytes, self._work, self._keeping
+        )
         self._tasks: dict[int, deque[Action]] = {n: deque() for n, _ in enumerate(budgets)}
         self.added: list[RunSpec] = []
         self.tasks = 0  # of all runs, that were computed
@@ -71,6 +74,8 @@ class CheckedState(WorkerState):
             match event:
                 case RunAdded():
                     self.added.append(event.spec)
+                    if event.spec.keeps_all and event.spec.graph.training:
+                        self._keeping.add(event.spec.run)
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.run, number] = shard.state
                         self._work[event.spec.run, number] = shard.activations

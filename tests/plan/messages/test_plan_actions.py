@@ -14,15 +14,15 @@ from cerebro_hydra.plan.messages.actions import (
     parse_action,
     parse_actions,
 )
-from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEDULES = {
-    "sequential_3x2": sequential(3, 3, 2, barrier=False),
-    "sequential_3x2_barrier": sequential(3, 3, 2, barrier=True),
-    "sequential_3x1_send": sequential(0, 3, 1, barrier=False, send=True),
-    "sequential_2x2_barrier_send": sequential(0, 2, 2, barrier=True, send=True),
-    "sequential_3x1_tied_owner_behind": sequential(0, 3, 1, barrier=False, tied=[(2, 0)]),
+    "sequential_3x2": TaskGraph(3, 2, 2).tasks(3, 0),
+    "sequential_3x2_barrier": TaskGraph(3, 2, 2, barrier=True).tasks(3, 0),
+    "sequential_3x1_send": TaskGraph(3, 1).tasks(0, 0, send=True),
+    "sequential_2x2_barrier_send": TaskGraph(2, 2, 2, barrier=True).tasks(0, 0, send=True),
+    "sequential_3x1_tied_owner_behind": TaskGraph(3, 1, tied=((2, 0),)).tasks(0, 0),
 }
 
 numbers = st.integers(0, 10**6)

@@ -23,9 +23,9 @@ def units_of(shards: int, *, microbatches: int = 40, **spec: bool) -> list[Unit]
     run = RunProgress(RunSpec(0, graph, (shard,) * shards, by_modules=True, **spec), 0)
     run.absent.clear()
     units = []
-    while (unit := run.next_unit()) is not None:
+    while (unit := run.next_unit(run.lists[0])) is not None:
         run.take(unit)
-        run.units.remove(unit)
+        run.end(unit)
         run.microbatch = unit.tasks[-1].microbatch
         units.append(unit)
     tasks = [task for unit in units for task in unit.tasks]
@@ -86,7 +86,7 @@ def test_long_tasks_are_units_as_ever() -> None:
     spec = RunSpec(0, TaskGraph(1, 3), (shard,), by_modules=True, recompute=False)
     run = RunProgress(spec, 0)
     for microbatch in range(3):
-        unit = run.next_unit()
+        unit = run.next_unit(run.lists[0])
         assert unit is not None
         assert [task.microbatch for task in unit.tasks] == [microbatch] * 3
         run.take(unit)

@@ -26,13 +26,14 @@ from cerebro_hydra.plan.queues.memory import Room
 from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, ShardSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
+from cerebro_hydra.plan.schedules.pick import PICKS, Rule, sharp
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.plan.schedules.validate import validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from tests.examples import examples
 from tests.plan.rules import at_random, fifo
 
-RULES: dict[str, Rule] = {"sharp": sharp, "sequential": oldest_first, "fifo": fifo}
+RULES: dict[str, Rule] = {**PICKS, "fifo": fifo}
 
 
 @st.composite
@@ -44,18 +45,21 @@ def ties(draw: st.DrawFn, shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, run: int) -> RunSpec:
-    shards = draw(st.integers(1, 4))
+def specs(draw: st.DrawFn, run: int, devices: int = 1, pipelined: bool = False) -> RunSpec:
+    shards = draw(st.integers(devices if pipelined else 1, 4))
     graph = TaskGraph(
         shards,
-        microbatches=draw(st.integers(1, 4)),
+        microbatches=draw(st.integers(1, 6 if pipelined else 4)),
         window=draw(st.integers(1, 3)),
         barrier=draw(st.booleans()),
         tied=draw(ties(shards)),
-        training=draw(st.integers(0, 3)) > 0,
+        training=pipelined or draw(st.integers(0, 3)) > 0,
     )
     if not graph.training:
         graph = replace(graph, window=1, barrier=False, tied=())
+    by_modules = not pipelined and draw(st.booleans())
+    may_pipeline = graph.training and not by_modules
+    schedules = list(SCHEDULES)[pipelined:] if may_pipeline else ["sequential"]
     scale = draw(st.sampled_from([1.0, 0.01]))  # units have one task or many
     shard = st.builds(
         ShardSpec,
@@ -71,22 +75,29 @@ def specs(draw: st.DrawFn, run: int) -> RunSpec:
         run,
         graph,
         tuple(draw(st.lists(shard, min_size=shards, max_size=shards))),
-        by_modules=draw(st.booleans()),
+        by_modules=by_modules,
         recompute=draw(st.booleans()),
         fused=draw(st.booleans()),
         later_seconds=float(draw(st.integers(0, 10))),
+        schedule=draw(st.sampled_from(schedules)),
+        devices=draw(st.integers(2 if pipelined else 1, devices)),
     )
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> dict[str, object]:
-    runs = [draw(specs(run)) for run in range(draw(st.integers(1, 5)))]
-    slack = st.sampled_from([0, 1, 5, 20, 1000])
+def worlds(draw: st.DrawFn, pipelined: bool = False) -> dict[str, object]:
+    """Draw runs and devices; ``pipelined``: a few runs with several lists, in little memory."""
+    devices = draw(st.integers(2, 3) if pipelined else st.integers(1, 4))
+    number = draw(st.integers(1, 3 if pipelined else 5))
+    runs = [draw(specs(run, devices, pipelined and run < 2)) for run in range(number)]
+    slack = st.sampled_from([0, 1, 5] if pipelined else [0, 1, 5, 20, 1000])
     need = max(spec.device_need for spec in runs)
     host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in runs)
     budgets: list[int | None] = [need + draw(slack)]
-    for _ in range(draw(st.integers(0, 3))):
-        budgets.append(draw(st.none() | st.integers(1, 2 * need)))
+    for device in range(1, devices):
+        shares = [spec.shares()[device:] for spec in runs]  # none of them may lie elsewhere
+        least = max((mine[0].need for mine in shares if mine), default=1)
+        budgets.append(draw(st.none() | st.integers(least, 2 * need)))
     rule = draw(st.sampled_from([*RULES, "random"]))
     return {
         "specs": runs,
@@ -129,7 +140,7 @@ def check_order(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
 
 
 def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
-    """Check that what is published has every change of plain training once, in its order."""
+    """Check that what is published has every change of the schedule once, in its order."""
     home: dict[tuple[int, int], list[Action]] = {}
     there: dict[tuple[int, int], list[Action]] = {}
     sent = set()
@@ -146,8 +157,8 @@ def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
         elif action.kind is ActionKind.SPILL:
             home[key] = there[key].copy()
         elif action.kind is ActionKind.SEND:
-            tasks = (t for window in range(graph.windows) for t in graph.tasks(key[0], window))
-            mine = [t for t in tasks if t.shard == key[1]]
+            windows = map(runs[key[0]].lists, range(graph.windows))
+            mine = [t for w in windows for tasks in w for t in tasks if t.shard == key[1]]
             assert home[key] == [t for t in mine if writes(t, shard)]
             sent.add(key)
         elif writes(task, shard):
@@ -156,26 +167,41 @@ def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
     assert sent == expected
 
 
+def check_boundaries(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+    """Check that a task finds what those before it left in DRAM, also if it is done again."""
+    there: dict[tuple[int, int], int | None] = {}
+    for done in sorted(timeline.done, key=lambda done: done.begin):
+        run, microbatch = done.action.trial, done.action.microbatch
+        if runs[run].stays or done.action.kind not in (ActionKind.F, ActionKind.B):
+            continue
+        place = (run, (microbatch or 0) % runs[run].most_open)
+        if done.action.kind is ActionKind.F and done.action.shard == 0:
+            there[place] = microbatch
+        assert there[place] == microbatch, f"{done.action} finds what {there[place]} left"
+
+
 def writes(task: Action, shard: ShardSpec) -> bool:
     return task.kind is not ActionKind.F or shard.forward_writes
 
 
 @settings(max_examples=examples(150))
-@given(worlds())
+@given(worlds() | worlds(pipelined=True))
 def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
     timeline = simulate(world, [])
     assert {timeline.outcome(spec.run) for spec in world["specs"]} == {"finished"}
     check_order(timeline, world["specs"])
     check_changes(timeline, world["specs"])
+    check_boundaries(timeline, world["specs"])
 
 
 @settings(max_examples=examples(150))
-@given(worlds(), st.data())
+@given(worlds() | worlds(pipelined=True), st.data())
 def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     moment = st.floats(0, 60, allow_nan=False)
     runs = world["specs"]
     numbers = data.draw(st.lists(st.sampled_from(range(len(runs))), min_size=1, unique=True))
     later: list[tuple[float, WorkerEvent]] = [(data.draw(moment), RunCancelled(n)) for n in numbers]
+    later += data.draw(st.lists(st.sampled_from(later), max_size=2))  # said twice
     later += [(1000.0, RunReleased(spec.run)) for spec in runs]
     simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
     timeline = simulation.run()
@@ -187,7 +213,7 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
 
 
 @settings(max_examples=examples(150))
-@given(worlds(), st.data())
+@given(worlds() | worlds(pipelined=True), st.data())
 def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     later: list[tuple[float, WorkerEvent]] = []
     for device in range(len(world["budgets"])):
@@ -196,11 +222,12 @@ def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
             moment += data.draw(st.integers(1, 60)) / 4
             later.append((moment, DeviceLost(device)))
             moment += data.draw(st.integers(0, 20)) / 4 + 0.1
-            later.append((moment, DeviceJoined(device)))
+            later += [(moment, DeviceJoined(device))] * data.draw(st.integers(1, 2))
     timeline = simulate(world, later)
     runs = world["specs"]
     assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
     check_changes(timeline, runs)
+    check_boundaries(timeline, runs)
     event(f"restarts: {sum(isinstance(a, RunRestarted) for a in timeline.given)}")
 
 
@@ -232,6 +259,9 @@ def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
     timeline, tasks = one_run_with_a_loss(spec, at=6.5)
     assert RunRestarted(0) in timeline.given
     assert tasks.count("t0s0F0@0") == 2
+    updating = RunSpec(0, TaskGraph(1, 2), (ShardSpec(1, update=1.0),))  # U1 7-8
+    timeline, _ = one_run_with_a_loss(updating, at=7.5)
+    assert RunRestarted(0) in timeline.given
 
 
 def test_what_a_task_has_beside_its_shard_counts() -> None:

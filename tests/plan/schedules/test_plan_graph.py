@@ -96,3 +96,37 @@ def test_activations_count_while_a_task_runs() -> None:
     memory.begin(parse_action("t0s0LOAD@0"))
     with pytest.raises(InvalidSchedule, match="not on the device"):  # the load has not ended
         memory.begin(parse_action("t0s0F0@0"))
+
+
+def test_what_forwards_keep_counts_until_their_backwards() -> None:
+    memory = MemoryCheck({0: 8, 1: 8}, None, {(0, 0): 4}, {(0, 0): 2}, keeping=[0])
+    validate_memory(
+        parse_actions("t0s0RECV t0s0LOAD@0 t0s0F0@0 t0s0F1@0 t0s0B0@0 t0s0F2@0"), memory
+    )
+    with pytest.raises(InvalidSchedule, match="t0s0F3@0: 10 bytes are resident"):
+        memory.begin(parse_action("t0s0F3@0"))
+
+
+def test_a_backward_is_where_its_forward_has_kept_what_it_needs() -> None:
+    memory = MemoryCheck({0: 9, 1: 9}, None, {(0, 0): 4}, {(0, 0): 2}, keeping=[0])
+    moved = "t0s0RECV t0s0LOAD@0 t0s0F0@0 t0s0DROP@0 t0s0LOAD@1 t0s0B0@1"
+    with pytest.raises(InvalidSchedule, match="t0s0B0@1: its forward was on device 0"):
+        validate_memory(parse_actions(moved), memory)
+
+
+def test_what_an_abandoned_run_has_kept_is_gone_and_counts_when_it_begins_anew() -> None:
+    memory = MemoryCheck({0: 8}, None, {(0, 0): 4}, {(0, 0): 2}, keeping=[0])
+    begun = parse_actions("t0s0RECV t0s0LOAD@0 t0s0F0@0 t0s0F1@0")
+    validate_memory(begun, memory)
+    memory.abandon(0)
+    validate_memory(parse_actions("t0s0F2@0 t0s0DROP@0 t0s0DROP@host"), memory)
+    validate_memory(begun, memory)
+    with pytest.raises(InvalidSchedule, match="t0s0F2@0: 10 bytes are resident"):
+        memory.begin(parse_action("t0s0F2@0"))
+
+
+def test_what_was_kept_on_a_lost_device_is_gone() -> None:
+    memory = MemoryCheck({0: 8}, None, {(0, 0): 4}, {(0, 0): 2}, keeping=[0])
+    validate_memory(parse_actions("t0s0RECV t0s0LOAD@0 t0s0F0@0 t0s0F1@0"), memory)
+    memory.lose(0)
+    validate_memory(parse_actions("t0s0LOAD@0 t0s0F0@0 t0s0F1@0 t0s0B0@0"), memory)

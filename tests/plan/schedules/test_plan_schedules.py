@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.messages.actions import Action, parse_actions
+from cerebro_hydra.plan.schedules.gpipe import gpipe
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import SCHEDULES, Schedule
 from cerebro_hydra.plan.schedules.sequential import sequential
-from cerebro_hydra.plan.schedules.validate import validate
+from cerebro_hydra.plan.schedules.validate import validate, validate_order
+from tests.examples import examples
 
 TIES: dict[int, list[list[tuple[int, ...]]]] = {
     1: [[]],
@@ -22,6 +29,13 @@ SHAPES = [
     )
     for tied in TIES[shards]
 ]
+
+
+def plain(
+    run: int, shards: int, microbatches: int, barrier: bool, send: bool = False, tied=()
+) -> list[Action]:
+    """Return the one window of a run in the order of plain training."""
+    return TaskGraph(shards, microbatches, microbatches, barrier, tuple(tied)).tasks(run, 0, send)
 
 
 def holds(actions: list[Action], shards: int, microbatches: int, barrier: bool, tied) -> bool:
@@ -57,7 +71,7 @@ def breaks_a_precedence(actions, shards, microbatches, barrier, tied) -> bool:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sequential_is_valid_for_every_shape(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    actions = sequential(0, shards, microbatches, barrier, send, tied)
+    actions = plain(0, shards, microbatches, barrier, send, tied)
     validate(actions, shards=shards, microbatches=microbatches, barrier=barrier, tied=tied)
     assert len(actions) == shards * (2 * microbatches + 1 + send)
 
@@ -65,7 +79,7 @@ def test_sequential_is_valid_for_every_shape(shape) -> None:
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 6], ids=str)
 def test_every_dropped_or_repeated_action_is_caught(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    actions = sequential(0, shards, microbatches, barrier, send, tied)
+    actions = plain(0, shards, microbatches, barrier, send, tied)
     rules = (shards, microbatches, barrier, tied)
     for index, action in enumerate(actions):
         if not (shards == 1 and str(action).endswith("SEND")):  # the only SEND may be left out
@@ -77,7 +91,7 @@ def test_every_dropped_or_repeated_action_is_caught(shape) -> None:
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] * s[1] <= 6], ids=str)
 def test_a_swap_is_caught_exactly_if_it_breaks_a_precedence(shape) -> None:
     shards, microbatches, barrier, send, tied = shape
-    actions = sequential(0, shards, microbatches, barrier, send, tied)
+    actions = plain(0, shards, microbatches, barrier, send, tied)
     rules = (shards, microbatches, barrier, tied)
     for i in range(len(actions)):
         for j in range(i):
@@ -87,7 +101,7 @@ def test_a_swap_is_caught_exactly_if_it_breaks_a_precedence(shape) -> None:
 
 
 def test_tied_weights_wait_for_every_backward_of_their_group() -> None:
-    untied = sequential(0, 3, 1, barrier=False)
+    untied = plain(0, 3, 1, barrier=False)
     with pytest.raises(InvalidSchedule, match=r"action 4, t0s2U0: t0s0B0 is missing"):
         validate(untied, shards=3, microbatches=1, barrier=False, tied=[(2, 0)])
 
@@ -103,9 +117,7 @@ def test_a_forward_after_an_update_is_a_mixed_weight_version() -> None:
 
 def test_several_trials_are_checked_apart() -> None:
     mixed = [
-        a
-        for pair in zip(sequential(0, 2, 1, True), sequential(7, 2, 1, True), strict=False)
-        for a in pair
+        a for pair in zip(plain(0, 2, 1, True), plain(7, 2, 1, True), strict=False) for a in pair
     ]
     validate(mixed, shards=2, microbatches=1, barrier=True)
     with pytest.raises(InvalidSchedule, match="t7s1U0 never happens"):
@@ -138,3 +150,75 @@ def test_numbers_beyond_the_shape_are_named() -> None:
         validate(parse_actions("t0s1F0"), shards=1, microbatches=1, barrier=False)
     with pytest.raises(InvalidSchedule, match="only 1 microbatches"):
         validate(parse_actions("t0s0F1"), shards=1, microbatches=1, barrier=False)
+
+
+# ---------------------------------------------------------------------- any schedule
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> TaskGraph:
+    shards = draw(st.integers(1, 6))
+    groups = st.lists(st.integers(0, shards - 1), min_size=2, max_size=3, unique=True)
+    return TaskGraph(
+        shards,
+        microbatches=draw(st.integers(1, 7)),
+        window=draw(st.integers(1, 4)),
+        barrier=draw(st.booleans()),
+        tied=tuple(map(tuple, draw(st.lists(groups, max_size=shards // 2)))) if shards > 1 else (),
+    )
+
+
+def done_in_turn(
+    schedule: Schedule, graph: TaskGraph, devices: int, chance: Random
+) -> list[Action]:
+    """Do all windows: whichever list's first task is ready by `needs`, as long as there is one."""
+    windows = [schedule(graph, 0, window, devices) for window in range(graph.windows)]
+    lists = [[task for tasks in each for task in tasks] for each in zip(*windows, strict=True)]
+    done: list[Action] = []
+    while any(lists):
+        ready = [
+            tasks
+            for tasks in lists
+            if tasks and all(need in done for need, _ in graph.needs(tasks[0]))
+        ]
+        if not ready:
+            raise InvalidSchedule(f"stands still before {[str(t[0]) for t in lists if t]}")
+        done.append(chance.choice(ready).pop(0))
+    return done
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=examples(200))
+@given(graphs(), st.integers(1, 5), st.integers(0, 9))
+def test_lists_of_a_schedule_have_each_task_once_and_never_stand_still(
+    name: str, graph: TaskGraph, devices: int, seed: int
+) -> None:
+    schedule = SCHEDULES[name]
+    for window in range(graph.windows):
+        lists = schedule(graph, 0, window, devices)
+        tasks = [task for each in lists for task in each]
+        assert sorted(map(str, tasks)) == sorted(map(str, graph.tasks(0, window)))
+        assert len(lists) <= devices
+        assert all(lists)
+    validate_order(done_in_turn(schedule, graph, devices, Random(seed)), {0: graph})
+
+
+@settings(max_examples=examples(50))
+@given(graphs(), st.integers(1, 5))
+def test_the_one_list_of_sequential_obeys_needs_by_itself(graph: TaskGraph, devices: int) -> None:
+    windows = [sequential(graph, 0, window, devices) for window in range(graph.windows)]
+    assert {len(lists) for lists in windows} == {1}, "so the queues need not ask"
+    validate_order([task for (tasks,) in windows for task in tasks], {0: graph})
+
+
+def test_a_list_that_waits_for_itself_is_noticed() -> None:
+    def impatient(graph: TaskGraph, run: int, window: int, devices: int) -> list[list[Action]]:
+        """Update in the middle of a list, though that waits for the device before."""
+        lists = [list(tasks) for tasks in gpipe(graph, run, window, devices)]
+        lists[1].insert(2, lists[1].pop())
+        return lists
+
+    graph = TaskGraph(2, 2, 2, barrier=True)
+    assert done_in_turn(gpipe, graph, 2, Random(0))
+    with pytest.raises(InvalidSchedule, match="stands still"):
+        done_in_turn(impatient, graph, 2, Random(0))

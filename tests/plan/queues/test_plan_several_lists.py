@@ -1,0 +1,164 @@
+"""Runs with a list for each device: what they hold at once, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from cerebro_hydra.errors import InvalidSchedule
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.events import (
+    DeviceJoined,
+    DeviceLost,
+    RunAdded,
+    RunEnded,
+    RunRestarted,
+    WorkerEvent,
+)
+from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import oldest_first, sharp
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
+from tests.plan.queues.test_plan_worker_chaos import check_boundaries, check_changes, seconds_of
+
+SHARD = ShardSpec(1, backward=1.0)
+
+
+def gpipe_run(run: int, graph: TaskGraph, shard: ShardSpec = SHARD, **spec: bool) -> RunSpec:
+    shards = (shard,) * graph.shards
+    return RunSpec(run, graph, shards, fused=False, schedule="gpipe", devices=2, **spec)
+
+
+def evaluation(run: int, shards: int) -> RunSpec:
+    """Return an evaluation that stays on its device."""
+    graph = TaskGraph(shards, 1, training=False)
+    return RunSpec(run, graph, (SHARD,) * shards, recompute=False, fused=False)
+
+
+def simulate(
+    specs: list[RunSpec],
+    budgets: Sequence[int | None],
+    host: int | None = None,
+    later: Sequence[tuple[float, WorkerEvent]] = (),
+    move: float = 0.0,
+    double_buffering: bool = True,
+) -> WorkerTimeline:
+    """Run to the end, and check all that any run must keep."""
+    added = {event.spec.run: event.spec for _, event in later if isinstance(event, RunAdded)}
+    runs = [*specs, *added.values()]
+    seconds = seconds_of(runs, move)
+    timeline = WorkerSimulation(
+        specs, budgets, host, oldest_first, seconds, double_buffering=double_buffering,
+        later=later, observe=WorkerState.validate,
+    ).run()  # fmt: skip
+    assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
+    check_changes(timeline, runs)
+    check_boundaries(timeline, runs)
+    return timeline
+
+
+def test_a_window_that_stays_takes_its_devices_at_once() -> None:
+    """One that took device 0 and all of DRAM waited for what stayed on device 1, for DRAM."""
+    pipelined = gpipe_run(3, TaskGraph(4, 1, tied=((0, 1),)), recompute=False)
+    specs = [evaluation(0, 1), evaluation(1, 2), evaluation(2, 1), pipelined, evaluation(4, 1)]
+    simulate(specs, [2, None, None], host=4, double_buffering=False)
+
+
+def test_a_window_does_not_begin_beside_what_goes_on_staying_on_one_of_its_devices() -> None:
+    """Neither had room on device 1 for its next task, beside what the other was to have there."""
+    graph = TaskGraph(3, 1)
+    staying = RunSpec(0, graph, (SHARD,) * 3, recompute=False, fused=False)
+    later = [(1.5, RunAdded(gpipe_run(1, TaskGraph(2, 1), recompute=False)))]
+    simulate([staying], [1, 3], later=later)
+
+
+def slow_update() -> RunSpec:
+    """Return a run whose first device begins a window while the second one ends that before."""
+    shards = (SHARD, replace(SHARD, update=5.0))
+    graph = TaskGraph(2, 2)
+    return RunSpec(0, graph, shards, recompute=False, fused=False, schedule="gpipe", devices=2)
+
+
+def test_a_window_does_not_begin_where_a_unit_of_another_run_was_let_in() -> None:
+    """It kept its shard on device 1, where a task was reserved that needed all bytes."""
+    guest = RunSpec(1, TaskGraph(1, 1), (SHARD,))
+    simulate([slow_update()], [1, 1], later=[(2.5, RunAdded(guest))])
+
+
+def test_a_device_is_kept_for_a_window_that_began_elsewhere() -> None:
+    guest = evaluation(1, 1)
+    timeline = simulate([slow_update()], [None, None], later=[(4.5, RunAdded(guest))])
+    done = [str(each.action) for each in timeline.done]
+    (came,) = (text for text in done if text.startswith("t1s0F0"))
+    assert done.index("t0s1B1@1") < done.index(came)
+
+
+def test_two_windows_that_stay_on_the_same_devices_take_turns() -> None:
+    specs = [gpipe_run(run, TaskGraph(2, 6, 2), recompute=False) for run in range(2)]
+    used: set[int] = set()
+
+    def observe(state: WorkerState) -> None:
+        state.validate()
+        used.update(len(queue.staying) for queue in state.queues.values())
+
+    seconds = seconds_of(specs, 0.5)
+    budgets = [specs[0].device_need] * 2
+    WorkerSimulation(specs, budgets, 4, oldest_first, seconds, observe=observe).run()
+    assert used == {0, 1, 2}, "a second one is reserved behind what is ending, and no third"
+
+
+def test_a_new_microbatch_waits_until_the_one_that_it_replaces_is_done_again() -> None:
+    """Device 0 goes on meanwhile, and has room for the boundary values of one window."""
+    spec = gpipe_run(0, TaskGraph(2, 4, 2))
+    short = RunSpec(1, TaskGraph(1, 1, training=False), (ShardSpec(1, forward=0.25),))
+    again = 0
+    for quarter in range(1, 60):
+        moment = quarter / 4
+        lost = [(moment, DeviceLost(1)), (moment + 3.0, DeviceJoined(1))]
+        timeline = simulate([spec], [1, 1], later=[(0.0, RunAdded(short)), *lost])
+        tasks = [done.action for done in timeline.done if done.action.kind.computes]
+        again += len(tasks) > len(set(tasks)) and RunRestarted(0) not in timeline.given
+    assert again > 5, "of these runs did tasks again"
+
+
+def test_what_is_taken_back_before_it_begins_has_no_bytes() -> None:
+    first = gpipe_run(0, TaskGraph(4, 1))
+    kept = gpipe_run(
+        1, TaskGraph(4, 1, tied=((0, 1),)), ShardSpec(1, 1, backward=1.0), recompute=False
+    )
+    for quarter in range(1, 40):
+        later = [(quarter / 4, DeviceLost(1)), (quarter / 4 + 0.1, DeviceJoined(1))]
+        simulate([first, kept], [kept.device_need, None], later=later, move=0.5)
+
+
+def test_nothing_is_taken_off_a_device_that_died_at_the_same_moment() -> None:
+    spec = gpipe_run(0, TaskGraph(2, 4, 2), recompute=False)
+    simulation = WorkerSimulation([spec], [None, None], None, sharp, seconds_of([spec], 0.0))
+    state = simulation.state
+    while simulation.next_moment <= 5.0:  # device 1 has ended its window, and is idle
+        simulation.step()
+    assert all(state.tiers.on(device) for device in (0, 1))
+    answers = state.handle([DeviceLost(0), DeviceLost(1)])
+    assert RunRestarted(0) in answers
+    assert not [each for each in answers if isinstance(each, Action) and each.device in (0, 1)]
+
+
+def test_a_worker_that_counts_one_microbatch_of_a_window_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = ShardSpec(4, activations=3)
+    spec = gpipe_run(0, TaskGraph(2, 3, 3), shard, recompute=False)
+    assert spec.device_need == 4 + 3 * 3
+    assert simulate([spec], [13, 13]).peak[0] == 13
+    monkeypatch.setattr(RunSpec, "_most_kept", lambda spec, tasks: 3)
+    with pytest.raises(InvalidSchedule, match="t0s0F1@0: 10 bytes are resident, but the budget is"):
+        WorkerSimulation([spec], [9, 9], None, sharp, seconds_of([spec], 0.0)).run()
+
+
+def test_a_run_that_the_worker_is_too_small_for_is_refused_with_its_whole_window() -> None:
+    spec = gpipe_run(0, TaskGraph(2, 3, 3), ShardSpec(4, activations=3), recompute=False)
+    (refused,) = WorkerState([12, 13], None, sharp).handle([RunAdded(spec)])
+    assert refused == RunEnded(0, "refused", "it needs 13 bytes of device 0, which has 12")
