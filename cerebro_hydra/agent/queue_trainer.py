@@ -83,6 +83,10 @@ from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
+RESIDENT_UNIT_SECONDS = 0.5
+"""What the tasks of a unit take at most on a device of the agent's own, where a hand-over costs
+more than the turns that its runs could take between."""
+
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 
 _log = logging.getLogger(__name__)
@@ -239,7 +243,9 @@ class QueueTrainer:
             trial,
             task,
             profile,
-            replace(spec, recompute=False) if resident else spec,
+            replace(spec, recompute=False, unit_seconds=RESIDENT_UNIT_SECONDS)
+            if resident
+            else spec,
             self._shard_store.follow(task.trial, task.source.visit),
             RunTime(task, self._make_watch, self._end_overdue),
             limited=self._planner.has_budget,

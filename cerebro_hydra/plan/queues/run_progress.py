@@ -89,6 +89,7 @@ class RunSpec:
         later_seconds: the work of the trial after this run, by which it is preferred.
         schedule: a name of `SCHEDULES`, which says what is done in which order.
         devices: how many devices such a schedule may spread the run over.
+        unit_seconds: what the tasks take at most that a device does without a message in between.
 
     Raises:
         ValueError: microbatches that stay on one device can't be pipelined.
@@ -103,6 +104,7 @@ class RunSpec:
     later_seconds: float = 0.0
     schedule: str = "sequential"
     devices: int = 1
+    unit_seconds: float = UNIT_SECONDS
 
     def __post_init__(self) -> None:
         """Refuse a schedule that the cut can't follow."""
@@ -408,7 +410,7 @@ class RunProgress:
         )
 
     def _lengthen(self, unit: list[Action], left: deque[Action]) -> None:
-        """Add the tasks that follow, while all of them take less than `UNIT_SECONDS`.
+        """Add the tasks that follow, while all of them take less than `unit_seconds`.
 
         Where it can, a unit ends with a microbatch, after which other runs may stay on the device.
         The shards of the last window are published one by one, so each has units of its own there,
@@ -423,7 +425,7 @@ class RunProgress:
                 end = len(unit)
             seconds += self._seconds[task.kind, task.shard]
             whole = self.spec.keeps_all and not self.absent and task.microbatch not in last
-            if seconds > UNIT_SECONDS or not (whole or task.shard == unit[0].shard):
+            if seconds > self.spec.unit_seconds or not (whole or task.shard == unit[0].shard):
                 del unit[end or len(unit) :]
                 return
             unit.append(task)
