@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import logging
 
-from cerebro_hydra.agent.device.messages import Done
+from cerebro_hydra.agent.device.messages import Done, FailureKind
 from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, located
 from cerebro_hydra.agent.queued_run import QueuedRun
-from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -85,16 +84,16 @@ class Audits:
             run.audit_seconds = audit.first_seconds
         return _told(run, found)
 
-    def failed(self, audit: QueuedRun, kind: str, why: str) -> str | None:
+    def failed(self, audit: QueuedRun, kind: FailureKind, why: str) -> str | None:
         """Return what differs if an audit met no finite loss; else audit its trial no more.
 
         Args:
-            kind: the name of the exception's class, if there was one.
+            kind: what it failed of.
             why: a traceback, or a sentence.
         """
         run, why = audit.audits, why.strip().splitlines()[-1]
         assert run is not None and run.audited is not None
-        if kind == NonFiniteLoss.__name__:
+        if kind is FailureKind.NON_FINITE_LOSS:
             return _told(run, f"the loss is {run.steps[run.audited].loss!r}, but uncut: {why}")
         self.give_up(run, why)
         return None

@@ -31,6 +31,7 @@ from cerebro_hydra.agent.device.messages import (
     Computed,
     Done,
     Failed,
+    FailureKind,
     Forget,
     Move,
     Open,
@@ -60,7 +61,7 @@ from cerebro_hydra.agent.memory.shard_store import HeldShard, ShardHome, ShardSt
 from cerebro_hydra.agent.queued_run import HostMoves, QueuedRun
 from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
-from cerebro_hydra.errors import ScratchFull, StepDiffers, TransferError
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import FetchShards
@@ -84,8 +85,7 @@ from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
 RESIDENT_UNIT_SECONDS = 0.5
-"""What the tasks of a unit take at most on a device of the agent's own, where a hand-over costs
-more than the turns that its runs could take between."""
+"""What the tasks of a unit take at most on the agent's own device, whose runs seldom take turns."""
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 
@@ -351,7 +351,7 @@ class QueueTrainer:
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         run.boundary = None
         if ended.outcome == "refused":
-            self._fail(run, "", f"{ended.reason}; {_REMEDY}")
+            self._fail(run, FailureKind.OTHER, f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
             run.closing = set(run.opened)
             for device in run.closing:
@@ -406,7 +406,7 @@ class QueueTrainer:
                 try:
                     held = self._seek(run, action.shard)
                 except TransferError as error:
-                    self._fail(run, TransferError.__name__, str(error))
+                    self._fail(run, FailureKind.TRANSFER, str(error))
             if run.over:
                 self._loop.tell(ShardArrived(action.trial, action.shard))
             elif held is None and action.shard not in run.given:
@@ -488,7 +488,7 @@ class QueueTrainer:
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a run whose code takes too long, and end the device that runs it."""
         (run,) = (run for run in self._runs.values() if run.task is task)
-        self._fail(run, "", why)
+        self._fail(run, FailureKind.OTHER, why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
@@ -534,7 +534,7 @@ class QueueTrainer:
             died_of: the trial that it was building; one that too many devices died of fails.
         """
         if died_of is not None and self._entrance.died(died_of.trial):
-            self._profiled(Failed(None, died_of.trial, "", DEADLY), died_of)
+            self._profiled(Failed(None, died_of.trial, FailureKind.OTHER, DEADLY), died_of)
         for trial in self._entrance.profiling:
             self._ask_profile(trial)
 
@@ -558,7 +558,9 @@ class QueueTrainer:
         if run.audit is not None and not run.audit.over:
             self._end_early(run.audit)
 
-    def _fail(self, run: QueuedRun, kind: str, why: str, lacking: str | None = None) -> None:
+    def _fail(
+        self, run: QueuedRun, kind: FailureKind, why: str, lacking: str | None = None
+    ) -> None:
         """End a run with an error; see `AttemptReports.failed`.
 
         A run that lacks memory is done once more if it may need less then, and one that lacks disk
@@ -574,7 +576,7 @@ class QueueTrainer:
             self._go_on(run.audits, self._audits.failed(run, kind, why))
         elif lacking is not None and self._planner.can_spare(run):
             self._enter(run.task)  # once more, from the state before it
-        elif kind == ScratchFull.__name__ and not was_alone:
+        elif kind is FailureKind.SCRATCH_FULL and not was_alone:
             name = trial_name(run.task.trial)
             _log.warning("%s begins again when nothing else trains here: %s", name, why)
             self._entrance.wait_to_be_alone(run.task)
@@ -594,11 +596,10 @@ class QueueTrainer:
 
     def _raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""
-        if isinstance(error, ScratchFull):
+        kind, why = FailureKind.of(error), "".join(traceback.format_exception(error))
+        if kind is FailureKind.SCRATCH_FULL:
             why = f"{described(run.task)}: {error}"
-        else:
-            why = "".join(traceback.format_exception(error))
-        self._fail(run, type(error).__name__, why, memory_that_ran_out(error))
+        self._fail(run, kind, why, memory_that_ran_out(error))
 
     def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run once every device has closed it, and its audit is over."""
@@ -616,7 +617,7 @@ class QueueTrainer:
         """Fail a run whose code has ended too many devices."""
         self._deaths[run.task.attempt] += 1
         if self._deaths[run.task.attempt] >= MOST_DEATHS:
-            self._fail(run, "", DEADLY)
+            self._fail(run, FailureKind.OTHER, DEADLY)
 
     def _unclosed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run that a device did not live to close; an evaluation is done once more."""
@@ -629,7 +630,7 @@ class QueueTrainer:
     def _go_on(self, run: QueuedRun, difference: str | None) -> None:
         """Go on with a run whose audit is over."""
         if difference is not None:
-            self._fail(run, StepDiffers.__name__, difference)
+            self._fail(run, FailureKind.DIFFERENCE, difference)
         else:
             self._finish_closed(run)
 
@@ -639,7 +640,7 @@ class QueueTrainer:
             return
         result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
         if (fault := self._planner.fault(run.task, result)) is not None:
-            self._fail(run, "", fault)
+            self._fail(run, FailureKind.OTHER, fault)
             return
         run.over = True
         if not run.resident:

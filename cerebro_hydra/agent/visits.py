@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
+from cerebro_hydra.agent.device.messages import FailureKind
 from cerebro_hydra.agent.device.process import MOST_DEATHS
 from cerebro_hydra.agent.device.task_watch import Task, described
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.data.batches import batch_sizes
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import StepDiffers, TransferError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
@@ -298,12 +298,17 @@ class AttemptReports:
             self._report(result)
 
     def failed(
-        self, task: Task, kind: str, why: str, lacking: str | None = None, finer: bool = False
+        self,
+        task: Task,
+        kind: FailureKind,
+        why: str,
+        lacking: str | None = None,
+        finer: bool = False,
     ) -> None:
         """Report why an attempt failed.
 
         Args:
-            kind: the name of the exception's class, if there was one.
+            kind: what it failed of.
             lacking: what memory ran out.
             finer: whether a finer cut would need less of it.
         """
@@ -312,11 +317,11 @@ class AttemptReports:
         self._open.remove(task.attempt)
         make: Callable[[int, str, str], events.Event] = events.TaskFailed
         name = task.trial, task.source.visit
-        if kind == TransferError.__name__:
+        if kind is FailureKind.TRANSFER:
             lacking = lacking or self._fetch_manager.lacking(*name)
             why = self._fetch_manager.error(*name) or why
             make = events.TransferFailed
-        elif kind == StepDiffers.__name__:
+        elif kind is FailureKind.DIFFERENCE:
             make = events.AuditFailed
         if lacking is not None:
             why = OUT_OF_MEMORY.format(task.trial, described(task), lacking) + why

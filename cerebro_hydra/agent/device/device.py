@@ -36,6 +36,7 @@ from cerebro_hydra.agent.device.messages import (
     Computed,
     Done,
     Failed,
+    FailureKind,
     Forget,
     Move,
     Open,
@@ -296,7 +297,7 @@ class Device:
             self._put_outside(partial(self._close, Close(number, cancelled=True)))
         lacking = memory_that_ran_out(error)
         self._put_outside(partial(self._collect, lacking is not None))
-        self._answer(Failed(number, trial, type(error).__name__, story, lacking))
+        self._answer(Failed(number, trial, FailureKind.of(error), story, lacking))
         if lost:
             self._end()
 

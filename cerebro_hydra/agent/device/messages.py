@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
+from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, TransferError
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
@@ -203,16 +205,40 @@ class Closed:
     evaluation: Evaluation | None = None
 
 
+class FailureKind(Enum):
+    """Says what a task failed of, as far as that decides what is done about it."""
+
+    TRANSFER = auto()
+    DIFFERENCE = auto()
+    NON_FINITE_LOSS = auto()
+    SCRATCH_FULL = auto()
+    OTHER = auto()
+
+    @classmethod
+    def of(cls, error: BaseException) -> FailureKind:
+        """Return what a task failed of that raised this."""
+        kinds = (kind for raised, kind in _FAILURE_KINDS.items() if isinstance(error, raised))
+        return next(kinds, cls.OTHER)
+
+
+_FAILURE_KINDS: dict[type[BaseException], FailureKind] = {
+    TransferError: FailureKind.TRANSFER,
+    StepDiffers: FailureKind.DIFFERENCE,
+    NonFiniteLoss: FailureKind.NON_FINITE_LOSS,
+    ScratchFull: FailureKind.SCRATCH_FULL,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Code of a trial has failed: a run's, or the factory that was to build the trial.
 
-    ``kind`` names the exception's class, and ``lacking`` says what memory ran out.
+    ``lacking`` says what memory ran out.
     """
 
     run: int | None
     trial: int
-    kind: str
+    kind: FailureKind
     error: str
     lacking: str | None = None
 
