@@ -84,9 +84,6 @@ from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
-RESIDENT_UNIT_SECONDS = 0.5
-"""What the tasks of a unit take at most on the agent's own device, whose runs seldom take turns."""
-
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
 
 _log = logging.getLogger(__name__)
@@ -243,9 +240,7 @@ class QueueTrainer:
             trial,
             task,
             profile,
-            replace(spec, recompute=False, unit_seconds=RESIDENT_UNIT_SECONDS)
-            if resident
-            else spec,
+            replace(spec, recompute=False) if resident else spec,
             self._shard_store.follow(task.trial, task.source.visit),
             RunTime(task, self._make_watch, self._end_overdue),
             limited=self._planner.has_budget,
@@ -321,7 +316,11 @@ class QueueTrainer:
             run.given[shard] = home
             return
 
+        window = run.audited
+
         def away(error: Exception | None) -> None:
+            if run.audited != window:
+                return  # the run began anew
             if error is not None and not run.over:
                 self._audits.give_up(run, str(error))
             run.given[shard] = home
@@ -350,6 +349,8 @@ class QueueTrainer:
 
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         run.boundary = None
+        if ended.outcome == "cancelled" and run.resident:
+            self._fetch_manager.mend(run.homes.values())  # its code is over, and no run has begun
         if ended.outcome == "refused":
             self._fail(run, FailureKind.OTHER, f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
@@ -373,7 +374,7 @@ class QueueTrainer:
         if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         device = self._devices[tasks[0].device or 0]
-        run.time.start(device.thread, sum(map(run.ends_batch, tasks)))
+        run.time.start(device.thread, run.batches(tasks))
         self._devices.ask(device, run.unit(tasks))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
@@ -482,12 +483,12 @@ class QueueTrainer:
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
-            if not run.over:
+            if not run.over and run.audits is None:
                 run.time.check()
 
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a run whose code takes too long, and end the device that runs it."""
-        (run,) = (run for run in self._runs.values() if run.task is task)
+        (run,) = (run for run in self._runs.values() if run.task is task and not run.over)
         self._fail(run, FailureKind.OTHER, why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.run == run.number:
@@ -570,7 +571,7 @@ class QueueTrainer:
             return
         was_alone = self._entrance.is_alone(run.task.trial)
         if run.resident:
-            self._mend(run)
+            self._fetch_manager.mend(run.homes.values())
         self._end_early(run)
         if run.audits is not None:
             self._go_on(run.audits, self._audits.failed(run, kind, why))
@@ -584,15 +585,6 @@ class QueueTrainer:
         else:
             finer = lacking is not None and self._planner.helps_finer(run)
             self._reports.failed(run.task, kind, why, lacking, finer)
-
-    def _mend(self, run: QueuedRun) -> None:
-        """Read frozen segments anew that a run's code has written to, for other trials share them.
-
-        Its device computes in the agent's memory, and has no other run.
-        """
-        for home in run.homes.values():
-            if (damaged := home.damaged_frozen()) is not None:
-                self._fetch_manager.read_stored(*damaged)
 
     def _raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""

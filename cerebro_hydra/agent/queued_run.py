@@ -166,7 +166,8 @@ class QueuedRun:
         if self.audited:
             first = self.audited * graph.window
             copied = [t.shard for t in tasks if (t.kind, t.microbatch) == (ActionKind.F, first)]
-            if slabs := {copy_of(k): self.copies[k] for k in copied}:
+            # An F that is done again, because its device was lost, was copied before.
+            if slabs := {copy_of(k): self.copies[k] for k in copied if k in self.copies}:
                 order = replace(order, slabs={**order.slabs, **slabs}, copied=first)
         return order
 
@@ -232,11 +233,25 @@ class QueuedRun:
         step = self.steps.get(window)
         return step is not None and len(step.shards) == self.spec.graph.shards
 
+    @property
+    def takes_windows(self) -> bool:
+        """Return whether one task does all batches of a window; see `PlainRun`."""
+        uncut = self.audits is not None or self.task.uncut
+        return uncut and self.spec.graph.training and not self.recompute
+
     def ends_batch(self, task: Action) -> bool:
         """Return whether a batch has been through all shards with a task."""
         if self.spec.graph.training:
-            return task.kind is ActionKind.B and task.shard == 0
+            if task.kind is not ActionKind.B or task.shard > 0:
+                return False
+            window = self.spec.graph.window_of(task.microbatch or 0)
+            return not self.takes_windows or task.microbatch == window[-1]
         return task.shard == self.spec.graph.shards - 1
+
+    def batches(self, tasks: Sequence[Action]) -> int:
+        """Return how many batches are timed with a unit."""
+        ended = sum(map(self.ends_batch, tasks))
+        return max(ended, 1) * self.spec.graph.window if self.takes_windows else ended
 
     def seconds(self) -> float:
         """Return the seconds since the run's first shard was there."""

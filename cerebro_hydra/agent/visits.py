@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -114,6 +115,9 @@ class TaskEntrance:
 
 Split = Literal["train", "val"]
 
+RESIDENT_UNIT_SECONDS = 0.5
+"""What the tasks of a unit take at most on the agent's own device, whose runs seldom take turns."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -200,7 +204,8 @@ class RunPlanner:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
         recompute |= task.trial in self._sparing
-        return profile.training(number, len(sizes), trial.accumulate, recompute, self._devices)
+        spec = profile.training(number, len(sizes), trial.accumulate, recompute, self._devices)
+        return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec
 
     def audit_spec(
         self, number: int, audited: RunSpec, window: int, profile: TrialProfile
@@ -218,7 +223,9 @@ class RunPlanner:
     def _uncut(self, number: int, microbatches: int, window: int, profile: TrialProfile) -> RunSpec:
         """Describe a run of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
-        return profile.training(number, microbatches, window, recompute)
+        spec = profile.training(number, microbatches, window, recompute)
+        # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
+        return spec if recompute else replace(spec, unit_seconds=0.0)
 
     def can_spare(self, run: QueuedRun) -> bool:
         """Return whether a run that ran out of memory may need less when it is done once more.

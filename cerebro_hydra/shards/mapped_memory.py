@@ -42,17 +42,16 @@ class MappedMemory(TorchDispatchMode):
         self._resident = resident
         self._used = 0.0  # since pages have left
         self._storages: WeakSet[UntypedStorage] = WeakSet()
-        self._token: Token[MappedMemory | None] | None = None
+        self._tokens: list[Token[MappedMemory | None]] = []
 
     def __enter__(self) -> MappedMemory:
-        self._token = _current.set(self)
+        self._tokens.append(_current.set(self))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self._token is not None
-        _current.reset(self._token)
+        _current.reset(self._tokens.pop())
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         """Return zeroed memory that is mapped from a file.

@@ -394,11 +394,12 @@ class Device:
                     self._computing.close()  # whoever runs the lane has to hear it, too
                     break
             coming, self._coming = self._coming, None
-            if coming is None or run in self._over:
+            if coming is not None:
+                self._given = _Given(coming)  # it is answered, also if the run is over
+            if self._given is None or run in self._over:
                 raise Cancelled(f"a run was cancelled after {done.action}")
-            self._given = _Given(coming)
-            task = coming.tasks[0]
-            self._given.take()
+            task = self._next_task()
+            assert task is not None, "a unit has tasks"
         self._bind(task)
         return task
 

@@ -521,7 +521,10 @@ class WorkerDevices:
         if isinstance(answer, Profiled | Opened | Computed | Closed) or (
             isinstance(answer, Failed) and answer.run is None
         ):
-            return self._unanswered[number].popleft()
+            asked = self._unanswered[number]
+            if not isinstance(answer, Profiled | Failed):
+                return _taken(asked, lambda order: not isinstance(order, Profile))
+            return _taken(asked, lambda order: isinstance(order, Profile))
         return None
 
     def age(self, seconds: float) -> None:
@@ -566,6 +569,14 @@ class WorkerDevices:
         """End them all."""
         for device in self._devices:
             device.close()
+
+
+def _taken(asked: deque[CodeOrder], fits: Callable[[CodeOrder], bool]) -> CodeOrder:
+    """Take out the first order that fits: one may be answered after those of a call under way."""
+    at = next(n for n, order in enumerate(asked) if fits(order))
+    order = asked[at]
+    del asked[at]
+    return order
 
 
 def _patience_with_start(device: WorkerDevice) -> float:

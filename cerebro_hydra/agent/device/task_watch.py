@@ -123,8 +123,9 @@ class TaskWatch:
             return
         now, usual = self._clock(), self._known.median(timed.task)
         # One of them may have taken so long, if the others took what batches usually take.
-        others = (timed.batches - 1) * (usual or 0.0)
-        batch, task = now - timed.batch_begun - others, now - timed.begun
+        passed, task = now - timed.batch_begun, now - timed.begun
+        others = (timed.batches - 1) * (passed / timed.batches if usual is None else usual)
+        batch = passed - others
         if self._batch_seconds is not None and batch > self._batch_seconds:
             why = f"a batch took {batch:.1f} s, longer than batch_seconds="
             why += f"{self._batch_seconds:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
-from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore, State
+from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.messages.events import Hop
 from cerebro_hydra.shards.engine.layout import Bytes
@@ -27,6 +28,8 @@ RETRY_SECONDS = 1.0
 
 STORE_PAUSES = (1.0, 4.0, 16.0)
 """Seconds between tries to read from the store, which may be away for a moment."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -230,12 +233,21 @@ class FetchManager:
         with self._lock:
             return self._hops.pop(trial, _NO_HOP)
 
-    def read_stored(self, name: str, segment: Bytes) -> None:
-        """Read a segment that the store has, by its digest, into memory of its size.
+    def mend(self, homes: Iterable[ShardHome]) -> None:
+        """Read the frozen segments anew that code of a trial has written to; others share them.
 
-        Raises:
-            StoreError: the store lacks it, or it is damaged there.
+        One that can't be read is forgotten, so that whoever needs it fetches it again.
         """
+        for home in homes:
+            try:
+                if (damaged := home.damaged_frozen()) is not None:
+                    self._read_stored(*damaged)
+            except (StoreError, TransferError) as error:
+                _log.warning("a frozen segment that a trial has changed is forgotten: %s", error)
+                home.forget_frozen()
+
+    def _read_stored(self, name: str, segment: Bytes) -> None:
+        """Read a segment that the store has, by its digest, into memory of its size."""
         self._folder.read_object(name, lambda nbytes: segment)
 
     def _add_hop(self, trial: int, hop: Hop) -> None:

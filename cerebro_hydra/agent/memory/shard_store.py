@@ -271,6 +271,10 @@ class ShardHome:
             return None
         return name, frozen
 
+    def forget_frozen(self) -> None:
+        """Let nobody find the frozen segment here any more."""
+        self._segments.discard(self._names["frozen"])
+
     @property
     def slabs(self) -> Mapping[str, Bytes]:
         """Return the shard's bytes, which are in DRAM, by name."""

@@ -188,9 +188,8 @@ class WorkerResources:
 
     @property
     def computes_in_place(self) -> bool:
-        """Return whether there is one device, which computes in the agent's own memory."""
-        budgets = self.device_memory, self.host_memory
-        return not self.has_own_processes and budgets == (None, None)
+        """Return whether one device computes in the agent's own memory, for one run at a time."""
+        return not self.asks_for_queues
 
     @property
     def most_residents(self) -> int:
