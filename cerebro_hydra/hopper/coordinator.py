@@ -92,9 +92,6 @@ FATAL = {kind.__name__: kind for kind in (DataError, StoreError)}
 JOURNAL_SECONDS = 0.5
 """How long events that led to no instruction may wait to be journalled with others."""
 
-SIGNAL_SECONDS = 1.0
-"""How long it waits at most: the system may hand a signal to another thread, which wakes nobody."""
-
 STOP_SECONDS = 20.0
 """How long agents may take to end by themselves after every trial is over."""
 
@@ -292,16 +289,13 @@ class Coordinator:
         return [event for item in items if (event := self._event_of(item)) is not None]
 
     def _next_item(self) -> _Item | None:
-        """Return what comes next; None if nothing came for a while."""
+        """Return what comes next; None if missing workers are to be seen to before."""
         while self._writer.waiting:
             with suppress(queue.Empty):
                 return self._inbox.get(timeout=JOURNAL_SECONDS)
             self._writer.write()
-        due = self._absences.seconds
         with suppress(queue.Empty):
-            return self._inbox.get(
-                timeout=SIGNAL_SECONDS if due is None else min(due, SIGNAL_SECONDS)
-            )
+            return self._inbox.get(timeout=self._absences.seconds)
         return None
 
     def _event_of(self, item: _Item) -> Event | None:

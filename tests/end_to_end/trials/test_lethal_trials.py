@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,15 @@ def test_a_batch_that_takes_long_is_told_of_once(
     assert out.count("batch_seconds= would fail the trial") == 2
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C interrupt, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("fault", "number", "devices"),
     [
