@@ -515,7 +515,7 @@ class MemoryBill:
     @cached_property
     def profiler(self) -> TaskProfiler | None:
         """Return what measures trials; None where none is billed."""
-        if not self._resources.asks_for_queues:
+        if self._resources.computes_in_place:
             return None
         return TaskProfiler(self._resources.device_memory)
 

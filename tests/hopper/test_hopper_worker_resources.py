@@ -21,7 +21,7 @@ def test_who_asks_for_nothing_gets_no_queues() -> None:
     for devices, gpus in ((None, 0), (1, 0), (None, 2)):
         given = WorkerResources.checked(devices, None, None, None, "auto", gpus)
         assert given == DEFAULT_RESOURCES
-    assert not DEFAULT_RESOURCES.asks_for_queues
+    assert DEFAULT_RESOURCES.computes_in_place
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_who_asks_for_nothing_gets_no_queues() -> None:
 def test_a_size_is_a_number_of_bytes_or_has_a_unit(size: int | str, nbytes: int) -> None:
     resources = WorkerResources.checked(2, size, size, "/disk", 3)
     assert resources == WorkerResources(2, nbytes, nbytes, "/disk", 3)
-    assert resources.asks_for_queues
+    assert not resources.computes_in_place
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> 
         WorkerResources.checked(**{**given, name: value})
 
 
-def test_a_pick_alone_asks_for_no_queues() -> None:
+def test_a_pick_alone_leaves_a_trial_in_the_memory_of_its_agent() -> None:
     given = WorkerResources.checked(None, None, None, None, "auto", pick="sharp")
     assert given.pick == "sharp" != DEFAULT_RESOURCES.pick
-    assert not given.asks_for_queues
+    assert given.computes_in_place
 
 
 def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_workers() -> None:
@@ -88,7 +88,7 @@ def test_dram_that_nobody_speaks_of_is_half_of_what_a_machine_has_shared_by_its_
 def test_who_is_given_gpus_and_asks_for_devices_has_these(gpus: float) -> None:
     given = WorkerResources.checked(1, None, None, None, "auto", gpus)
     assert (given.devices, given.device_kind) == (1, "cuda")
-    assert given.asks_for_queues
+    assert not given.computes_in_place
 
 
 def test_the_memory_of_gpus_is_that_of_the_least() -> None:

@@ -135,10 +135,6 @@ class SegmentStore:
             raise TransferError(f"segment {digest} was dropped here meanwhile")
         return buffer
 
-    def to_file(self, content: Bytes) -> ScratchFile:
-        """Write bytes to the scratch disk."""
-        return ScratchFile(self._scratch, content)
-
     def digests(self) -> set[str]:
         """Return the digests of all segments."""
         with self._lock:

@@ -131,7 +131,7 @@ class WorkerResources:
         resources = self
         if self.device_kind == "cuda":
             resources = replace(self, device_memory=self._of_gpus(gpus()))
-        if not self.asks_for_queues and self.scratch is None:
+        if self.computes_in_place and self.scratch is None:
             return resources
         found = machines()
         workers = Counter(each.host for each in found)
@@ -140,7 +140,7 @@ class WorkerResources:
         disks = [each.disk // workers[each.host] for each in found if each.disk is not None]
         resources = replace(resources, disk=min(disks, default=None))
         least = min(each.memory / workers[each.host] for each in found)
-        if self.host_memory is not None or not self.asks_for_queues or least == math.inf:
+        if self.host_memory is not None or self.computes_in_place or least == math.inf:
             return resources
         return replace(resources, host_memory=int(least * DRAM_SHARE))
 
@@ -175,28 +175,23 @@ class WorkerResources:
         return self.device_memory or least
 
     @property
-    def asks_for_queues(self) -> bool:
-        """Return whether a worker needs more than one CPU device that holds a whole trial."""
-        budgets = self.device_memory, self.host_memory
-        several = self.devices > 1 or (self.residents or 1) > 1
-        return several or self.device_kind == "cuda" or budgets != (None, None)
-
-    @property
     def has_own_processes(self) -> bool:
         """Return whether each device has a process of its own, beside the agent's."""
         return self.devices > 1 or self.device_kind == "cuda"
 
     @property
     def computes_in_place(self) -> bool:
-        """Return whether one device computes in the agent's own memory, for one run at a time."""
-        return not self.asks_for_queues
+        """Return whether one CPU device holds a whole trial, in the agent's own memory."""
+        budgets = self.device_memory, self.host_memory
+        alone = not self.has_own_processes and (self.residents or 1) == 1
+        return alone and budgets == (None, None)
 
     @property
     def most_residents(self) -> int:
         """Return how many sub-epochs a worker holds at once: one more than it has devices."""
         if self.residents is not None:
             return self.residents
-        return self.devices + 1 if self.asks_for_queues else 1
+        return 1 if self.computes_in_place else self.devices + 1
 
     @property
     def queued_memory(self) -> int | None:

@@ -123,9 +123,20 @@ def test_what_a_cancelled_run_wrote_to_frozen_bytes_is_mended(
         return looked(self)
 
     monkeypatch.setattr(ShardHome, "damaged_frozen", damaged)
-    worker = made(ResidentTrials(SIZES, seconds=0.05))
+    began = threading.Event()
+
+    class Told(ResidentRun):
+        def perform(self, task: Action, then: Any = None) -> Done:
+            began.set()
+            return super().perform(task, then)
+
+    class ToldTrials(ResidentTrials):
+        def open(self, order: RunOrder) -> ByteRun:
+            return Told(self, order)
+
+    worker = made(ToldTrials(SIZES, seconds=0.05))
     worker.perform(train(0, 0, 1))
-    time.sleep(0.1)
+    assert began.wait(PATIENCE)
     worker.trainer.cancel(0)
     assert mended.wait(PATIENCE)
 
