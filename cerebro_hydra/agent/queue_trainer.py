@@ -374,7 +374,7 @@ class QueueTrainer:
         if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         device = self._devices[tasks[0].device or 0]
-        run.time.start(device.thread, run.batches(tasks))
+        run.time.start(device, device.thread, run.batches(tasks))
         self._devices.ask(device, run.unit(tasks))
 
     def _move(self, run: QueuedRun, action: Action) -> None:
@@ -385,7 +385,7 @@ class QueueTrainer:
                 home = run.homes[action.shard]
                 if device not in run.opened:
                     run.opened.add(device)
-                    run.time.build()
+                    run.time.build(device)
                     self._audits.opens(run, device)
                     self._devices.ask(device, Open(run.order(home.cursor)))
                 gradients = run.gradients(action.shard)
@@ -455,12 +455,12 @@ class QueueTrainer:
             case Profiled() | Failed() if isinstance(asked, Profile):
                 self._profiled(answer, asked.trial)
             case Opened(number) if number in self._runs:
-                self._runs[number].time.built()
+                self._runs[number].time.built(device)
             case Closed(number, evaluation) if number in self._runs:
                 self._runs[number].evaluation = evaluation
                 self._closed(self._runs[number], device)
             case Computed(tasks):
-                self._computed(self._runs[tasks[0].action.trial], tasks)
+                self._computed(self._runs[tasks[0].action.trial], device, tasks)
             case Done(action, seconds, nbytes):
                 self._loop.tell(ActionDone(action, seconds, nbytes))
                 run = self._runs[action.trial]
@@ -494,9 +494,9 @@ class QueueTrainer:
             if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
 
-    def _computed(self, run: QueuedRun, tasks: Sequence[Done]) -> None:
+    def _computed(self, run: QueuedRun, device: WorkerDevice, tasks: Sequence[Done]) -> None:
         """Keep what the tasks of a unit gave."""
-        run.time.stop(any(run.ends_batch(done.action) for done in tasks))
+        run.time.stop(device, any(run.ends_batch(done.action) for done in tasks))
         for done in tasks:
             self._loop.tell(ActionDone(done.action, done.seconds))
             if not run.over:
@@ -523,6 +523,7 @@ class QueueTrainer:
             self._died(self._runs[order.run])
         for each in tuple(self._runs.values()):
             each.opened.discard(device)
+            each.time.lose(device)
             if device in each.closing:
                 self._unclosed(each, device)
         if number == 0:

@@ -6,6 +6,7 @@ What a microbatch leaves in DRAM between two units is there for whichever device
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.events import ActionDone
 from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import StepResult
@@ -148,7 +150,7 @@ class QueuedRun:
             self.watched,
             None if self.audits is None else self.audits.audited,
             self.spec.task_bytes if self.limited else None,
-            not self.spec.stays,
+            self.spec.moves,
             self.resident,
             self.mapped,
         )
@@ -204,7 +206,7 @@ class QueuedRun:
         """Keep what a task gave."""
         self.losses |= done.losses
         if done.record is not None and self.boundary is not None:
-            self.boundary.note(done.record)
+            self.boundary.note(done.action, done.record)
         graph, number = self.spec.graph, done.action.microbatch or 0
         if number in graph.window_of(0):
             self.first_seconds += done.seconds
@@ -239,19 +241,24 @@ class QueuedRun:
         uncut = self.audits is not None or self.task.uncut
         return uncut and self.spec.graph.training and not self.recompute
 
+    @property
+    def _times_windows(self) -> bool:
+        """Return whether the batches of a window are timed together, as they have no ends apart."""
+        return self.takes_windows or self.spec.is_pipelined
+
     def ends_batch(self, task: Action) -> bool:
         """Return whether a batch has been through all shards with a task."""
         if self.spec.graph.training:
             if task.kind is not ActionKind.B or task.shard > 0:
                 return False
             window = self.spec.graph.window_of(task.microbatch or 0)
-            return not self.takes_windows or task.microbatch == window[-1]
+            return not self._times_windows or task.microbatch == window[-1]
         return task.shard == self.spec.graph.shards - 1
 
     def batches(self, tasks: Sequence[Action]) -> int:
         """Return how many batches are timed with a unit."""
         ended = sum(map(self.ends_batch, tasks))
-        return max(ended, 1) * self.spec.graph.window if self.takes_windows else ended
+        return max(ended, 1) * self.spec.graph.window if self._times_windows else ended
 
     def seconds(self) -> float:
         """Return the seconds since the run's first shard was there."""
@@ -357,9 +364,10 @@ class HostMoves:
             if run.resident and run.spec.graph.training and not run.mapped:
                 home.own_trainable()
             run.homes[action.shard] = home
-            if action.shard == 0 and not run.spec.stays:
-                slab = segments.allocate(run.spec.host_boundary_bytes)
-                run.boundary = RunBoundary(slab, run.spec.graph.shards)
+            if action.shard == 0 and run.spec.moves:
+                nbytes, number = run.spec.boundary_bytes, run.spec.most_open
+                slabs = [segments.allocate(nbytes) for _ in range(number)]
+                run.boundary = RunBoundary(slabs, run.spec.graph)
 
         self._submit(run, action, work)
 
@@ -428,47 +436,60 @@ class HostMoves:
 
 
 class RunBoundary:
-    """Keeps the memory of a run's microbatch and a record after each of its units.
+    """Keeps the memory of a run's microbatches that are under way, and a record after each unit.
 
     A unit begins with the record of the one before it, also if it is done again because a device
     was lost. Every order refers to the memory, so nobody else gets that before it is answered.
 
     Args:
-        slab: memory that devices share, for all that a microbatch leaves.
-        shards: how many the run has.
+        slabs: memory that devices share, each for all that a microbatch leaves. A microbatch has
+            that of the one which began so many before it, as the queues allow.
+        graph: of the run's tasks.
     """
 
-    def __init__(self, slab: Bytes, shards: int) -> None:
-        self._slab = slab
-        self._shards = shards
-        self._microbatch: int | None = None
-        self._records: dict[int, PassRecord] = {}  # by the place of the task that they come after
-        self._norms: dict[int, Norms] = {}
-        self._place: int | None = None  # of the last task of the unit under way
+    def __init__(self, slabs: Sequence[Bytes], graph: TaskGraph) -> None:
+        self._slabs = slabs
+        self._graph = graph
+        self._records: dict[int, dict[int, PassRecord]] = {}  # by microbatch and place in it
+        self._norms: defaultdict[int, dict[int, Norms]] = defaultdict(dict)  # by window and shard
+        self._places: dict[Action, int] = {}  # of units under way, by their last tasks
 
     def order(self, tasks: Sequence[Action]) -> Compute:
-        """Return the order to do a unit, the only one of the run that is under way."""
-        if tasks[0].microbatch != self._microbatch:
-            self._microbatch = tasks[0].microbatch
-            self._records.clear()
-            self._norms.clear()
-        first = self._place_of(tasks[0])
-        before = max((place for place in self._records if place < first), default=None)
-        record = PassRecord() if before is None else self._records[before]
-        record = replace(record, norms=self._norms.copy())  # an update needs those of later tasks
+        """Return the order to do a unit."""
+        number = tasks[0].microbatch or 0
+        window = number // self._graph.window
+        record = PassRecord()
         passes = [task for task in tasks if task.kind is not ActionKind.U]
-        self._place = self._place_of(passes[-1]) if passes else None
-        return Compute(tuple(tasks), {"boundary": self._slab}, record)
+        if passes:
+            if number not in self._records:
+                self._begin(number)
+            records, first = self._records[number], self._place_of(passes[0])
+            before = max((place for place in records if place < first), default=None)
+            record = record if before is None else records[before]
+            self._places[tasks[-1]] = self._place_of(passes[-1])
+        record = replace(record, norms=dict(self._norms[window]))  # of units that came later, too
+        return Compute(tuple(tasks), {"boundary": self._slab_of(number)}, record)
 
-    def note(self, record: PassRecord) -> None:
-        """Keep what the unit under way has left."""
-        self._norms |= record.norms
-        if self._place is not None:
-            self._records[self._place] = record
+    def note(self, last: Action, record: PassRecord) -> None:
+        """Keep what a unit has left, by its last task."""
+        number = last.microbatch or 0
+        if last.shard in record.norms:
+            self._norms[number // self._graph.window][last.shard] = record.norms[last.shard]
+        if (place := self._places.pop(last, None)) is not None:
+            self._records[number][place] = record
+
+    def _begin(self, number: int) -> None:
+        """Forget what nobody needs any more when a microbatch begins."""
+        self._records = {m: r for m, r in self._records.items() if m > number - len(self._slabs)}
+        self._records[number] = {}
+        self._places = {t: p for t, p in self._places.items() if t.microbatch in self._records}
+        # F of shard 0 waits for its update of the window before, and that for every norm of it.
+        for window in [w for w in self._norms if w < number // self._graph.window - 1]:
+            del self._norms[window]
+
+    def _slab_of(self, number: int) -> Bytes:
+        return self._slabs[number % len(self._slabs)]
 
     def _place_of(self, task: Action) -> int:
-        """Return where in its microbatch a task comes; updates come after all that they need."""
-        backward = 2 * self._shards - 1 - task.shard
-        if task.kind is ActionKind.U:
-            return 2 * self._shards
-        return task.shard if task.kind is ActionKind.F else backward
+        """Return where in its microbatch a forward or backward comes."""
+        return task.shard if task.kind is ActionKind.F else 2 * self._graph.shards - 1 - task.shard

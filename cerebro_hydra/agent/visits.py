@@ -202,9 +202,10 @@ class RunPlanner:
         sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
-        recompute = profile.recomputes(trial.recompute, self._budget, trial.accumulate)
+        window, way = trial.accumulate, (self._devices, trial.schedule)
+        recompute = profile.recomputes(trial.recompute, self._budget, window, *way)
         recompute |= task.trial in self._sparing
-        spec = profile.training(number, len(sizes), trial.accumulate, recompute, self._devices)
+        spec = profile.training(number, len(sizes), window, recompute, *way)
         return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec
 
     def audit_spec(

@@ -115,4 +115,4 @@ def with_units(decisions: Sequence[Answer]) -> Iterator[Answer | list[Action]]:
 def _continues(unit: list[Action], decision: Answer) -> bool:
     if not isinstance(decision, Action) or not decision.kind.computes:
         return False
-    return decision.trial == unit[0].trial
+    return (decision.trial, decision.device) == (unit[0].trial, unit[0].device)

@@ -90,7 +90,7 @@ class SparkEstimator(TrialEstimator):
         early_stopping: int | None = None,
         collate: Callable[..., Any] | None = None,
         warm_start: Mapping[str, torch.Tensor] | str | None = None,
-        cut: str = "modules",
+        cut: str | None = None,
         schedule: str = "sequential",
         recompute: bool | str = "auto",
         *,

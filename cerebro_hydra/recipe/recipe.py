@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.schedules.registry import check_schedule
+from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
@@ -79,9 +79,12 @@ class Recipe:
             first: padding, augmentation. Its random numbers must come from torch.
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
         cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
-            the graph of `torch.export`, or by modules where that can't be had.
+            the graph of `torch.export`, or by modules where that can't be had. None is "export" for
+            a schedule that has several microbatches under way, which needs a graph, and "modules"
+            for others.
         schedule: the order of the trial's own shard tasks over the devices of a worker:
-            "sequential" does one after the other.
+            "sequential" does one after the other; "gpipe" lets each device do a range of shards,
+            for one of the `accumulate` batches of a step after the other. Results are the same.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
 
@@ -107,7 +110,7 @@ class Recipe:
     early_stopping: int | None = None
     collate: Collate | None = None
     warm_start: Mapping[str, Tensor] | str | None = None
-    cut: str = "modules"
+    cut: str | None = None
     schedule: str = "sequential"
     recompute: bool | str = "auto"
     columns: Columns | None = field(default=None, init=False, repr=False)
@@ -147,9 +150,7 @@ class Recipe:
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
                 f"{self.clip_grad_value!r}; choose one of them"
             )
-        if self.cut not in CUTS:
-            raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}")
-        check_schedule(self.schedule)
+        self._check_cut()
         if self.recompute != "auto" and not isinstance(self.recompute, bool):
             raise ConfigurationError(
                 f"recompute is {self.recompute!r}; it is True, False or 'auto'"
@@ -161,6 +162,25 @@ class Recipe:
         if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
             raise ConfigurationError(
                 f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
+            )
+
+    def _check_cut(self) -> None:
+        check_schedule(self.schedule)
+        if self.cut is None:
+            self.cut = "export" if is_pipelined(self.schedule) else "modules"
+        if self.cut not in CUTS:
+            raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
+        if not is_pipelined(self.schedule):
+            return
+        if self.cut != "export":
+            raise ConfigurationError(
+                f"schedule is {self.schedule!r} and cut is {self.cut!r}, which keeps a batch on "
+                "one device; leave cut out, or take schedule='sequential'"
+            )
+        if self.shards in (1, [], [[]]):
+            raise ConfigurationError(
+                f"schedule is {self.schedule!r} and shards is {self.shards!r}, and each device is "
+                "to have a shard at least; give shards='auto', or their number"
             )
 
     def bind(self, columns: Columns) -> Recipe:

@@ -37,6 +37,7 @@ from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
+from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
 from cerebro_hydra.recipe import (
@@ -372,6 +373,8 @@ class Admission:
         self, recipe: Recipe, examples: Sequence[Example], seed: int, least: int = 1
     ) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
+        if is_pipelined(recipe.schedule):  # each device has a shard to do
+            least = max(least, self._memory_bill.devices)
         key = admission_key(recipe, examples)
         if key is not None and (key, least) in self._cuts:
             return self._cuts[key, least]
@@ -512,6 +515,11 @@ class MemoryBill:
         self._report = report
         self._reported: set[RunSpec] = set()
 
+    @property
+    def devices(self) -> int:
+        """Return how many devices each worker has."""
+        return self._resources.devices
+
     @cached_property
     def profiler(self) -> TaskProfiler | None:
         """Return what measures trials; None where none is billed."""
@@ -525,12 +533,16 @@ class MemoryBill:
         Raises:
             ConfigurationError: it does not fit; the message has the numbers and what to change.
         """
+        if is_pipelined(spec.schedule) and self.devices > 1 and len(profile.shards) == 1:
+            raise ConfigurationError(
+                f"schedule is {spec.schedule!r}, and the model could only be cut into one shard; "
+                "take schedule='sequential'"
+            )
         budget = self._resources.device_memory
-        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate)
+        way = self.devices, spec.schedule
+        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate, *way)
         microbatches = max(spec.steps) * spec.accumulate
-        run = profile.training(
-            spec.trial, microbatches, spec.accumulate, recompute, self._resources.devices
-        )
+        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute, *way)
         workers = [self._memory] * self._num_workers
         rule = PICKS[self._resources.pick]
         found = bill([run], workers, rule)

@@ -28,8 +28,12 @@ def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) ->
         ({"metrics": 5}, "metrics is 5; give a list of names"),
         ({"schedule": "sharp"}, "choose among trials; .* give the backend pick='sharp'"),
         ({"schedule": "oldest_first"}, "give the backend pick='oldest_first'"),
-        ({"schedule": "gpipe"}, "no agent trains by it yet; leave schedule out"),
-        ({"schedule": "fastest"}, r"schedule is 'fastest'; it is one of \['sequential'\]"),
+        ({"schedule": "gpipe"}, "shards is 1, and each device is to have a shard at least"),
+        (
+            {"schedule": "gpipe", "shards": 2, "cut": "modules"},
+            "cut is 'modules', which keeps a batch on one device; leave cut out",
+        ),
+        ({"schedule": "fastest"}, r"'fastest'; it is one of \['sequential', 'gpipe'\]"),
     ],
 )
 def test_arguments_of_a_wrong_type(rules, message):

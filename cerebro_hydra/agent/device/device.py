@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -359,7 +359,7 @@ class Device:
         first, last, unbound = task is unit.tasks[0], self._given.is_last, None
         try:
             if first and unit.record is not None:
-                cast(MovingDeviceRun, run).take_up(task, unit.slabs["boundary"], unit.record)
+                cast(MovingDeviceRun, run).take_up(unit.tasks, unit.slabs["boundary"], unit.record)
             self._bind(task)
             if run.resident:
                 self._inside = task.trial
@@ -601,8 +601,8 @@ class DeviceRun(Protocol):
 class MovingDeviceRun(DeviceRun, Protocol):
     """One sub-epoch, of which the device does some units and other devices do others."""
 
-    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
-        """Begin a unit, by its first task, where the record says what the slab has for it."""
+    def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
+        """Begin a unit, where the record says what the slab has for it."""
         ...
 
     def put_down(self) -> PassRecord:

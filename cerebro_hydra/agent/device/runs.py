@@ -40,7 +40,7 @@ from cerebro_hydra.shards.engine.layout import (
 )
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
 from cerebro_hydra.shards.engine.pass_record import PassRecord
-from cerebro_hydra.shards.engine.shard_run import MovingRun, ShardRun
+from cerebro_hydra.shards.engine.shard_run import ShardRun
 from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
 from cerebro_hydra.shards.heap import kept_heap, trim_heap
 from cerebro_hydra.shards.mapped_memory import MappedMemory
@@ -144,10 +144,9 @@ class TrialRuns:
         memory = _Memory(layout, order, self._reserved, self._scratch)
         if (audits or task.uncut) and not order.recompute:
             return PlainRun(recipe, layout, seed, steps, first, windows, metrics, memory)
-        kind = MovingRun if order.moves else ShardRun
-        sub_epoch = kind(
+        sub_epoch = ShardRun(
             *cut, steps, order.recompute, first, windows, metrics, shared, limit,
-            resident=order.resident,
+            resident=order.resident, moves=order.moves,
         )  # fmt: skip
         return TrainingRun(sub_epoch, layout, not order.recompute or order.resident, memory)
 
@@ -289,14 +288,12 @@ class TrainingRun:
         """Return the digests of a shard's tensors."""
         return self._memory.digests(shard)
 
-    def take_up(self, task: Action, slab: Bytes, record: PassRecord) -> None:
+    def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
         """Begin a unit of a microbatch that moves."""
-        assert isinstance(self._run, MovingRun)
-        self._run.take_up(task, memory_of(slab), record)
+        self._run.take_up(tasks, memory_of(slab), record)
 
     def put_down(self) -> PassRecord:
         """End such a unit."""
-        assert isinstance(self._run, MovingRun)
         return self._run.put_down()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ time of a run.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
@@ -174,52 +175,72 @@ MakeWatch = Callable[[Callable[[Task, str], object], Callable[[], float]], TaskW
 
 
 class RunTime:
-    """Counts the seconds that devices compute for a run, and watches its batches by that clock."""
+    """Counts the seconds that devices compute for a run, and watches its batches by a clock.
+
+    The clock stands still while no device computes for the run, or each builds the trial first. A
+    device is named by whatever it is.
+    """
 
     def __init__(
         self, task: Task, make_watch: MakeWatch, on_overdue: Callable[[Task, str], object]
     ) -> None:
+        self._begun: dict[object, float] = {}  # the moment since which each device computes
+        self._building: set[object] = set()
         self._seconds = 0.0
-        self._since: float | None = None
-        self._building = False
+        self._passed, self._since = 0.0, math.inf  # of the clock, until and from this moment on
         self._watch = make_watch(on_overdue, self._clock)
         self._watch.begin(task)
         self._watch.batch()
 
     def _clock(self) -> float:
-        if self._since is None or self._building:
-            return self._seconds
-        return self._seconds + time.monotonic() - self._since
+        return self._passed + max(0.0, time.monotonic() - self._since)
 
     @property
     def seconds(self) -> float:
-        """Return how long devices have computed for the run."""
-        return self._clock()
+        """Return how long devices have computed for the run, those at the same time each."""
+        now = time.monotonic()
+        under_way = self._begun.keys() - self._building
+        return self._seconds + sum(now - self._begun[device] for device in under_way)
 
-    def build(self) -> None:
+    def build(self, device: object) -> None:
         """Note that a device builds the trial before it computes."""
-        self._building = True
+        self._building.add(device)
 
-    def built(self) -> None:
+    def built(self, device: object) -> None:
         """Note that it has done so."""
-        self._building = False
-        if self._since is not None:
-            self._since = time.monotonic()
+        self._building.discard(device)
+        if device in self._begun:
+            self._begun[device] = time.monotonic()
+        self._turn()
 
-    def start(self, thread: int | None, batches: int) -> None:
+    def start(self, device: object, thread: int | None, batches: int) -> None:
         """Note that a device does a unit which ends so many batches.
 
         Args:
             thread: that computes, if it is one of this process.
         """
         self._watch.run_on(thread, batches)
-        self._since = time.monotonic()
+        self._begun[device] = time.monotonic()
+        self._turn()
 
-    def stop(self, ends_batch: bool) -> None:
+    def stop(self, device: object, ends_batch: bool) -> None:
         """Note that it has done the unit, and with it maybe batches."""
-        self._seconds, self._since = self._clock(), None
+        self.lose(device)
         if ends_batch:
             self._watch.batch()
+
+    def lose(self, device: object) -> None:
+        """Note that a device does the unit no longer."""
+        begun = self._begun.pop(device, None)
+        if begun is not None and device not in self._building:
+            self._seconds += time.monotonic() - begun
+        self._building.discard(device)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Let the clock go on, or stand still."""
+        self._passed = self._clock()
+        self._since = time.monotonic() if self._begun.keys() - self._building else math.inf
 
     def check(self) -> None:
         """Tell if the run is slow or overdue."""

@@ -88,6 +88,8 @@ class DeviceLog:
         elif kind is ActionKind.SPILL:
             place.spilled += done.nbytes
         begin, end = max(now - begun - done.seconds, 0.0), now - begun
+        if end <= 0:
+            return  # it is told of only now, with the rest of its unit, and was over before
         work = ((self._trial_of(done.action.trial), done.seconds),)
         spans = place.tasks if kind.computes else place.moves
         add_span(spans, (begin, end, work), 8 * MOST_SPANS)

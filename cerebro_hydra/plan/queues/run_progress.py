@@ -15,7 +15,7 @@ from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
@@ -115,7 +115,7 @@ class RunSpec:
     @property
     def is_pipelined(self) -> bool:
         """Return whether several microbatches may be under way at once."""
-        return self.schedule != "sequential"
+        return is_pipelined(self.schedule)
 
     def lists(self, window: int) -> Sequence[Sequence[Action]]:
         """Return the tasks of a window: a list for each device, or one for whichever is free."""
@@ -128,6 +128,11 @@ class RunSpec:
             return 1
         first = [task for task in self.lists(0)[0] if task.shard == 0]
         return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
+
+    @property
+    def moves(self) -> bool:
+        """Return whether boundary values are in DRAM from unit to unit, for other devices too."""
+        return self.is_pipelined or not self.stays
 
     @property
     def stays(self) -> bool:
@@ -164,6 +169,8 @@ class RunSpec:
         mine = [self.shards[number] for number in shards]
         state = sum(shard.state for shard in mine)
         if self.keeps_all:
+            if self.is_pipelined:
+                kept += self.most_open * self.boundary_bytes  # what it reads of other devices
             return Share(tuple(shards), state, kept, state + kept, state + kept)
         held = self.boundary_bytes if self.stays else 0
         need = held + max(shard.state + shard.activations for shard in mine)
@@ -210,9 +217,7 @@ class RunSpec:
     @property
     def host_boundary_bytes(self) -> int:
         """Return the bytes of DRAM for the boundary values of microbatches that move about."""
-        if self.is_pipelined:
-            return self.most_open * self.boundary_bytes
-        return 0 if self.stays else self.boundary_bytes
+        return self.most_open * self.boundary_bytes if self.moves else 0
 
     @property
     def host_need(self) -> int:

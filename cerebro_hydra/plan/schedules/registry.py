@@ -23,26 +23,22 @@ Schedule = Callable[[TaskGraph, int, int, int], Sequence[Sequence[Action]]]
 SCHEDULES: Mapping[str, Schedule] = {"sequential": sequential, "gpipe": gpipe}
 """The names that the schedule of a trial may have."""
 
-_CARRIED_OUT = ("sequential",)
-"""The schedules by which agents train; the others are planned and simulated alone."""
+
+def is_pipelined(schedule: str) -> bool:
+    """Return whether a schedule may have several microbatches under way at once."""
+    return schedule != "sequential"
 
 
 def check_schedule(name: object) -> None:
     """Check what a user gave as the schedule of a trial.
 
     Raises:
-        ConfigurationError: no agent trains by it; the message says what to give instead.
+        ConfigurationError: there is no such schedule; the message says what to give instead.
     """
     if isinstance(name, str) and name in PICKS:
         raise ConfigurationError(
             f"schedule is {name!r}, which is how devices choose among trials; leave schedule out, "
             f"and give the backend pick={name!r}"
         )
-    if name in _CARRIED_OUT:
-        return
-    if isinstance(name, str) and name in SCHEDULES:
-        raise ConfigurationError(
-            f"schedule is {name!r}, which can be simulated, but no agent trains by it yet; leave "
-            f"schedule out, and the devices of a worker train several trials beside one another"
-        )
-    raise ConfigurationError(f"schedule is {name!r}; it is one of {list(_CARRIED_OUT)}")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ConfigurationError(f"schedule is {name!r}; it is one of {list(SCHEDULES)}")

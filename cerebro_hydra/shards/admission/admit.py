@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
@@ -157,7 +158,7 @@ def _admit(
             return choose_by_time(points, seconds, recipe.shards), seconds
         if profiler is None:
             return choose_whole(points), ()
-        return choose_to_fit(recipe, points, profiler, profiled, least_shards)
+        return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)
 
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()
@@ -205,6 +206,18 @@ def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
     return refusal
 
 
+def _unpipelined(schedule: str, attempts: Sequence[FailedAttempt]) -> ConfigurationError:
+    """Return the error of a model whose microbatches can't go from device to device."""
+    why = f": {attempts[-1].reason}" if attempts else ""
+    refusal = ConfigurationError(
+        f"schedule is {schedule!r}, and the model's graph can't be cut into shards{why}; take "
+        "schedule='sequential', which also trains a model that is cut by modules"
+    )
+    for attempt in attempts:
+        refusal.add_note(str(attempt))
+    return refusal
+
+
 def _candidates(
     recipe: Recipe,
     sample: Sample,
@@ -244,6 +257,8 @@ def _candidates(
             raise
         except Exception as error:
             attempts.append(FailedAttempt("by export", _raised(error)))
+    if is_pipelined(recipe.schedule):
+        raise _unpipelined(recipe.schedule, attempts)
     yield from choices(between_units)
     yield choose_whole(between_units)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,7 +11,13 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.sizing.cuts import auto_cut
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
-from cerebro_hydra.shards.cut.choice import CutChoice, CutPoints, choose_groups, choose_whole
+from cerebro_hydra.shards.cut.choice import (
+    CutChoice,
+    CutPoints,
+    choose_by_time,
+    choose_groups,
+    choose_whole,
+)
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.spec import CutSpec, module_of
@@ -29,26 +35,36 @@ def choose_to_fit(
     points: CutPoints,
     profiler: TaskProfiler,
     profiled: Callable[[CutSpec], TrialProfile],
+    times: Callable[[CutPoints], Sequence[float]],
     least: int = 1,
-) -> tuple[CutChoice, list[float]]:
+) -> tuple[CutChoice, Sequence[float]]:
     """Return the choice, and the seconds between all places where the model can be cut.
 
     Every unit is measured once, the cut is computed from that, and is measured itself before it is
     chosen. Where a unit is too large for that, no device has room for the next shard beside the
-    present one. Without a budget, and where activations are kept, the model stays whole.
+    present one. Without a budget, and where activations are kept, there are as few shards as may
+    be, of equal times.
 
     Args:
+        times: returns the seconds between all places.
         least: how many shards there are to be, if the model has so many units.
 
     Raises:
         ConfigurationError: a unit does not fit a device.
     """
-    whole, budget = choose_whole(points), profiler.budget
+    budget = profiler.budget
+
+    def fewest() -> tuple[CutChoice, Sequence[float]]:
+        if least == 1 or not points.allowed:
+            return choose_whole(points), []
+        seconds = times(points)
+        return choose_by_time(points, seconds, least), seconds
+
     if budget is None or recipe.recompute is False or not points.allowed:
-        return whole, []
+        return fewest()
     finest = profiled(points.spec(points.allowed))
     if finest.tasks is None or finest.tasks.recompute is None:
-        return whole, []
+        return fewest()
     units = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
     seconds = [unit.forward + unit.backward for unit in units]
     names = [module_of(unit) for unit in (*points.units[:1], *points.allowed)]
@@ -89,7 +105,7 @@ def measure_shards(
             break
         key = RandomKey(0, number, 0)
         batch = GraphPass(Microbatch.collated(recipe, copy_example(example), key, weight=None))
-        spent = [_seconds(partial(tasks.forward, k, batch)) for k in states]
+        spent = [_seconds(partial(tasks.forward, k, batch, keep=True)) for k in states]
         for k in reversed(states):
             spent[k] += _seconds(partial(tasks.backward, k, batch))
         for k, state in states.items():

@@ -29,6 +29,7 @@ from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import (
+    ALIGNMENT,
     GradientLayout,
     ShardLayout,
     TrialLayout,
@@ -68,8 +69,8 @@ class TaskProfile:
             model can't be run so.
         shared: the parameters that are read while another shard than theirs runs.
         batch: the bytes of that batch, as the model takes it.
-        moving: the bytes that tasks of each shard leave for others in a microbatch that computes
-            activations again; None where it can't go to another device.
+        moving: the bytes that tasks of each shard leave for others in a microbatch that goes from
+            device to device; None where it can't.
     """
 
     evaluation: Needs
@@ -132,12 +133,12 @@ def profile(
         shared = cut_model.shared | _read_elsewhere(recipe, cut_model, layout, example)
         trial = _Measured(recipe, cut_model, layout, example, shared)
         again, moving = _recomputed(trial, or_not=keep) if recompute else (None, None)
-        kept = _kept(trial) if keep else None
+        kept, left = _kept(trial) if keep else (None, None)
         evaluation = _evaluated(trial)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
-    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch, moving)
+    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch, moving or left)
 
 
 class _Measured(NamedTuple):
@@ -164,9 +165,10 @@ def _recomputed(
         raise
 
 
-def _kept(trial: _Measured) -> Needs:
+def _kept(trial: _Measured) -> tuple[Needs, tuple[int, ...] | None]:
+    """Return the needs of training, and what a microbatch leaves where it can move."""
     step = _ProfiledStep(trial, recompute=False)
-    return _timed(step, _keeping(_measure_memory(step)))
+    return _timed(step, _keeping(_measure_memory(step))), step.left
 
 
 def _evaluated(trial: _Measured) -> Needs:
@@ -391,8 +393,18 @@ class _ProfiledStep:
 
     @property
     def left(self) -> tuple[int, ...] | None:
-        """Return the bytes that tasks of each shard left for others, if those were graphs."""
-        return tuple(self._left) if self._left else None
+        """Return the bytes that tasks of each shard left for others, if those were graphs.
+
+        The last shard leaves the buffers that it overwrites, too, unless its backward follows.
+        """
+        graphs = self._cut_model.graphs
+        if graphs is None:
+            return None
+        buffers = dict(self._recipe.model.named_buffers())
+        overwritten = graphs.of(_microbatch(self._recipe, self._example).inputs).train[-1].mutates
+        sizes = [buffers[name].nbytes for name in overwritten]
+        more = sum(nbytes + -nbytes % ALIGNMENT for nbytes in sizes)
+        return *self._left[:-1], self._left[-1] + more
 
     def _moving_copies(self) -> dict[str, Tensor]:
         copies, names = self._held.copies, self._cut_model.read_elsewhere
@@ -549,13 +561,20 @@ class TrialProfile:
             tasks,
         )
 
-    def recomputes(self, asked: bool | None, budget: int | None, window: int) -> bool:
+    def recomputes(
+        self,
+        asked: bool | None,
+        budget: int | None,
+        window: int,
+        devices: int = 1,
+        schedule: str = "sequential",
+    ) -> bool:
         """Return whether a backward computes its forward again on devices with this budget."""
         if asked is not None:
             return asked
         if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
             return self.tasks.keep is None  # the other way is impossible
-        kept = self.training(0, window, window, recompute=False)
+        kept = self.training(0, window, window, False, devices, schedule)
         return budget is not None and kept.device_need > budget
 
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
@@ -564,9 +583,18 @@ class TrialProfile:
         return self.shards[shard].gradients if kept else 0
 
     def training(
-        self, run: int, microbatches: int, window: int, recompute: bool, devices: int = 1
+        self,
+        run: int,
+        microbatches: int,
+        window: int,
+        recompute: bool,
+        devices: int = 1,
+        schedule: str = "sequential",
     ) -> RunSpec:
-        """Return the run of a sub-epoch, whose microbatches may move among so many devices."""
+        """Return the run of a sub-epoch, whose microbatches may move among so many devices.
+
+        They stay on one device where nobody knows what they would leave for another one.
+        """
         graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
         kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
         if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
@@ -583,14 +611,19 @@ class TrialProfile:
             for shard, need, own in zip(self.shards, needs, kept, strict=True)
         )
         moving = None if self.tasks is None else self.tasks.moving
-        if 1 in (devices, graph.shards) or moving is None or not recompute:
+        if 1 in (devices, graph.shards) or moving is None:
+            moving = None
+        elif not recompute and schedule == "sequential":
+            moving = None  # autograd's graphs stay where they are
+        if moving is None:
             return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
-        held = sum(shard.boundary for shard in shards)  # a task has no more of it on its device
+        # A task has no more of what the microbatch holds on its device.
+        held = sum(shard.boundary for shard in shards) if recompute else 0
         shards = tuple(
             replace(shard, activations=held + shard.activations, boundary=left)
             for shard, left in zip(shards, moving, strict=True)
         )
-        return RunSpec(run, graph, shards, recompute=True)
+        return RunSpec(run, graph, shards, recompute=recompute, schedule=schedule, devices=devices)
 
     def evaluation(self, run: int, microbatches: int) -> RunSpec:
         """Return the run of an evaluation."""

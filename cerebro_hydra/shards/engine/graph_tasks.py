@@ -46,7 +46,7 @@ class GraphTasks:
 
     `states[k]` must be bound before a task of shard k; what `held` has is read there. With `keep`,
     autograd's graph lives from F to B. Without it, F drops the graph and B computes it again; only
-    the last shard keeps it, because its B follows at once.
+    the last shard keeps it where its B follows at once.
     """
 
     def __init__(
@@ -76,16 +76,15 @@ class GraphTasks:
         """Run F and B of every shard for a pass; see `run`."""
         for k in range(self._last + 1):
             reach("F", k)
-            self.forward(k, going)
+            self.forward(k, going, keep=self._keep or k == self._last)
         for k in reversed(range(self._last + 1)):
             reach("B", k)
             self.backward(k, going)
 
-    def forward(self, k: int, going: GraphPass) -> None:
-        """Run F of shard k."""
+    def forward(self, k: int, going: GraphPass, *, keep: bool) -> None:
+        """Run F of shard k; `keep` says whether autograd's graph lives to its B."""
         shard_graph = self._graph(k, going)
         buffers = self._buffers(shard_graph)
-        keep = self._keep or k == self._last
         if not keep:
             # B runs on the buffers as they are before F, so that statistics don't move twice.
             going.buffers_before[k] = {n: buffers[n].clone() for n in shard_graph.mutates}

@@ -1,25 +1,22 @@
-"""A sub-epoch of one trial whose tasks are taken one by one, from outside.
-
-In a moving run, of a graph cut, microbatches go from device to device between two units.
-"""
+"""A sub-epoch of one trial whose tasks are taken one by one, from outside."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.recipe import RandomKey, Recipe, Window
+from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
+from cerebro_hydra.shards.engine.graph_passes import GraphPasses
+from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialLayout
 from cerebro_hydra.shards.engine.microbatch import (
     MemoryLimit,
@@ -29,13 +26,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     Then,
 )
 from cerebro_hydra.shards.engine.module_tasks import PausedRun
-from cerebro_hydra.shards.engine.pass_record import (
-    Key,
-    PassRecord,
-    TensorLog,
-    check_room,
-    tensors_of,
-)
+from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.sub_epoch import Cursor, Norms, SubEpoch
 
 
@@ -59,9 +50,14 @@ class ShardRun:
     """Trains one trial over a sub-epoch in the process of a device, one shard task at a time.
 
     A shard's state is in the device's memory from `load` to `unload`. Tasks come in an order that
-    `plan/schedules/graph.py` allows; F and B of the last shard have no `unload` between them. Runs
-    of other trials may take tasks in between. Until it is closed the run has the recipe's model to
-    itself.
+    `plan/schedules/graph.py` allows. Runs of other trials may take tasks in between. Until it is
+    closed the run has the recipe's model to itself.
+
+    A microbatch is here from its first task to its last, and F and B of the last shard have no
+    `unload` between them. Where the model is cut as a graph, microbatches may move instead: each is
+    here for one unit at a time, between `take_up` and `put_down`. What the unit needs of it is read
+    from memory that all devices of the worker share, and what is new is written there. So several
+    may be under way at once, and devices do their tasks in turn.
 
     A resident run has every shard from its first task to the end, and the device to itself during
     a microbatch: one call makes all of its tasks on the thread that asks for the first of them.
@@ -71,7 +67,8 @@ class ShardRun:
 
     Args:
         recompute: whether B computes the shard's activations again, so that the shard may be
-            unloaded between its F and its B. Otherwise all shards stay during a microbatch.
+            unloaded between its F and its B. Otherwise all shards stay until no microbatch is
+            under way, and so do autograd's graphs.
         start_step: the number of optimizer steps that the trial has done before the sub-epoch.
         windows: the batches of each optimizer step of the sub-epoch.
         epoch_metrics: see `Engine.train`.
@@ -79,6 +76,7 @@ class ShardRun:
             not know of it.
         limit: bounds what tasks hold of the device beside their shards; None does not.
         resident: whether shards stay once they are there, until the run is closed.
+        moves: whether microbatches do.
     """
 
     def __init__(
@@ -95,16 +93,17 @@ class ShardRun:
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
         resident: bool = False,
+        moves: bool = False,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
-        self._cut_model, self._recipe, self._trial_seed = cut_model, recipe, trial_seed
+        self._recipe = recipe
         self._accumulate = recipe.accumulate
         self._recompute = recompute
         self._start_step = start_step
         self._windows = enumerate(with_last(windows))
         self._at: tuple[int, tuple[Window, bool]] | None = None
         self._maker = MicrobatchMaker(cut_model, recipe, trial_seed)
-        self._resident = resident
+        self._resident, self._moves = resident, moves
         held = None if resident else HeldTensors(cut_model.shared.union(shared))
         self._sub_epoch = SubEpoch(
             cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
@@ -113,9 +112,18 @@ class ShardRun:
         self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
+        self._graph: GraphPasses | None = None  # does F and B, unless the paused run does
+        if isinstance(self._tasks, GraphTasks) and not resident:
+            self._graph = GraphPasses(
+                self._tasks, cut_model, recipe, trial_seed, start_step, self._copies, limit
+            )
+        assert self._graph is not None or not moves, "only microbatches of a graph cut move"
+        self._last = cut_model.num_shards - 1
         self._step = -1  # whose window was begun
-        self._number = -1  # of the microbatch under way
+        self._number = -1  # of the microbatch under way that does not move
         self._next: tuple[str, int] | None = None  # its next task
+        self._unit: Sequence[Action] = ()  # the tasks between taking up and putting down
+        self._norms: dict[int, Norms] = {}  # of gradients, in the window of the unit
         self._updated_last: set[int] = set()  # shards whose last window is over
 
     @property
@@ -183,6 +191,31 @@ class ShardRun:
 
     # ------------------------------------------------------------------ tasks
 
+    def take_up(self, tasks: Sequence[Action], memory: Memory, record: PassRecord) -> None:
+        """Begin a unit of a microbatch that moves.
+
+        Args:
+            tasks: of one shard, and one microbatch.
+            memory: has what the record describes, and room for more.
+            record: of the unit before; an empty one before F of shard 0.
+        """
+        assert self._graph is not None
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
+        self._unit, self._norms = tasks, dict(record.norms)
+        self._graph.take_up(tasks[0], memory, record)
+        self._sub_epoch.begin_microbatch(tasks[0].shard)
+
+    def put_down(self) -> PassRecord:
+        """End the unit, and return what describes its microbatch now.
+
+        Raises:
+            MemoryError: the memory has no room for what the microbatch leaves there.
+        """
+        assert self._graph is not None
+        record = self._graph.put_down(self._norms)
+        self._sub_epoch.end_microbatch()
+        return record
+
     def perform(
         self, task: Action, norms: Mapping[int, Norms] | None = None, then: Then | None = None
     ) -> Action:
@@ -190,7 +223,8 @@ class ShardRun:
 
         Args:
             norms: for U where gradients are clipped by their norm, what `unload` has returned for
-                shards whose last backward was done in the process of another device.
+                shards whose last backward was done in the process of another device; a unit's
+                record has them.
             then: gives a resident run the tasks that follow in a microbatch.
 
         Raises:
@@ -200,13 +234,15 @@ class ShardRun:
         """
         number = self._check(task)
         if task.kind is ActionKind.U:
-            self._sub_epoch.add_norms(norms or {})
+            self._sub_epoch.add_norms(self._norms if norms is None else norms)
             self._paused.call(partial(self._update, task, number))
         elif self._resident:
             assert then is not None, "a resident run needs to know where its tasks come from"
             return self._in_one_call(task, number, then)
+        elif self._graph is None:
+            self._pass_modules(task, number)
         else:
-            self._pass_through(task, number)
+            self._pass_graph(self._graph, task, number)
         return task
 
     def _check(self, task: Action) -> int:
@@ -241,18 +277,57 @@ class ShardRun:
         self._run(batch, number, rows, reach)
         return task
 
-    def _pass_through(self, task: Action, number: int) -> None:
-        """Do F or B of a microbatch."""
-        k = task.shard
-        if task.kind is ActionKind.F and k == 0:
+    def _pass_modules(self, task: Action, number: int) -> None:
+        """Do F or B of a microbatch, which the model's own forward and backward make."""
+        if task.kind is ActionKind.F and task.shard == 0:
             batch, rows = self._made(number)
-            self._sub_epoch.begin_microbatch()
-            self._number = number
+            self._begin_microbatch(number)
             self._next = self._paused.begin(partial(self._run, batch, number, rows))
-        if self._next != (task.kind, k) or number != self._number:
-            raise ValueError(f"{task} can't come now; the microbatch is before {self._next}")
+        self._check_next(task, number)
         self._next = self._paused.advance()
-        if task.kind is ActionKind.B and self._next is None:
+        self._end_microbatch()
+
+    def _pass_graph(self, passes: GraphPasses, task: Action, number: int) -> None:
+        """Do F or B of a microbatch by the graph of its shard."""
+        k, kind = task.shard, task.kind
+        if kind is ActionKind.F and k == 0:
+            passes.begin(number, *self._made(number))
+            if not self._moves:
+                torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps it per thread
+                self._begin_microbatch(number)
+                self._next = "F", 0
+        follows = k == self._last
+        if self._moves:
+            follows = any(each.kind is ActionKind.B for each in self._unit)
+        else:
+            self._check_next(task, number)
+        passes.perform(task, keep=not self._recompute or follows)
+        if kind is ActionKind.B and k == 0:
+            self.losses[number] = passes.loss
+        if self._moves:
+            if kind is ActionKind.B and self._recipe.clip_grad_norm is not None:
+                self._norms[k] = self._sub_epoch.norms_of(k)
+            return
+        self._next = self._following(kind, k)
+        if self._next is None:
+            passes.end()
+        self._end_microbatch()
+
+    def _following(self, kind: ActionKind, k: int) -> tuple[str, int] | None:
+        if kind is ActionKind.F:
+            return ("F", k + 1) if k < self._last else ("B", k)
+        return ("B", k - 1) if k > 0 else None
+
+    def _begin_microbatch(self, number: int) -> None:
+        self._sub_epoch.begin_microbatch()
+        self._number = number
+
+    def _check_next(self, task: Action, number: int) -> None:
+        if self._next != (task.kind, task.shard) or number != self._number:
+            raise ValueError(f"{task} can't come now; the microbatch is before {self._next}")
+
+    def _end_microbatch(self) -> None:
+        if self._next is None:
             self._sub_epoch.end_microbatch()
 
     def _go_to_step(self, step: int) -> None:
@@ -297,155 +372,6 @@ class ShardRun:
     def cancel(self) -> None:
         """End the run where it stands; what is loaded may be torn."""
         self._paused.close()
+        if self._graph is not None:
+            self._graph.cancel()
         self._stack.close()
-
-
-class MovingRun(ShardRun):
-    """Trains like a `ShardRun` that recomputes, and has a microbatch for one unit at a time.
-
-    A unit is what comes between `take_up` and `put_down`; its shard is loaded and unloaded in
-    between. What the unit needs of its microbatch is read from memory that all devices of the
-    worker share, and what is new is written there.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        assert self._recompute, "autograd's graphs stay on their device"
-        assert isinstance(self._tasks, GraphTasks) and self._cut_model.graphs is not None
-        self._passes, self._graphs = self._tasks, self._cut_model.graphs
-        self._tied = self._cut_model.tied
-        self._shared = self._cut_model.read_elsewhere
-        self._memory: Memory
-        self._record = PassRecord()
-        self._log = TensorLog({}, 0)
-        self._going: GraphPass | None = None
-        self._rows = 0
-        self._norms: dict[int, Norms] = {}
-        self._last = ActionKind.U  # the kind of the last task
-
-    def take_up(self, task: Action, memory: Memory, record: PassRecord) -> None:
-        """Begin a unit.
-
-        Args:
-            task: its first one.
-            memory: has what the record describes, and room for more.
-            record: of the unit before; an empty one before F of shard 0.
-        """
-        torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
-        self._memory, self._record = memory, record
-        self._log = TensorLog(record.tensors, record.nbytes)
-        self._rows, self._norms = record.rows, dict(record.norms)
-        if task.kind is not ActionKind.U and record.tensors:
-            self._going = self._read(task)
-        self._sub_epoch.begin_microbatch()
-
-    def put_down(self) -> PassRecord:
-        """End a unit, and return what describes the microbatch after it.
-
-        Raises:
-            MemoryError: the memory has no room for what the microbatch leaves there.
-        """
-        going, record = self._going, self._record
-        if going is not None:
-            record = self._write(going)
-        self._going = None
-        del self._memory
-        self._sub_epoch.end_microbatch()
-        return replace(record, norms=self._norms)
-
-    def unload(self, k: int) -> Norms | None:
-        """Refer to shard k's memory no more; see `ShardRun`."""
-        norms = super().unload(k)
-        if norms is not None and self._last is ActionKind.B:
-            self._norms[k] = norms
-        return norms
-
-    def perform(
-        self, task: Action, norms: Mapping[int, Norms] | None = None, then: Then | None = None
-    ) -> Action:
-        """Do a task of the unit; see `ShardRun`."""
-        k, clips = task.shard, self._recipe.clip_grad_norm is not None
-        if clips and task.kind is ActionKind.U and k not in self._norms:
-            self._norms[k] = self._sub_epoch.norms_of(k)  # the unit has its last backward
-        self._last = task.kind
-        return super().perform(task, self._norms)
-
-    def cancel(self) -> None:
-        """End the run where it stands; what is loaded may be torn."""
-        self._going = None
-        super().cancel()
-
-    # ------------------------------------------------------------------ one task
-
-    def _pass_through(self, task: Action, number: int) -> None:
-        k, kind = task.shard, task.kind
-        if kind is ActionKind.F and k == 0:
-            batch, self._rows = self._made(number)
-            self._going = GraphPass(batch)
-        going = self._going
-        if going is None:
-            raise ValueError(f"{task} can't come now; take its microbatch up before")
-        run = self._passes.forward if kind is ActionKind.F else self._passes.backward
-        with torch.autograd.set_multithreading_enabled(False), self._within_limit(k, going):
-            run(k, going)
-        if kind is ActionKind.B and k == 0:
-            self.losses[number] = going.batch.loss, self._rows
-
-    @contextmanager
-    def _within_limit(self, k: int, going: GraphPass) -> Iterator[None]:
-        if self._limit is None:
-            yield
-            return
-        batch = ("feature", "target")
-        here = tensors_of(going, self._copies).items()
-        held = [tensor for (kind, _), tensor in here if kind not in batch]
-        with self._limit.kept(going.batch.inputs, held, lambda kind, shard: None) as reach:
-            reach("F", k)
-            yield
-
-    # ------------------------------------------------------------------ records
-
-    def _read(self, task: Action) -> GraphPass:
-        """Return the microbatch with what tasks of one shard need of it."""
-        k, record, recipe = task.shard, self._record, self._recipe
-        window, place = divmod(task.microbatch or 0, self._accumulate)
-        key = RandomKey(self._trial_seed, self._start_step + window, place, recipe.device)
-        features, targets = (
-            tuple(self._stored(each) for each in record.tensors if each[0] == kind)
-            for kind in ("feature", "target")
-        )
-        batch = Microbatch(recipe, features, targets, record.weight, key, record.loss)
-        graph = self._graphs.of(batch.inputs).train[k]
-        before = self._named("before", graph.mutates)
-        redone = task.kind is ActionKind.F or before.keys() == graph.mutates
-        assert redone, "an F that wrote to buffers comes again with its B"
-        self._copies |= self._named("held", (*graph.params, *graph.buffers))
-        return GraphPass(
-            batch,
-            values={**record.others, **self._named("value", graph.live_in)},
-            needs_grad=set(record.needs_grad),
-            buffers_before={k: {name: buffer.clone() for name, buffer in before.items()}},
-            grads=self._named("gradient", graph.live_out),
-            tied_grads=self._named("tied", [n for n, users in self._tied.items() if k in users]),
-        )
-
-    def _named(self, kind: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return those of the tensors of a kind that are stored."""
-        keys = {name: (kind, name) for name in names}
-        return {n: self._stored(key) for n, key in keys.items() if key in self._record.tensors}
-
-    def _stored(self, key: Key) -> Tensor:
-        return self._log.read(key, self._memory, self._recipe.device)
-
-    def _write(self, going: GraphPass) -> PassRecord:
-        log, batch = self._log, going.batch
-        held = {name: self._copies[name] for name in self._shared & self._copies.keys()}
-        new = log.lay_out(tensors_of(going, held))
-        check_room(log.nbytes, self._memory.nbytes)
-        for tensor, place in new:
-            place.write(tensor, self._memory)
-        values = {n: v for n, v in going.values.items() if not isinstance(v, Tensor)}
-        return PassRecord(
-            log.nbytes, log.stored, values, frozenset(going.needs_grad), self._rows, batch.weight,
-            batch.loss,
-        )  # fmt: skip

@@ -5,7 +5,7 @@ Clipping goes shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ class SubEpoch:
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
         self.step = start_step
-        self._in_microbatch = False
+        self._holding: Collection[int] = ()  # the shards of which copies are held if they come
 
     @contextmanager
     def tasks(self, keep: bool) -> Iterator[GraphTasks | ModuleTasks]:
@@ -123,17 +123,21 @@ class SubEpoch:
                     "its shard; the forward uses it in another shard too, or takes gradients itself"
                 )
 
-    def begin_microbatch(self) -> None:
-        """Hold copies, from now on, of what is read while its shard is away."""
-        self._in_microbatch = True
-        for state in self._states.values():
-            self._hold(state)
+    def begin_microbatch(self, shard: int | None = None) -> None:
+        """Hold copies, from now on, of what is read while its shard is away.
+
+        Args:
+            shard: the one whose tasks come, which alone is held; None if those of all come.
+        """
+        self._holding = range(self._cut_model.num_shards) if shard is None else (shard,)
+        for k in self._states.keys() & self._holding:
+            self._hold(self._states[k])
 
     def end_microbatch(self) -> None:
         """Hold copies no more."""
-        self._in_microbatch = False
-        for state in self._states.values():
-            self._end_hold(state)
+        for k in self._states.keys() & self._holding:
+            self._end_hold(self._states[k])
+        self._holding = ()
         assert self._held is not None
         if self._bound is not None:
             self._bound.end_copies(self._held.copies)
@@ -188,7 +192,7 @@ class SubEpoch:
         self._gradients[k] = gradients
         if gradients is not None:
             GradientLayout.of(shard).load(gradients, state.params)
-        if self._in_microbatch:
+        if k in self._holding:
             self._hold(state)
 
     def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:

@@ -131,16 +131,43 @@ def test_the_time_between_units_and_that_of_building_count_for_nothing(
         run.check()
 
     passes(1000.0)
-    run.build()
-    run.start(None, 1)
+    run.build("a")
+    run.start("a", None, 1)
     passes(1000.0)
-    run.built()
+    run.built("a")
     passes(1.0)
-    run.stop(ends_batch=True)
+    run.stop("a", ends_batch=True)
     passes(1000.0)
-    run.start(None, 1)
+    run.start("a", None, 1)
     passes(2.0)
     assert (run.seconds, bench.overdue, bench.slow) == (3.0, [], [])
     passes(1.5)
     ((task, why),) = bench.overdue
     assert task is TRAIN and why.startswith("a batch took 3.5 s")
+
+
+def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(batch=3.0, sub_epoch=50.0)
+    monkeypatch.setattr(time, "monotonic", lambda: bench.now)
+    limits = 3.0, 50.0, lambda *told: bench.slow.append(told), bench.known
+    run = RunTime(TRAIN, partial(TaskWatch, *limits), lambda *told: bench.overdue.append(told))
+    run.start("a", None, 1)
+    bench.now += 1.0
+    run.start("b", None, 1)
+    bench.now += 1.0
+    run.lose("a")
+    run.stop("b", ends_batch=False)
+    assert run.seconds == 3.0
+    bench.now += 1000.0  # while the first is replaced
+    run.build("a")
+    run.start("a", None, 1)
+    bench.now += 1000.0
+    run.built("a")
+    bench.now += 0.5
+    run.check()
+    assert (run.seconds, bench.overdue) == (3.5, [])
+    bench.now += 1.0
+    run.check()
+    assert bench.overdue[0][1].startswith("a batch took 3.5 s")

@@ -32,19 +32,29 @@ TRIALS, DEVICES = 3, 2
 class Copies:
     """Trains copies of one trial, which is cut as a graph, on devices that hold two shards each."""
 
-    def __init__(self, everything: bool, scratch: str, room: float = 1.0) -> None:
+    def __init__(
+        self,
+        everything: bool,
+        scratch: str,
+        room: float = 1.0,
+        schedule: str = "sequential",
+        recompute: bool = True,
+    ) -> None:
         folder, factory = trained_many("export", everything)
         self.agent = Agent(folder, scratch, share=0.0, make=factory)
         runtime = self.agent.builder.get(0)
         batch = next(iter(self.agent.builder.windows(0, 0, 0)))[0]
         example = (batch.features, batch.labels)
-        tasks = profile(factory(), runtime.cut_model, runtime.layout, example, keep=False)
+        tasks = profile(factory(), runtime.cut_model, runtime.layout, example, keep=not recompute)
         assert tasks.moving is not None
         tasks = replace(tasks, moving=tuple(int(each * room) for each in tasks.moving))
         described = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
-        run = described.training(0, 1, runtime.spec.accumulate, True, DEVICES)
+        window = runtime.spec.accumulate
+        run = described.training(0, window, window, recompute, DEVICES, schedule)
         self.budget = run.buffered_need(2)
-        self.spec = replace(runtime.spec, tasks=tasks.to_json(), recompute=True)
+        self.spec = replace(
+            runtime.spec, tasks=tasks.to_json(), recompute=recompute, schedule=schedule
+        )
         document = read_document(folder)
         manifest = find_prepared(folder.store, document.fingerprint)
         own = [info.index for info in manifest.partitions]
@@ -110,6 +120,13 @@ def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
         assert (result.audit_seconds > 0) is audits
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_pipeline_of_processes_of_which_one_is_killed_has_the_bits_of_one_device(
+    tmp_path: Path, recompute: bool
+) -> None:
+    trained(Copies(True, str(tmp_path), schedule="gpipe", recompute=recompute), kill=True)
+
+
 def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -> None:
     trained(Copies(True, str(tmp_path)))
 
@@ -123,8 +140,9 @@ def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(
 
 
 @pytest.mark.long
-def test_audits_agree_where_microbatches_move(tmp_path: Path) -> None:
-    trained(Copies(True, str(tmp_path)), audits=True)
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
+def test_audits_agree_where_microbatches_move(tmp_path: Path, schedule: str) -> None:
+    trained(Copies(True, str(tmp_path), schedule=schedule), audits=True)
 
 
 @pytest.mark.long

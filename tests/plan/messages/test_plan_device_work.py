@@ -142,3 +142,15 @@ def test_the_tasks_of_a_unit_that_ends_were_done_one_after_the_other() -> None:
     (work, _) = log.report("a", 20.0).devices
     assert work.computing == 5.0
     assert [span[:2] for span in work.tasks] == [(1.0, 2.0), (2.0, 5.0), (5.0, 6.0)]
+
+
+def test_a_task_that_was_over_before_the_report_and_is_told_of_later_has_no_span() -> None:
+    state = WorkerState([20], None, sharp)
+    log = DeviceLog(state, lambda run: run)
+    log.hear(10.0, [RunAdded(RunSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
+    log.report("a", 14.0)  # another run has ended, and a unit of this one is under way
+    forward, backward = (Action(0, 0, kind, 0, device=0) for kind in (ActionKind.F, ActionKind.B))
+    log.hear(15.0, [ActionDone(forward, 2.0), ActionDone(backward, 3.0)])
+    (work, _) = log.report("a", 16.0).devices
+    assert work.computing == 5.0
+    assert [span[:2] for span in work.tasks] == [(0.0, 1.0)]

@@ -30,7 +30,7 @@ from cerebro_hydra.recipe import Recipe, Window
 from cerebro_hydra.shards.admission.profile import TrialProfile, profile
 from cerebro_hydra.shards.engine.layout import aligned, memory_of, on_host
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
-from cerebro_hydra.shards.engine.shard_run import MovingRun
+from cerebro_hydra.shards.engine.shard_run import ShardRun
 from tests.shards import plain
 from tests.shards.by_task.device_loop import POISON, Slot
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
@@ -54,10 +54,11 @@ class Mover:
     home: dict[int, tuple[Slot, str]] = field(default_factory=dict)
     on: dict[int, Slot] = field(default_factory=dict)
     cursors: dict[int, str] = field(default_factory=dict)  # of the shards on devices
-    runs: dict[int, MovingRun] = field(default_factory=dict)
+    runs: dict[int, ShardRun] = field(default_factory=dict)
     published: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     boundary: RunBoundary | None = None
+    bound: set[int] = field(default_factory=set)  # the shards on devices that runs refer to
     age: int = 0  # how often it began anew
     places: dict[int, set[int]] = field(default_factory=dict)  # the devices of each microbatch
 
@@ -65,35 +66,45 @@ class Mover:
         for run in self.runs.values():
             run.cancel()
         self.runs, self.home, self.losses, self.published = {}, {}, {}, {}
-        slab = aligned(self.spec.host_boundary_bytes)
-        slab.fill(POISON)
-        self.boundary = RunBoundary(slab, self.spec.graph.shards)
+        self.bound.clear()
+        slabs = [aligned(self.spec.boundary_bytes) for _ in range(self.spec.most_open)]
+        for slab in slabs:
+            slab.fill(POISON)
+        self.boundary = RunBoundary(slabs, self.spec.graph)
 
-    def run_on(self, device: int) -> MovingRun:
+    def run_on(self, device: int) -> ShardRun:
         if device not in self.runs:
             shared = self.trial.cut_model.shared
-            self.runs[device] = MovingRun(
+            self.runs[device] = ShardRun(
                 self.trial.cut_model, self.trial.layout, self.make(), plain.TRIAL_SEED,
-                STEPS_PER_EPOCH, True, self.trial.step, self.windows, shared=shared,
-                limit=MemoryLimit(0, self.spec.task_bytes),
+                STEPS_PER_EPOCH, self.spec.recompute, self.trial.step, self.windows, shared=shared,
+                limit=MemoryLimit(0, self.spec.task_bytes), moves=True,
             )  # fmt: skip
         return self.runs[device]
 
     def compute(self, device: int, tasks: Sequence[Action]) -> None:
-        """Do a unit as a device does, and leave its shard unloaded there."""
+        """Do a unit as a device does."""
         assert self.boundary is not None
         order, run, k = self.boundary.order(tasks), self.run_on(device), tasks[0].shard
         assert order.record is not None
-        run.take_up(tasks[0], memory_of(order.slabs["boundary"]), order.record)
+        run.take_up(tasks, memory_of(order.slabs["boundary"]), order.record)
         slot, cursor = self.on[k], json.loads(self.cursors[k])
-        run.load(k, on_host(slot.segments), cursor, memory_of(slot.gradients))
+        if k not in self.bound:
+            run.load(k, on_host(slot.segments), cursor, memory_of(slot.gradients))
+            self.bound.add(k)
         for task in tasks:
             run.perform(task)
             self.places.setdefault(task.microbatch or 0, set()).add(device)
-        run.unload(k)
-        self.boundary.note(run.put_down())
+        if self.spec.recompute:
+            self.unload(k, run)
+        self.boundary.note(tasks[-1], run.put_down())
         self.losses |= run.losses
+
+    def unload(self, k: int, run: ShardRun) -> None:
+        """Let a run refer to a shard no more."""
+        run.unload(k)
         self.cursors[k] = json.dumps(run.cursor(k))
+        self.bound.remove(k)
 
 
 class MovingLoop:
@@ -167,10 +178,6 @@ class MovingLoop:
         if action.kind is ActionKind.RECV:
             done = [ShardArrived(action.trial, action.shard)]
         kind = "compute" if action.kind.computes else str(action.kind)
-        if action.kind.computes and len(actions) > 1 and self._choice.random() < 0.3:
-            # A device that dies within a unit has told of some of its tasks, and left nothing.
-            self._lanes.setdefault((action.device, kind), deque()).append((_nothing, done[:1]))
-            done = done[1:]
         self._lanes.setdefault((action.device, kind), deque()).append((work, done))
 
     def _carry_out(self, mover: Mover, actions: list[Action]) -> None:
@@ -187,6 +194,8 @@ class MovingLoop:
                 mover.on[k].memory[:] = mover.home[k][0].memory
                 mover.cursors[k] = mover.home[k][1]
             case ActionKind.SPILL:
+                if k in mover.bound:
+                    mover.unload(k, mover.runs[action.device or 0])
                 mover.home[k][0].memory[:] = mover.on[k].memory
                 mover.home[k] = mover.home[k][0], mover.cursors[k]
                 mover.on.pop(k).memory.fill(POISON)
@@ -199,6 +208,8 @@ class MovingLoop:
 
     def _drop(self, mover: Mover, action: Action) -> None:
         if action.device is not None and action.device >= 0 and action.shard in mover.on:
+            if action.shard in mover.bound:
+                mover.unload(action.shard, mover.runs[action.device])
             mover.on.pop(action.shard).memory.fill(POISON)
 
     def _kill(self, device: int) -> list[WorkerEvent]:
@@ -211,6 +222,7 @@ class MovingLoop:
                 run.cancel()
             for k in [k for k in mover.on if (number, k) in there]:
                 mover.on.pop(k).memory.fill(POISON)
+                mover.bound.discard(k)
         return [DeviceLost(device), DeviceJoined(device)]
 
 
@@ -218,7 +230,3 @@ def _unit_of(answer: object) -> Hashable:
     if isinstance(answer, Action) and answer.kind.computes:
         return answer.trial, answer.shard, answer.device
     return object()
-
-
-def _nothing() -> None:
-    pass

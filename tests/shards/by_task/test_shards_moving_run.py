@@ -68,7 +68,14 @@ def prepared(name: str) -> tuple[Trial, list[object], object, object]:
     return trial, trial.shards.copy(), described(trial, windows), expected
 
 
-def train(names: list[str], seed: int, deaths: int = 0) -> list[MovingLoop]:
+def train(
+    names: list[str],
+    seed: int,
+    deaths: int = 0,
+    schedule: str = "sequential",
+    devices: int = DEVICES,
+    recompute: bool = True,
+) -> list[MovingLoop]:
     """Train trials together in their sub-epochs, and compare every bit with plain training."""
     trials = [prepared(name) for name in names]
     sums: list[list[float]] = [[] for _ in names]
@@ -80,10 +87,11 @@ def train(names: list[str], seed: int, deaths: int = 0) -> list[MovingLoop]:
         for which, (name, (trial, _, profile, _)) in enumerate(zip(names, trials, strict=True)):
             make, sub_epochs = EVERY[name]
             windows, window = sub_epochs[number], trial.recipe.accumulate
-            spec = profile.training(which, sum(map(len, windows)), window, True, DEVICES)
-            assert not spec.stays
+            microbatches = sum(map(len, windows))
+            spec = profile.training(which, microbatches, window, recompute, devices, schedule)
+            assert spec.moves
             movers.append(Mover(trial, make, windows, spec))
-        loops.append(MovingLoop(movers, DEVICES, seed + number, deaths))
+        loops.append(MovingLoop(movers, devices, seed + number, deaths))
         loops[-1].run()
         for mover, of_trial in zip(movers, sums, strict=True):
             mover.trial.step += len(mover.windows)
@@ -108,12 +116,32 @@ def test_every_graph_cut_may_move(name: str) -> None:
     for seed in range(5):
         train([name], seed)
         train([name], seed, deaths=4)
+        for recompute in (True, False):
+            train([name], seed, 4, "gpipe", 2 + seed % 2, recompute)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_pipeline_has_the_bits_of_plain_training(
+    name: str, devices: int, recompute: bool
+) -> None:
+    (mover,) = train([name], 1, 0, "gpipe", devices, recompute)[0].movers
+    assert all(len(places) == devices for places in mover.places.values())
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(seed=st.integers(0, 10_000), deaths=st.integers(0, 6))
-def test_devices_that_die_change_no_bit(seed: int, deaths: int) -> None:
-    loops = train(["tied", "frozen"], seed, deaths)
+@given(
+    seed=st.integers(0, 10_000),
+    deaths=st.integers(0, 6),
+    schedule=st.sampled_from(["sequential", "gpipe"]),
+    devices=st.integers(2, DEVICES),
+)
+def test_devices_that_die_change_no_bit(
+    seed: int, deaths: int, schedule: str, devices: int
+) -> None:
+    recompute = schedule == "sequential" or seed % 2 == 0
+    loops = train(["tied", "frozen"], seed, deaths, schedule, devices, recompute)
     event(f"restarts: {sum(loop.restarts for loop in loops)}")
 
 
@@ -127,7 +155,7 @@ def test_a_trial_that_ran_out_of_memory_keeps_its_microbatches_on_one_device() -
 def test_a_microbatch_leaves_what_was_measured_and_one_that_leaves_more_is_an_error() -> None:
     (mover,) = train(["tied"], seed=3)[0].movers
     assert mover.boundary is not None
-    left = max(record.nbytes for record in mover.boundary._records.values())
+    left = max(r.nbytes for each in mover.boundary._records.values() for r in each.values())
     assert 0.7 * mover.spec.host_boundary_bytes < left <= mover.spec.host_boundary_bytes
     first, *others = mover.spec.shards
     mover.spec = replace(mover.spec, shards=(replace(first, boundary=0), *others))

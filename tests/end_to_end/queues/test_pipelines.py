@@ -1,0 +1,100 @@
+"""Trials whose microbatches are on several devices at once: what real agents train replays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cerebro_hydra.observe.timeline import read_run
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.end_to_end.queues.mixed_models import TOKENS, VOCABULARY, mixed
+from tests.end_to_end.queues.test_shard_queues import agent_of
+from tests.end_to_end.test_runs import assert_replays
+from tests.processes import ancestors_of, children_of
+
+pytestmark = pytest.mark.slow
+
+_TEXT = np.random.default_rng(3).integers(0, VOCABULARY, (40, TOKENS))
+ROWS = Arrays({"features": _TEXT, "label": _TEXT})
+
+
+def pipelined(params: dict[str, Any]) -> Recipe:
+    """Build a model of the mixed search, whose steps of three batches are a pipeline."""
+    recompute, shards = params["recompute"], params.get("shards", "auto")
+    return replace(
+        mixed(params), schedule="gpipe", cut=None, accumulate=3, shards=shards, recompute=recompute
+    )
+
+
+def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> SearchResult:
+    """Train every combination, and compare each trial with a replay on one device."""
+    backend = LocalBackend(1, preloaded=["transformers.modeling_utils"], **resources)
+    killer = threading.Thread(target=kill_a_device, args=(backend,), daemon=True)
+    killer.start()
+    result = GridSearch(
+        backend=backend,
+        store=LocalStore(str(path)),
+        estimator_gen_fn=pipelined,
+        search_space={name: hp_choice(values) for name, values in space.items()},
+        num_epochs=2,
+        evaluation_metric="loss",
+        verbose=0,
+    ).fit(ROWS)
+    assert {trial.status for trial in result.trials} == {"finished"}, result.trials
+    assert_replays(result)
+    killer.join(0)
+    assert not killer.is_alive(), "no device was killed"
+    return result
+
+
+def kill_a_device(backend: LocalBackend) -> None:
+    """Kill a device once all are there and have trained for a moment."""
+    while True:
+        time.sleep(0.02)
+        agent = agent_of(backend)
+        for server in children_of(agent) if agent else ():
+            devices = children_of(server)
+            if len(devices) > 1 and os.getpid() in ancestors_of(devices[0]):
+                time.sleep(1.0)
+                os.kill(devices[0], signal.SIGKILL)
+                return
+
+
+def assert_pipelined(result: SearchResult, devices: int) -> None:
+    """Check that each device has done a range of the shards of every trial."""
+    folder = RunFolder.open(result.run_path)
+    numbers = range(len(result.trials))
+    for number in numbers:
+        spec = folder.read_trial(number, folder.run_id)
+        assert (spec.schedule, spec.cut["mode"]) == ("gpipe", "export")
+        assert len(spec.cut["at"]) >= devices - 1
+    _, timeline = read_run(folder)
+    for device in range(devices):
+        done = {trial for _, _, work in timeline.lanes[0, device].tasks for trial, _ in work}
+        assert done == set(numbers)
+
+
+def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
+    space = {"model": ["mlp", "resnet"], "recompute": [False, True]}
+    assert_pipelined(trained(tmp_path, space, devices_per_worker=2), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "recompute"), [(2, False), (3, True)])
+def test_each_kind_of_model_in_a_pipeline_replays(
+    tmp_path: Path, devices: int, recompute: bool
+) -> None:
+    models = ["mlp", "resnet", "bert", "gpt2", "llama"]
+    space = {"model": models, "recompute": [recompute], "shards": [5]}
+    assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)
