@@ -29,7 +29,7 @@ from cerebro_hydra.shards.admission.admit import admit
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.engine.engine import Engine
-from cerebro_hydra.shards.engine.layout import HostSegments, initial_segments
+from cerebro_hydra.shards.engine.layout import HostSegments, TrialRuntime, initial_segments
 from cerebro_hydra.shards.heap import kept_heap
 
 SHARDS = (2, 4, 8)
@@ -166,7 +166,8 @@ class Cut:
         admission = admit(recipe, [example], SEED, cache)
         cut_model = cache.get(recipe.model, admission.spec, Sample.of(recipe, example))
         self.shards = cut_model.num_shards
-        self._engine = Engine(cut_model, admission.layout, recipe, SEED, steps_per_epoch=1000)
+        trial = TrialRuntime(recipe, cut_model, admission.layout, SEED, steps_per_epoch=1000)
+        self._engine = Engine(trial)
         self._segments = list(initial_segments(recipe, admission.layout))
         self._cursors: list[dict[str, Any] | None] = [None] * self.shards
         self._batch = batch

@@ -228,9 +228,7 @@ class ModelCase(ABC):
         ]
         batches = [Batch(*copy_example((b.features, b.labels)), b.rows) for b in window]
         layout = trial.admission.layout
-        with uncut_training(
-            self.make(1), layout, copies, cursors[0], TRIAL_SEED, STEPS_PER_EPOCH, trial.step
-        ) as uncut:
+        with uncut_training(trial.runtime(self.make(1)), copies, cursors[0], trial.step) as uncut:
             losses = uncut.step(batches)
             trained = uncut.trainer.tensors()
             trial.train([window])

@@ -39,6 +39,7 @@ from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     HostSegments,
     SegmentLayout,
+    TrialRuntime,
     initial_segments,
     is_optimizer_state,
     memory_of,
@@ -223,14 +224,13 @@ class CutTrial:
 
     def engine(self) -> Engine:
         """Make a new engine, as after a hop."""
-        return Engine(
-            self.cut_model,
-            self.admission.layout,
-            self.recipe,
-            self.trial_seed,
-            self.steps_per_epoch,
-            self.mode,
-        )
+        return Engine(self.runtime(), self.mode)
+
+    def runtime(self, recipe: Recipe | None = None) -> TrialRuntime:
+        """Return the trial, with another recipe if one is given."""
+        recipe = self.recipe if recipe is None else recipe
+        layout = self.admission.layout
+        return TrialRuntime(recipe, self.cut_model, layout, self.trial_seed, self.steps_per_epoch)
 
     def need(self, k: int) -> tuple[HostSegments, Any]:
         """Give the engine shard k."""

@@ -30,7 +30,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         agent = Agent(trained, tmp_path, share=0.01, make=factory)
         agents.append(agent)
         agent.budget.trained = 1e6
-        assert len(agent.builder.get(0).layout.shards) == BLOCKS + 1
+        assert len(agent.builder.get(0).runtime.layout.shards) == BLOCKS + 1
         give_memory(agent, first=True)
         return agent
 
@@ -107,7 +107,7 @@ def test_a_graph_that_differs_from_its_modules_is_found(
 
 def give_memory(agent: Agent, first: bool) -> None:
     """Give what training needs for itself, and half a state."""
-    layout = agent.builder.get(0).layout
+    layout = agent.builder.get(0).runtime.layout
     agent.memory._budget = int(1.5 * layout.nbytes) + layout.step_bytes(first)
 
 

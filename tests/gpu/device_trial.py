@@ -56,8 +56,7 @@ class DeviceTrial(Trial):
     def train(self, windows: Sequence[Window]) -> TrainTotals:
         """Train a sub-epoch on the device."""
         windows, recipe = list(windows), self.recipe
-        of_run = (self.cut_model, self.layout, recipe, self.trial_seed, self.steps_per_epoch)
-        run = ShardRun(*of_run, self._alone, self.step, windows)
+        run = ShardRun(self.runtime(), self._alone, self.step, windows)
         shards = range(self.cut_model.num_shards)
         barrier = recipe.clip_grad_norm is not None
         graph = TaskGraph(
@@ -87,8 +86,7 @@ class DeviceTrial(Trial):
 
     def train_uncut(self, windows: Sequence[Window]) -> list[float]:
         """Train with the plain trainer in the memory of all shards; return the losses."""
-        of_run = (self.recipe, self.layout, self.trial_seed, self.steps_per_epoch)
-        run = PlainRun(*of_run, self.step, iter(windows), None)
+        run = PlainRun(self.runtime(), self.step, iter(windows), None)
         shards = range(self.cut_model.num_shards)
         microbatches, accumulate = sum(map(len, windows)), self.recipe.accumulate
         graph = TaskGraph(len(shards), microbatches, accumulate, barrier=True)
@@ -107,7 +105,7 @@ class DeviceTrial(Trial):
 
     def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
         """Measure batches of validation rows on the device, each shard there alone."""
-        run = ShardEvaluation(self.cut_model, self.layout, self.recipe, self.trial_seed, batches)
+        run = ShardEvaluation(self.runtime(), batches)
         shards = range(self.cut_model.num_shards)
         graph = TaskGraph(len(shards), len(batches), training=False)
         try:

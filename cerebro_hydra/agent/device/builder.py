@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.shards.cut.model import CutModel, CutModelCache, Recent
+from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
-from cerebro_hydra.shards.engine.layout import TrialLayout
+from cerebro_hydra.shards.engine.layout import TrialLayout, TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage import Store
@@ -44,39 +44,21 @@ MOST_RUNTIME_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class TrialRuntime:
-    """Holds one trial, ready to train on this agent."""
+class BuiltTrial:
+    """Holds one trial that was built on this agent.
+
+    Args:
+        build_seconds: what the user's factory took.
+    """
 
     spec: TrialSpec
-    recipe: Recipe
-    layout: TrialLayout
-    cut_model: CutModel
+    runtime: TrialRuntime
     build_seconds: float
-    """What the user's factory took."""
-
-    @property
-    def num_shards(self) -> int:
-        return self.cut_model.num_shards
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the model's buffers, which are not freed like its parameters."""
-        return sum(buffer.nbytes for buffer in self.recipe.model.buffers())
-
-    @classmethod
-    def of(
-        cls,
-        spec: TrialSpec,
-        recipe: Recipe,
-        layout: TrialLayout,
-        cut_model: CutModel,
-        build_seconds: float,
-        device: torch.device,
-    ) -> TrialRuntime:
-        """Free the weights of a recipe, and bring the rest of it to a device."""
-        _free_weights(recipe)
-        recipe.to(device)
-        return cls(spec, recipe, layout, cut_model, build_seconds)
+        return sum(buffer.nbytes for buffer in self.runtime.recipe.model.buffers())
 
 
 class TrialBuilder:
@@ -105,8 +87,8 @@ class TrialBuilder:
         self._validation = validation
         self._cut_models = CutModelCache(device)
         self._specs: dict[int, TrialSpec] = {}
-        self._runtimes = Recent[int, TrialRuntime](
-            MOST_RUNTIMES, MOST_RUNTIME_BYTES, lambda runtime: runtime.nbytes
+        self._built = Recent[int, BuiltTrial](
+            MOST_RUNTIMES, MOST_RUNTIME_BYTES, lambda built: built.nbytes
         )
 
     def add(self, spec: TrialSpec) -> None:
@@ -116,7 +98,7 @@ class TrialBuilder:
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._specs.pop(trial, None)
-        self._runtimes.drop(trial)
+        self._built.drop(trial)
 
     def has(self, partition: int) -> bool:
         """Return whether the rows of a partition are here."""
@@ -133,15 +115,15 @@ class TrialBuilder:
         """Return how many shards a trial has, without building it."""
         return len(self._specs[trial].shards)
 
-    def get(self, trial: int) -> TrialRuntime:
-        """Return the runtime of a trial; runs the user's factory unless it is kept."""
-        return self._runtimes.get(trial, lambda: self._build(self._specs[trial]))
+    def get(self, trial: int) -> BuiltTrial:
+        """Return a trial; runs the user's factory unless it is kept."""
+        return self._built.get(trial, lambda: self._build(self._specs[trial]))
 
     def keeps(self, trial: int) -> bool:
         """Return whether the trial is ready to train."""
-        return trial in self._runtimes
+        return trial in self._built
 
-    def _build(self, spec: TrialSpec) -> TrialRuntime:
+    def _build(self, spec: TrialSpec) -> BuiltTrial:
         begun = time.perf_counter()
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
@@ -150,7 +132,14 @@ class TrialBuilder:
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
-        return TrialRuntime.of(spec, recipe, layout, cut_model, build_seconds, self._device)
+        recipe = self._placed(recipe)
+        runtime = TrialRuntime(recipe, cut_model, layout, spec.seed, spec.steps_per_epoch)
+        return BuiltTrial(spec, runtime, build_seconds)
+
+    def _placed(self, recipe: Recipe) -> Recipe:
+        """Free the weights of a recipe, and bring the rest of it to the device."""
+        _free_weights(recipe)
+        return recipe.to(self._device)
 
     def another_recipe(self, trial: int) -> Recipe:
         """Run the user's factory again, while no engine uses the trial's model; free the weights.
@@ -164,19 +153,14 @@ class TrialBuilder:
         other = build_keeping_random_state(
             self._factory, mine.spec.params, self._document.seed, self._columns
         )
-        if not set(_parts(mine.recipe.model)).isdisjoint(_parts(other.model)):
+        if not set(_parts(mine.runtime.recipe.model)).isdisjoint(_parts(other.model)):
             # The factory may have changed the model, which fits the newer recipe then.
-            self._runtimes.put(
-                trial,
-                TrialRuntime.of(
-                    mine.spec, other, mine.layout, mine.cut_model, mine.build_seconds, self._device
-                ),
-            )
+            newer = replace(mine.runtime, recipe=self._placed(other))
+            self._built.put(trial, replace(mine, runtime=newer))
             raise ConfigurationError(
                 "estimator_gen_fn gives the same model twice; let it build one at each call"
             )
-        _free_weights(other)
-        return other.to(self._device)
+        return self._placed(other)
 
     def windows(
         self, trial: int, epoch: int, partition: int, first: int = 0

@@ -36,6 +36,7 @@ from cerebro_hydra.shards.engine.layout import (
     GradientLayout,
     Segments,
     TrialLayout,
+    TrialRuntime,
     memory_of,
 )
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
@@ -98,10 +99,11 @@ class TrialRuns:
     def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
         self._builder.add(trial)
-        runtime = self._builder.get(trial.trial)
+        built = self._builder.get(trial.trial)
+        runtime = built.runtime
         tasks = None if trial.tasks is None else TaskProfile.from_json(trial.tasks)
         profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
-        return replace(profile, build_seconds=runtime.build_seconds)
+        return replace(profile, build_seconds=built.build_seconds)
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
@@ -118,37 +120,34 @@ class TrialRuns:
         audits = order.audits is not None
         if order.watched or audits:
             self._build_spare(task.trial)
-        runtime = self._builder.get(task.trial)
-        recipe, cut_model, layout = runtime.recipe, runtime.cut_model, runtime.layout
+        trial = self._builder.get(task.trial).runtime
         if audits:
-            recipe = self._take_spare(task.trial)
+            trial = replace(trial, recipe=self._take_spare(task.trial))
         if audits or task.uncut:
-            cut_model = cut_model.eager(recipe.model)
-        seed, steps = runtime.spec.seed, runtime.spec.steps_per_epoch
-        cut = (cut_model, layout, recipe, seed)
+            trial = replace(trial, cut_model=trial.cut_model.eager(trial.recipe.model))
         shared, limit = (), None
         if (tasks := order.trial.tasks) is not None:
             shared = tasks["shared"]
-            if order.task_bytes is not None and recipe.collate is not None:
+            if order.task_bytes is not None and trial.recipe.collate is not None:
                 limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
             return EvaluationRun(
-                ShardEvaluation(*cut, batches, shared, limit, order.resident), order.resident
+                ShardEvaluation(trial, batches, shared, limit, order.resident), order.resident
             )
         windows = self._builder.windows(task.trial, task.epoch, task.partition, order.audits or 0)
         first = order.first_step
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:
             windows = islice(windows, 1)
-        memory = _Memory(layout, order, self._reserved, self._scratch)
+        memory = _Memory(trial.layout, order, self._reserved, self._scratch)
         if (audits or task.uncut) and not order.recompute:
-            return PlainRun(recipe, layout, seed, steps, first, windows, metrics, memory)
+            return PlainRun(trial, first, windows, metrics, memory)
         sub_epoch = ShardRun(
-            *cut, steps, order.recompute, first, windows, metrics, shared, limit,
+            trial, order.recompute, first, windows, metrics, shared, limit,
             resident=order.resident, moves=order.moves,
         )  # fmt: skip
-        return TrainingRun(sub_epoch, layout, not order.recompute or order.resident, memory)
+        return TrainingRun(sub_epoch, trial.layout, not order.recompute or order.resident, memory)
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no run uses its model.
@@ -371,19 +370,13 @@ class PlainRun:
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: TrialLayout,
-        trial_seed: int,
-        steps_per_epoch: int,
+        trial: TrialRuntime,
         start_step: int,
         windows: Iterator[Window],
         epoch_metrics: Mapping[str, float] | None,
         memory: _Memory,
     ) -> None:
-        self._recipe = recipe
-        self._layout = layout
-        self._trial_seed = trial_seed
-        self._steps_per_epoch = steps_per_epoch
+        self._trial = trial
         self._start_step = start_step
         self._windows = enumerate(windows)
         self._at: tuple[int, Window] = (-1, ())
@@ -411,10 +404,10 @@ class PlainRun:
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Take a step if the task is the first backward of its last microbatch."""
         number = task.microbatch or 0
-        place, window = divmod(number, self._recipe.accumulate)[::-1]
+        place, window = divmod(number, self._trial.recipe.accumulate)[::-1]
         while self._at[0] < window:
             self._at = next(self._windows)
-        last_of_all = place == len(self._at[1]) - 1 and task.shard == len(self._layout.shards) - 1
+        last_of_all = place == len(self._at[1]) - 1 and task.shard == self._trial.num_shards - 1
         if task.kind is not ActionKind.B or not last_of_all:
             return Done(task)
         with self._memory.computing():
@@ -426,7 +419,7 @@ class PlainRun:
         )
 
     def _step(self, step: int, window: Window) -> list[float]:
-        numbers = range(len(self._layout.shards))
+        numbers = range(self._trial.num_shards)
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
         if self._training is None:
             cursor, *others = (self._cursors[k] for k in numbers)
@@ -435,10 +428,9 @@ class PlainRun:
             metrics = self._epoch_metrics if step == self._start_step else None
             self._training = self._stack.enter_context(
                 uncut_training(
-                    self._recipe, self._layout, [self._memory[k] for k in numbers], cursor,
-                    self._trial_seed, self._steps_per_epoch, step, metrics,
+                    self._trial, [self._memory[k] for k in numbers], cursor, step, metrics
                 )
-            )  # fmt: skip
+            )
         losses = self._training.step(window)
         self._cursors = dict.fromkeys(numbers, self._training.cursor())
         return losses

@@ -44,7 +44,12 @@ from cerebro_hydra.shards.engine.differences import (
     same_bits,
 )
 from cerebro_hydra.shards.engine.engine import Engine, Mode
-from cerebro_hydra.shards.engine.layout import HostSegments, TrialLayout, initial_segments
+from cerebro_hydra.shards.engine.layout import (
+    HostSegments,
+    TrialLayout,
+    TrialRuntime,
+    initial_segments,
+)
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
 STEPS_PER_BATCH_SIZE = 2
@@ -262,9 +267,10 @@ class _Shards:
 
     def _engine(self, mode: Mode) -> Engine:
         check = self._check
-        return Engine(
-            self._cut_model, self._layout, check.recipe, check.trial_seed, STEPS_PER_EPOCH, mode
+        trial = TrialRuntime(
+            check.recipe, self._cut_model, self._layout, check.trial_seed, STEPS_PER_EPOCH
         )
+        return Engine(trial, mode)
 
     def _need(self, k: int) -> tuple[HostSegments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]

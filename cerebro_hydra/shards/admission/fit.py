@@ -105,7 +105,7 @@ def measure_shards(
             break
         key = RandomKey(0, number, 0)
         batch = GraphPass(Microbatch.collated(recipe, copy_example(example), key, weight=None))
-        spent = [_seconds(partial(tasks.forward, k, batch, keep=True)) for k in states]
+        spent = [_seconds(partial(tasks.forward, k, batch)) for k in states]
         for k in reversed(states):
             spent[k] += _seconds(partial(tasks.backward, k, batch))
         for k, state in states.items():

@@ -33,6 +33,7 @@ from cerebro_hydra.shards.engine.layout import (
     GradientLayout,
     ShardLayout,
     TrialLayout,
+    TrialRuntime,
     aligned,
     initial_segments,
     memory_of,
@@ -41,7 +42,6 @@ from cerebro_hydra.shards.engine.layout import (
 from cerebro_hydra.shards.engine.microbatch import (
     LiveBytes,
     Microbatch,
-    MicrobatchMaker,
     ReadsElsewhere,
 )
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
@@ -130,11 +130,12 @@ def profile(
     """
     random_state = torch.default_generator.get_state()
     try:
-        shared = cut_model.shared | _read_elsewhere(recipe, cut_model, layout, example)
-        trial = _Measured(recipe, cut_model, layout, example, shared)
-        again, moving = _recomputed(trial, or_not=keep) if recompute else (None, None)
-        kept, left = _kept(trial) if keep else (None, None)
-        evaluation = _evaluated(trial)
+        trial = TrialRuntime(recipe, cut_model, layout, seed=0, steps_per_epoch=1)
+        shared = cut_model.shared | _read_elsewhere(trial, example)
+        measured = _Measured(trial, example, shared)
+        again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
+        kept, left = _kept(measured) if keep else (None, None)
+        evaluation = _evaluated(measured)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
@@ -144,19 +145,17 @@ def profile(
 class _Measured(NamedTuple):
     """Holds what is measured."""
 
-    recipe: Recipe
-    cut_model: CutModel
-    layout: TrialLayout
+    trial: TrialRuntime
     example: Example
     shared: frozenset[str]
 
 
 def _recomputed(
-    trial: _Measured, or_not: bool
+    measured: _Measured, or_not: bool
 ) -> tuple[Needs, tuple[int, ...] | None] | tuple[None, None]:
     """Return the needs of training, and what a microbatch leaves where it can move."""
     try:
-        step = _ProfiledStep(trial, recompute=True)
+        step = _ProfiledStep(measured, recompute=True)
         memory = _recomputing(_measure_memory(step), step.gradients_outlive)
         return _timed(step, memory), step.left
     except ConfigurationError:
@@ -165,23 +164,22 @@ def _recomputed(
         raise
 
 
-def _kept(trial: _Measured) -> tuple[Needs, tuple[int, ...] | None]:
+def _kept(measured: _Measured) -> tuple[Needs, tuple[int, ...] | None]:
     """Return the needs of training, and what a microbatch leaves where it can move."""
-    step = _ProfiledStep(trial, recompute=False)
+    step = _ProfiledStep(measured, recompute=False)
     return _timed(step, _keeping(_measure_memory(step))), step.left
 
 
-def _evaluated(trial: _Measured) -> Needs:
+def _evaluated(measured: _Measured) -> Needs:
     """Return what forwards of an evaluation need, each with its shard alone in memory."""
-    recipe, cut_model, layout, example, shared = trial
+    trial, example, shared = measured
     found: dict[Task, _TaskMemory] = {}
-    segments = list(map(on_host, initial_segments(recipe, layout)))
-    maker = MicrobatchMaker(cut_model, recipe, 0)
+    segments = list(map(on_host, initial_segments(trial.recipe, trial.layout)))
     task = ExitStack()
 
     def reach(_: object, k: int) -> None:
         task.close()
-        for other in range(cut_model.num_shards):
+        for other in range(trial.num_shards):
             if other != k and other in shards:
                 shards.release(other, needed=True)
         if k not in shards:
@@ -189,7 +187,7 @@ def _evaluated(trial: _Measured) -> Needs:
         task.enter_context(live.measured(("F", k)))
 
     with _LiveTasks(found) as live:
-        shards = EvaluatedShards(cut_model, layout, recipe, maker, shared)
+        shards = EvaluatedShards(trial, shared)
         features, labels = copy_example(example)
         rows = int((labels or features)[0].shape[0])
         with shards.evaluating(), task:
@@ -198,8 +196,8 @@ def _evaluated(trial: _Measured) -> Needs:
             task.close()
             shards.end_batch()
     held = max(max(memory.before, memory.after) for memory in found.values())
-    activations = [max(0, found["F", k].peak - held) for k in range(cut_model.num_shards)]
-    boundary = [held] + [0] * (cut_model.num_shards - 1)
+    activations = [max(0, found["F", k].peak - held) for k in range(trial.num_shards)]
+    boundary = [held] + [0] * (trial.num_shards - 1)
     return tuple(ShardSpec(0, *each) for each in zip(activations, boundary, strict=True))
 
 
@@ -268,10 +266,9 @@ def _keeping(memory: Mapping[Task, _TaskMemory]) -> list[tuple[int, int]]:
     return [(nbytes, 0) for nbytes in kept]
 
 
-def _read_elsewhere(
-    recipe: Recipe, cut_model: CutModel, layout: TrialLayout, example: Example
-) -> set[str]:
+def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
     """Return the parameters that a microbatch reads while another shard than their own runs."""
+    recipe, layout = trial.recipe, trial.layout
     segments = list(map(on_host, initial_segments(recipe, layout)))
     names = {
         segments[k][name].data_ptr() + entry.offset: entry.name.partition(":")[2]
@@ -286,8 +283,8 @@ def _read_elsewhere(
         nonlocal at
         at = k
 
-    owner = {p.name: p.owner for p in cut_model.params}
-    sub_epoch = SubEpoch(cut_model, layout, recipe, 1, 0, None)
+    owner = {p.name: p.owner for p in trial.cut_model.params}
+    sub_epoch = SubEpoch(trial, 0, None)
     with sub_epoch.tasks(keep=True) as tasks:
         for k, each in enumerate(segments):
             sub_epoch.receive(k, each, None)
@@ -332,8 +329,9 @@ def _microbatch(recipe: Recipe, example: Example) -> Microbatch:
 class _ProfiledStep:
     """Takes the first step of a trial, as often as wanted, and tells of every task."""
 
-    def __init__(self, trial: _Measured, recompute: bool) -> None:
-        self._recipe, self._cut_model, self._layout, self._example, self._shared = trial
+    def __init__(self, measured: _Measured, recompute: bool) -> None:
+        self._trial, self._example, self._shared = measured
+        self._recipe, self._cut_model = self._trial.recipe, self._trial.cut_model
         self._recompute = recompute
         self.gradients_outlive = gradients_outlive_tasks(self._recipe, self._cut_model)
         self._sub_epoch: SubEpoch
@@ -346,14 +344,12 @@ class _ProfiledStep:
         """Take the step; each task runs within what `measured` returns for it."""
         self._measured, self._at, self._going = measured, None, None
         self._held = HeldTensors(self._shared)
-        self._segments = list(map(on_host, initial_segments(self._recipe, self._layout)))
+        self._segments = list(map(on_host, initial_segments(self._recipe, self._trial.layout)))
         self._gradients = [
             memory_of(aligned(GradientLayout.of(shard).nbytes, zeroed=True))
-            for shard in self._layout.shards
+            for shard in self._trial.layout.shards
         ]
-        self._sub_epoch = SubEpoch(
-            self._cut_model, self._layout, self._recipe, 1, 0, None, self._held
-        )
+        self._sub_epoch = SubEpoch(self._trial, 0, None, self._held)
         with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
             batch = _microbatch(self._recipe, self._example)
             self._sub_epoch.begin_window(0)

@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
-from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.recipe import BatchTensors, Evaluation, Window
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
-from cerebro_hydra.shards.engine.layout import HostSegments, TrialLayout, in_place, on_host
-from cerebro_hydra.shards.engine.microbatch import MicrobatchMaker
+from cerebro_hydra.shards.engine.layout import HostSegments, TrialRuntime, in_place, on_host
 from cerebro_hydra.shards.engine.shard_run import ShardRun, TrainTotals, with_last
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
 
@@ -29,31 +27,15 @@ class Engine:
     """Trains and evaluates one trial in the shards of its cut model, in memory of the host.
 
     Args:
-        cut_model: trials of equal structure may share one, one trial at a time per thread.
-        layout: where each tensor lies in the trial's segments.
-        recipe: the trial; its model and optimizer are read but never changed.
-        trial_seed: random numbers depend on it, the step, the microbatch and the unit.
-        steps_per_epoch: is given to LR schedulers that take it.
+        trial: who trains.
         mode: "keep" keeps autograd's graphs from F to B, and "recompute" makes them again in B;
             the bits are the same.
     """
 
-    def __init__(
-        self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        recipe: Recipe,
-        trial_seed: int,
-        steps_per_epoch: int,
-        mode: Mode = "keep",
-    ) -> None:
+    def __init__(self, trial: TrialRuntime, mode: Mode = "keep") -> None:
         if mode not in ("keep", "recompute"):
             raise ValueError(f"mode is {mode!r}; choose 'keep' or 'recompute'")
-        self._cut_model = cut_model
-        self._layout = layout
-        self._recipe = recipe
-        self._trial_seed = trial_seed
-        self._steps_per_epoch = steps_per_epoch
+        self._trial = trial
         self._recompute = mode == "recompute"
 
     def train(
@@ -86,9 +68,8 @@ class Engine:
         """
         ours, theirs = itertools.tee(windows)
         run = ShardRun(
-            self._cut_model, self._layout, self._recipe, self._trial_seed, self._steps_per_epoch,
-            self._recompute, start_step, theirs, epoch_metrics, resident=True,
-        )  # fmt: skip
+            self._trial, self._recompute, start_step, theirs, epoch_metrics, resident=True
+        )
         segments: dict[int, HostSegments] = {}
         actions: Iterator[Action] = iter(())
 
@@ -113,7 +94,7 @@ class Engine:
 
         try:
             for number, (window, is_last) in enumerate(with_last(ours)):
-                first = number * self._recipe.accumulate
+                first = number * self._trial.recipe.accumulate
                 actions = iter(self._actions(first, len(window), is_last))
                 while (task := following()) is not None:
                     run.perform(task, then=then)
@@ -141,10 +122,7 @@ class Engine:
         Raises:
             NonFiniteLoss: a batch's loss is NaN or infinite.
         """
-        maker = MicrobatchMaker(self._cut_model, self._recipe, self._trial_seed)
-        shards = EvaluatedShards(
-            self._cut_model, self._layout, self._recipe, maker, on_outputs=on_outputs
-        )
+        shards = EvaluatedShards(self._trial, on_outputs=on_outputs)
 
         def reach(_: object, k: int) -> None:
             if k not in shards:
@@ -156,8 +134,7 @@ class Engine:
         return shards.result()
 
     def _actions(self, first: int, microbatches: int, send: bool) -> list[Action]:
-        shards, tied = self._cut_model.num_shards, self._cut_model.tied_groups
-        barrier = self._recipe.clip_grad_norm is not None
-        window = self._recipe.accumulate
-        graph = TaskGraph(shards, first + microbatches, window, barrier, tied)
+        recipe, tied = self._trial.recipe, self._trial.cut_model.tied_groups
+        barrier, window = recipe.clip_grad_norm is not None, recipe.accumulate
+        graph = TaskGraph(self._trial.num_shards, first + microbatches, window, barrier, tied)
         return graph.tasks(_TRIAL, first // window, send)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, RunningEvaluation
-from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.recipe import BatchTensors, Evaluation, RunningEvaluation
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
@@ -24,7 +23,7 @@ from cerebro_hydra.shards.engine.bound_model import (
     storages,
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
-from cerebro_hydra.shards.engine.layout import Segments, TrialLayout
+from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach, Then
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedRun
 from cerebro_hydra.shards.engine.state import ShardState
@@ -36,27 +35,24 @@ class ShardEvaluation:
     It is driven as a `ShardRun` is, and only reads the shards' memory.
 
     Args:
+        trial: who is evaluated.
         batches: the validation rows of a partition.
         shared, limit, resident: see `ShardRun`.
     """
 
     def __init__(
         self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        recipe: Recipe,
-        trial_seed: int,
+        trial: TrialRuntime,
         batches: Iterable[BatchTensors],
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
         resident: bool = False,
     ) -> None:
-        maker = MicrobatchMaker(cut_model, recipe, trial_seed)
-        shared = () if resident else cut_model.shared.union(shared)
+        shared = () if resident else trial.cut_model.shared.union(shared)
         self._resident = resident
-        self._shards = EvaluatedShards(cut_model, layout, recipe, maker, shared, limit)
+        self._shards = EvaluatedShards(trial, shared, limit)
         self._batches = enumerate(batches)
-        self._paused = PausedRun(recipe.device)
+        self._paused = PausedRun(trial.recipe.device)
         self._stack = ExitStack()
         self._stack.enter_context(self._shards.evaluating())
         self._number = -1  # of the batch under way
@@ -137,6 +133,7 @@ class EvaluatedShards:
     The forward writes to copies of the buffers, which stay to the end.
 
     Args:
+        trial: who is evaluated.
         shared: the parameters that a batch may read while their shard is away.
         limit: bounds what forwards hold of the device beside their shards; None does not.
         on_outputs: is called with the model's outputs for each batch.
@@ -144,18 +141,14 @@ class EvaluatedShards:
 
     def __init__(
         self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        recipe: Recipe,
-        maker: MicrobatchMaker,
+        trial: TrialRuntime,
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
         on_outputs: Callable[[Any], object] | None = None,
     ) -> None:
-        self._cut_model = cut_model
-        self._layout = layout
-        self._recipe = recipe
-        self._maker = maker
+        recipe, cut_model = trial.recipe, trial.cut_model
+        self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
+        self._maker = MicrobatchMaker(cut_model, recipe, trial.seed)
         self._limit = limit
         self._on_outputs = on_outputs
         self._held = HeldTensors(shared)

@@ -6,7 +6,7 @@ it is then in memory that all devices of the worker share, and any of them may d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.recipe import RandomKey
 from cerebro_hydra.shards.engine.graph_tasks import AutogradGraph, GraphPass, GraphTasks
-from cerebro_hydra.shards.engine.layout import Memory
+from cerebro_hydra.shards.engine.layout import Memory, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Microbatch
 from cerebro_hydra.shards.engine.pass_record import (
     Key,
@@ -37,7 +36,7 @@ class GraphPasses:
 
     Args:
         tasks: a shard is bound to it before its tasks come.
-        trial_seed, start_step: of the sub-epoch; random numbers depend on them.
+        start_step: the number of optimizer steps that the trial has done before the sub-epoch.
         copies: what is held of shards that may be away.
         limit: bounds what tasks hold of the device beside their shards; None does not.
     """
@@ -45,35 +44,31 @@ class GraphPasses:
     def __init__(
         self,
         tasks: GraphTasks,
-        cut_model: CutModel,
-        recipe: Recipe,
-        trial_seed: int,
+        trial: TrialRuntime,
         start_step: int,
         copies: dict[str, Tensor],
         limit: MemoryLimit | None,
     ) -> None:
+        recipe, cut_model = trial.recipe, trial.cut_model
         assert cut_model.graphs is not None
         self._tasks, self._graphs = tasks, cut_model.graphs
         self._tied, self._shared = cut_model.tied, cut_model.read_elsewhere
-        self._last = cut_model.num_shards - 1
-        self._recipe, self._trial_seed, self._start_step = recipe, trial_seed, start_step
+        self._recipe, self._trial_seed, self._start_step = recipe, trial.seed, start_step
         self._copies, self._limit = copies, limit
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
         self._going: GraphPass | None = None
         self._number = self._rows = 0  # of the microbatch that is here
+        self._turns = True  # whether the unit has a backward
         self._memory: Memory
         self._record = PassRecord()
         self._log = TensorLog({}, 0)
 
     def begin(self, number: int, batch: Microbatch, rows: int) -> None:
         """Take a microbatch before shard 0."""
-        self._going, self._number, self._rows = GraphPass(batch), number, rows
+        self._going, self._number, self._rows = GraphPass(batch, self._turns), number, rows
 
-    def perform(self, task: Action, *, keep: bool) -> None:
+    def perform(self, task: Action) -> None:
         """Do F or B of a shard.
-
-        Args:
-            keep: whether autograd's graph lives from this F to its B.
 
         Raises:
             ValueError: its microbatch is not here.
@@ -84,7 +79,7 @@ class GraphPasses:
             raise ValueError(f"{task} can't come now; take its microbatch up before")
         with torch.autograd.set_multithreading_enabled(False), self._within_limit(k, going):
             if task.kind is ActionKind.F:
-                self._tasks.forward(k, going, keep=keep)
+                self._tasks.forward(k, going)
             else:
                 self._tasks.backward(k, going)
 
@@ -117,16 +112,18 @@ class GraphPasses:
 
     # ------------------------------------------------------------------ records
 
-    def take_up(self, first: Action, memory: Memory, record: PassRecord) -> None:
+    def take_up(self, tasks: Sequence[Action], memory: Memory, record: PassRecord) -> None:
         """Begin a unit of a microbatch.
 
         Args:
-            first: its first task.
+            tasks: of the unit.
             memory: has what the record describes, and room for more.
             record: of the unit before; an empty one before F of shard 0.
         """
         self._memory, self._record = memory, record
         self._log = TensorLog(record.tensors, record.nbytes)
+        self._turns = any(task.kind is ActionKind.B for task in tasks)
+        first = tasks[0]
         if first.kind is not ActionKind.U and record.tensors:
             self._number, self._rows = first.microbatch or 0, record.rows
             self._going = self._read(first)
@@ -178,6 +175,7 @@ class GraphPasses:
         self._copies |= self._named("held", (*graph.params, *graph.buffers))
         return GraphPass(
             batch,
+            self._turns,
             values={**record.others, **values},
             needs_grad=set(record.needs_grad),
             graphs=kept,

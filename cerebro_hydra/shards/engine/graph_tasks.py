@@ -30,9 +30,13 @@ class AutogradGraph:
 
 @dataclass
 class GraphPass:
-    """Carries one batch through the shards: values go forward and gradients go backward."""
+    """Carries one batch through the shards: values go forward and gradients go backward.
+
+    ``turns_at_once`` says whether B of the last shard follows its F.
+    """
 
     batch: Microbatch
+    turns_at_once: bool = True
     values: dict[str, Any] = field(default_factory=dict)
     needs_grad: set[str] = field(default_factory=set)
     graphs: dict[int, AutogradGraph] = field(default_factory=dict)
@@ -76,15 +80,16 @@ class GraphTasks:
         """Run F and B of every shard for a pass; see `run`."""
         for k in range(self._last + 1):
             reach("F", k)
-            self.forward(k, going, keep=self._keep or k == self._last)
+            self.forward(k, going)
         for k in reversed(range(self._last + 1)):
             reach("B", k)
             self.backward(k, going)
 
-    def forward(self, k: int, going: GraphPass, *, keep: bool) -> None:
-        """Run F of shard k; `keep` says whether autograd's graph lives to its B."""
+    def forward(self, k: int, going: GraphPass) -> None:
+        """Run F of shard k."""
         shard_graph = self._graph(k, going)
         buffers = self._buffers(shard_graph)
+        keep = self._keep or (k == self._last and going.turns_at_once)
         if not keep:
             # B runs on the buffers as they are before F, so that statistics don't move twice.
             going.buffers_before[k] = {n: buffers[n].clone() for n in shard_graph.mutates}

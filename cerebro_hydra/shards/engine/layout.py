@@ -151,6 +151,30 @@ class TrialLayout:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TrialRuntime:
+    """Holds one trial, ready to train.
+
+    Args:
+        recipe: its model and optimizer are read but never changed.
+        cut_model: trials of equal structure may share one, one trial at a time per thread.
+        layout: where each tensor lies in the trial's segments.
+        seed: random numbers depend on it, the step, the microbatch and the unit.
+        steps_per_epoch: is given to LR schedulers that take it.
+    """
+
+    recipe: Recipe
+    cut_model: CutModel
+    layout: TrialLayout
+    seed: int
+    steps_per_epoch: int
+
+    @property
+    def num_shards(self) -> int:
+        """Return how many shards the trial has."""
+        return self.cut_model.num_shards
+
+
 def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[HostSegments]:
     """Yield state 0 of a trial by shard: parameters, buffers, the optimizer's initial state."""
     tensors: dict[str, Tensor] = {}

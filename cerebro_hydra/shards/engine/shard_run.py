@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.recipe import Recipe, Window
-from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.recipe import Window
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.graph_passes import GraphPasses
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
-from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialLayout
+from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
     MemoryLimit,
     Microbatch,
@@ -66,6 +65,7 @@ class ShardRun:
         losses: the mean loss and the rows of each microbatch that was run here, by its number.
 
     Args:
+        trial: who trains.
         recompute: whether B computes the shard's activations again, so that the shard may be
             unloaded between its F and its B. Otherwise all shards stay until no microbatch is
             under way, and so do autograd's graphs.
@@ -81,11 +81,7 @@ class ShardRun:
 
     def __init__(
         self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        recipe: Recipe,
-        trial_seed: int,
-        steps_per_epoch: int,
+        trial: TrialRuntime,
         recompute: bool,
         start_step: int,
         windows: Iterable[Window],
@@ -96,33 +92,29 @@ class ShardRun:
         moves: bool = False,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
-        self._recipe = recipe
+        recipe, cut_model = trial.recipe, trial.cut_model
+        self._clips_norm = recipe.clip_grad_norm is not None
         self._accumulate = recipe.accumulate
         self._recompute = recompute
         self._start_step = start_step
         self._windows = enumerate(with_last(windows))
         self._at: tuple[int, tuple[Window, bool]] | None = None
-        self._maker = MicrobatchMaker(cut_model, recipe, trial_seed)
+        self._maker = MicrobatchMaker(cut_model, recipe, trial.seed)
         self._resident, self._moves = resident, moves
         held = None if resident else HeldTensors(cut_model.shared.union(shared))
-        self._sub_epoch = SubEpoch(
-            cut_model, layout, recipe, steps_per_epoch, start_step, epoch_metrics, held
-        )
+        self._sub_epoch = SubEpoch(trial, start_step, epoch_metrics, held)
         self._limit, self._copies = limit, {} if held is None else held.copies
         self._paused = PausedRun(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
         self._graph: GraphPasses | None = None  # does F and B, unless the paused run does
         if isinstance(self._tasks, GraphTasks) and not resident:
-            self._graph = GraphPasses(
-                self._tasks, cut_model, recipe, trial_seed, start_step, self._copies, limit
-            )
+            self._graph = GraphPasses(self._tasks, trial, start_step, self._copies, limit)
         assert self._graph is not None or not moves, "only microbatches of a graph cut move"
-        self._last = cut_model.num_shards - 1
+        self._last = trial.num_shards - 1
         self._step = -1  # whose window was begun
         self._number = -1  # of the microbatch under way that does not move
         self._next: tuple[str, int] | None = None  # its next task
-        self._unit: Sequence[Action] = ()  # the tasks between taking up and putting down
         self._norms: dict[int, Norms] = {}  # of gradients, in the window of the unit
         self._updated_last: set[int] = set()  # shards whose last window is over
 
@@ -201,8 +193,8 @@ class ShardRun:
         """
         assert self._graph is not None
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
-        self._unit, self._norms = tasks, dict(record.norms)
-        self._graph.take_up(tasks[0], memory, record)
+        self._norms = dict(record.norms)
+        self._graph.take_up(tasks, memory, record)
         self._sub_epoch.begin_microbatch(tasks[0].shard)
 
     def put_down(self) -> PassRecord:
@@ -296,16 +288,13 @@ class ShardRun:
                 torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps it per thread
                 self._begin_microbatch(number)
                 self._next = "F", 0
-        follows = k == self._last
-        if self._moves:
-            follows = any(each.kind is ActionKind.B for each in self._unit)
-        else:
+        if not self._moves:
             self._check_next(task, number)
-        passes.perform(task, keep=not self._recompute or follows)
+        passes.perform(task)
         if kind is ActionKind.B and k == 0:
             self.losses[number] = passes.loss
         if self._moves:
-            if kind is ActionKind.B and self._recipe.clip_grad_norm is not None:
+            if kind is ActionKind.B and self._clips_norm:
                 self._norms[k] = self._sub_epoch.norms_of(k)
             return
         self._next = self._following(kind, k)

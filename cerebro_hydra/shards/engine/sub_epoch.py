@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from cerebro_hydra.errors import StepDiffers
-from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
@@ -25,7 +23,7 @@ from cerebro_hydra.shards.engine.bound_model import (
     storages,
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
-from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialLayout
+from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
@@ -39,6 +37,7 @@ class SubEpoch:
     """Holds the shards of a trial that trains, each from `receive` to `release`.
 
     Args:
+        trial: who trains.
         start_step: the number of optimizer steps that the trial has done before.
         epoch_metrics: see `Engine.train`.
         held: a microbatch's copies of what it may read while a shard is away, or None if shards
@@ -47,18 +46,14 @@ class SubEpoch:
 
     def __init__(
         self,
-        cut_model: CutModel,
-        layout: TrialLayout,
-        recipe: Recipe,
-        steps_per_epoch: int,
+        trial: TrialRuntime,
         start_step: int,
         epoch_metrics: Mapping[str, float] | None,
         held: HeldTensors | None = None,
     ) -> None:
-        self._cut_model = cut_model
-        self._layout = layout
-        self._recipe = recipe
-        self._steps_per_epoch = steps_per_epoch
+        recipe, cut_model = trial.recipe, trial.cut_model
+        self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
+        self._steps_per_epoch = trial.steps_per_epoch
         self._start_step = start_step
         self._epoch_metrics = epoch_metrics
         self._held = held

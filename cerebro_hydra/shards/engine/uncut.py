@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cerebro_hydra.recipe import PlainTrainer, Recipe, Window
+from cerebro_hydra.recipe import PlainTrainer, Window
 from cerebro_hydra.shards.engine.bound_model import BoundModel, bound_model
-from cerebro_hydra.shards.engine.layout import Segments, TrialLayout
+from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
@@ -16,29 +16,27 @@ from cerebro_hydra.shards.engine.sub_epoch import Cursor
 
 @contextmanager
 def uncut_training(
-    recipe: Recipe,
-    layout: TrialLayout,
+    trial: TrialRuntime,
     shards: Sequence[Segments],
     cursor: Cursor | None,
-    trial_seed: int,
-    steps_per_epoch: int,
     first_step: int,
     epoch_metrics: Mapping[str, float] | None = None,
 ) -> Iterator[UncutTraining]:
     """Bind a recipe's model to all shards of a state for a while, and let it be trained plainly.
 
     Args:
-        recipe: its model's own tensors and its optimizer are as before afterwards.
+        trial: its model's own tensors and its optimizer are as before afterwards.
         shards: the segments of every shard; the trainable ones are written to.
         cursor: that of any shard, None for state 0.
         epoch_metrics: what the epoch before measured, if this state ends it.
     """
+    recipe = trial.recipe
     twin = copy.copy(recipe)
     same = {id(parameter): parameter for parameter in recipe.model.parameters()}
     twin.optimizer = clone_optimizer(recipe.optimizer, same)
     with bound_model(recipe.model) as bound:
-        states = [bound.bind(*each) for each in zip(layout.shards, shards, strict=True)]
-        trainer = PlainTrainer(twin, trial_seed, steps_per_epoch, first_step)
+        states = [bound.bind(*each) for each in zip(trial.layout.shards, shards, strict=True)]
+        trainer = PlainTrainer(twin, trial.seed, trial.steps_per_epoch, first_step)
         if cursor is not None:
             restore_cursor(cursor, twin.optimizer, trainer.scheduler, recipe.lr_schedule)
         if epoch_metrics is not None:

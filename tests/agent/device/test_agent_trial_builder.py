@@ -36,9 +36,9 @@ def test_equal_models_are_exported_once_and_each_epoch_has_an_order_of_its_own(
     for trial in range(3):
         builder.add(folder.read_trial(trial, document.run_id))
     built = [builder.get(trial) for trial in range(3)]
-    assert len({id(runtime.cut_model) for runtime in built}) == 1
-    for runtime in built:
-        parameters = list(runtime.recipe.model.parameters())
+    assert len({id(each.runtime.cut_model) for each in built}) == 1
+    for each in built:
+        parameters = list(each.runtime.recipe.model.parameters())
         assert all(p.untyped_storage().nbytes() == p.element_size() for p in parameters)
 
     def rows_of(epoch: int) -> torch.Tensor:

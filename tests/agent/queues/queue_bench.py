@@ -129,6 +129,7 @@ def spec_of(
         batch_size=batch_size,
         accumulate=window,
         recompute=recompute,
+        schedule="sequential",
     )
 
 

@@ -42,18 +42,19 @@ class Copies:
     ) -> None:
         folder, factory = trained_many("export", everything)
         self.agent = Agent(folder, scratch, share=0.0, make=factory)
-        runtime = self.agent.builder.get(0)
+        built = self.agent.builder.get(0)
+        runtime = built.runtime
         batch = next(iter(self.agent.builder.windows(0, 0, 0)))[0]
         example = (batch.features, batch.labels)
         tasks = profile(factory(), runtime.cut_model, runtime.layout, example, keep=not recompute)
         assert tasks.moving is not None
         tasks = replace(tasks, moving=tuple(int(each * room) for each in tasks.moving))
         described = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
-        window = runtime.spec.accumulate
+        window = built.spec.accumulate
         run = described.training(0, window, window, recompute, DEVICES, schedule)
         self.budget = run.buffered_need(2)
         self.spec = replace(
-            runtime.spec, tasks=tasks.to_json(), recompute=recompute, schedule=schedule
+            built.spec, tasks=tasks.to_json(), recompute=recompute, schedule=schedule
         )
         document = read_document(folder)
         manifest = find_prepared(folder.store, document.fingerprint)

@@ -36,9 +36,10 @@ class Worker:
     def __init__(self, path: Path, share: float, cut: str, everything: bool = False) -> None:
         trained, factory = trained_many(cut, everything)
         self.agent = Agent(trained, path, share=0.0, make=factory)
-        runtime = self.agent.builder.get(0)
+        built = self.agent.builder.get(0)
+        runtime = built.runtime
         profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, None)
-        spec = profile.training(0, 1, runtime.spec.accumulate, share >= 1)
+        spec = profile.training(0, 1, built.spec.accumulate, share >= 1)
         state = sum(shard.frozen + shard.trainable + shard.gradients for shard in profile.shards)
         budget = max(int(share * state), spec.device_need)
         self.budget = budget
@@ -71,7 +72,7 @@ class Worker:
             known_seconds,
         )
         self.agent.shards.on_change = self.trainer.look_again
-        self.trainer.learn(runtime.spec)
+        self.trainer.learn(built.spec)
         self.trainer.start()
 
     def train(self, visit: int, uncut: bool = False) -> Any:

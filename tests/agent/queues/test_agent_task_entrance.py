@@ -36,6 +36,7 @@ def test_what_a_device_says_of_a_cut_that_a_trial_has_no_more_is_not_taken() -> 
     def spec(trial: int) -> Any:
         return SimpleNamespace(
             trial=trial, shards=[None] * shards[0], batch_size=4, accumulate=1, recompute=None,
+            schedule="sequential",
         )  # fmt: skip
 
     worker = QueueWorker(in_this_process(trials), CheckedState([None], None), None, 40, spec)

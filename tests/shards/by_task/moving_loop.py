@@ -31,9 +31,8 @@ from cerebro_hydra.shards.admission.profile import TrialProfile, profile
 from cerebro_hydra.shards.engine.layout import aligned, memory_of, on_host
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
 from cerebro_hydra.shards.engine.shard_run import ShardRun
-from tests.shards import plain
 from tests.shards.by_task.device_loop import POISON, Slot
-from tests.shards.hopping import STEPS_PER_EPOCH, Trial
+from tests.shards.hopping import Trial
 
 
 def described(trial: Trial, windows: Sequence[Window]) -> TrialProfile:
@@ -76,8 +75,8 @@ class Mover:
         if device not in self.runs:
             shared = self.trial.cut_model.shared
             self.runs[device] = ShardRun(
-                self.trial.cut_model, self.trial.layout, self.make(), plain.TRIAL_SEED,
-                STEPS_PER_EPOCH, self.spec.recompute, self.trial.step, self.windows, shared=shared,
+                self.trial.runtime(self.make()), self.spec.recompute, self.trial.step,
+                self.windows, shared=shared,
                 limit=MemoryLimit(0, self.spec.task_bytes), moves=True,
             )  # fmt: skip
         return self.runs[device]

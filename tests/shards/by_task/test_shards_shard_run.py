@@ -144,10 +144,7 @@ class Together:
             runs = []
             for which, trial in enumerate(self.trials):
                 windows = self.sub_epochs[which][number]
-                run = ShardRun(
-                    trial.cut_model, trial.layout, trial.recipe, plain.TRIAL_SEED, STEPS_PER_EPOCH,
-                    recompute, trial.step, windows,
-                )  # fmt: skip
+                run = ShardRun(trial.runtime(), recompute, trial.step, windows)
                 spec = spec_of(which, trial, sum(map(len, windows)), recompute)
                 runs.append(Resident(trial, run, spec))
             DeviceLoop(runs, at_random(seed), seed, share, devices).run()
@@ -165,9 +162,7 @@ class Together:
         runs = []
         for which, trial in enumerate(self.trials):
             batches = self.sub_epochs[which][0][0]
-            run = ShardEvaluation(
-                trial.cut_model, trial.layout, trial.recipe, plain.TRIAL_SEED, batches
-            )
+            run = ShardEvaluation(trial.runtime(), batches)
             runs.append(Resident(trial, run, spec_of(which, trial, len(batches), True, False)))
         DeviceLoop(runs, at_random(seed), seed, share).run()
         return [each.run.result for each in runs]

@@ -32,10 +32,7 @@ WINDOWS = [zoo.vectors(8, 8), zoo.vectors(5, seed=2)]
 
 
 def run_of(trial: Trial, windows, recompute: bool = True, recipe=None, shared=()) -> ShardRun:
-    return ShardRun(
-        trial.cut_model, trial.layout, recipe or trial.recipe, plain.TRIAL_SEED, STEPS_PER_EPOCH,
-        recompute, trial.step, windows, shared=shared,
-    )  # fmt: skip
+    return ShardRun(trial.runtime(recipe), recompute, trial.step, windows, shared=shared)
 
 
 @dataclass

@@ -33,7 +33,13 @@ from cerebro_hydra.shards.engine import evaluation as shard_evaluation
 from cerebro_hydra.shards.engine import module_tasks, shard_run
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
-from cerebro_hydra.shards.engine.layout import GradientLayout, LayoutEntry, Memory, SegmentLayout
+from cerebro_hydra.shards.engine.layout import (
+    GradientLayout,
+    LayoutEntry,
+    Memory,
+    SegmentLayout,
+    TrialRuntime,
+)
 from cerebro_hydra.shards.engine.shard_run import ShardRun
 from tests.shards import plain
 from tests.shards.engine.accelerated import MODELS, Case
@@ -186,13 +192,13 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
     with _without_values([fake, watch]):
         recipe = _with_parameters_on(built, device).to(device)
         cut_model = trial.cut_model.on(device)
-        of_run = (cut_model, trial.layout, recipe, plain.TRIAL_SEED)
+        runtime = TrialRuntime(recipe, cut_model, trial.layout, plain.TRIAL_SEED, STEPS_PER_EPOCH)
         windows = case.windows
         barrier = recipe.clip_grad_norm is not None
         graph = TaskGraph(
             len(shards), sum(map(len, windows)), recipe.accumulate, barrier, cut_model.tied_groups
         )
-        training = ShardRun(*of_run, STEPS_PER_EPOCH, True, 0, windows)
+        training = ShardRun(runtime, True, 0, windows)
         at = -1
         for window in range(graph.windows):
             watch.marks = window > 0
@@ -207,7 +213,7 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
                 training.perform(task)
         training.unload(at)
         training.close()
-        evaluation = ShardEvaluation(*of_run, windows[0])
+        evaluation = ShardEvaluation(runtime, windows[0])
         for k in shards:
             evaluation.load(k, _slots(trial.layout.shards[k], device, None)[0])
         for task in TaskGraph(len(shards), len(windows[0]), training=False).tasks(0, 0):

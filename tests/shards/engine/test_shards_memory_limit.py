@@ -37,8 +37,8 @@ def train(make: Callable[[], Recipe], windows, share: float = 1.0) -> None:
     spec = found.training(0, 1, trial.recipe.accumulate, recompute=True)
     most = [int(nbytes * share) for nbytes in spec.task_bytes]
     run = ShardRun(
-        trial.cut_model, trial.layout, trial.recipe, plain.TRIAL_SEED, STEPS_PER_EPOCH, True,
-        trial.step, windows, shared=found.tasks.shared, limit=MemoryLimit(0, most),
+        trial.runtime(), True, trial.step, windows, shared=found.tasks.shared,
+        limit=MemoryLimit(0, most),
     )  # fmt: skip
     try:
         OneAtATime(trial).do([run], windows)
@@ -77,7 +77,7 @@ def test_an_evaluation_holds_what_was_measured_and_no_more():
     tasks = TaskGraph(len(spec.shards), 1, training=False).tasks(0, 0)
     for share in (1.0, 0.5):
         run = ShardEvaluation(
-            trial.cut_model, trial.layout, trial.recipe, plain.TRIAL_SEED, zoo.vectors(8),
+            trial.runtime(), zoo.vectors(8),
             limit=MemoryLimit(0, [int(nbytes * share) for nbytes in spec.task_bytes]),
         )  # fmt: skip
         try:

@@ -13,7 +13,7 @@ from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.engine.differences import first_difference
 from cerebro_hydra.shards.engine.layout import in_place, on_host
 from cerebro_hydra.shards.engine.uncut import uncut_training
-from tests.shards import plain, zoo
+from tests.shards import zoo
 from tests.shards.engine.test_shards_equivalence import (
     first_layer_frozen,
     language_recipe,
@@ -21,7 +21,7 @@ from tests.shards.engine.test_shards_equivalence import (
     resnet_recipe,
     two_sub_epochs,
 )
-from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
+from tests.shards.hopping import Trial, start
 
 VECTORS = two_sub_epochs()
 IMAGES = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 6, 4, seed=1))]
@@ -67,9 +67,8 @@ def train_uncut(trial: Trial, windows: list, recipe: Recipe | None = None) -> No
     given, cursors = zip(*map(trial.need, numbers), strict=True)
     segments = [in_place(each) for each in given]
     with uncut_training(
-        recipe or trial.recipe, trial.layout, [*map(on_host, segments)],
-        cursors[0], plain.TRIAL_SEED, STEPS_PER_EPOCH, trial.step,
-    ) as training:  # fmt: skip
+        trial.runtime(recipe), [*map(on_host, segments)], cursors[0], trial.step
+    ) as training:
         for window in windows:
             losses = training.step(window)
             rows = [batch.rows for batch in window]
