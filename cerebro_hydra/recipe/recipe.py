@@ -166,13 +166,11 @@ class Recipe:
 
     def _check_cut(self) -> None:
         check_schedule(self.schedule)
-        if self.cut is None:
-            self.cut = "export" if is_pipelined(self.schedule) else "modules"
-        if self.cut not in CUTS:
+        if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):
             return
-        if self.cut != "export":
+        if not self.cuts_graph:
             raise ConfigurationError(
                 f"schedule is {self.schedule!r} and cut is {self.cut!r}, which keeps a batch on "
                 "one device; leave cut out, or take schedule='sequential'"
@@ -182,6 +180,11 @@ class Recipe:
                 f"schedule is {self.schedule!r} and shards is {self.shards!r}, and each device is "
                 "to have a shard at least; give shards='auto', or their number"
             )
+
+    @property
+    def cuts_graph(self) -> bool:
+        """Return whether the graph of `torch.export` is to be cut, where that can be had."""
+        return self.cut == "export" or (self.cut is None and is_pipelined(self.schedule))
 
     def bind(self, columns: Columns) -> Recipe:
         """Take the names of the columns that batches will have, and return the recipe itself.
