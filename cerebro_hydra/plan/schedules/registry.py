@@ -15,12 +15,17 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.sequential import sequential
 
 Schedule = Callable[[TaskGraph, int, int, int], Sequence[Sequence[Action]]]
 
-SCHEDULES: Mapping[str, Schedule] = {"sequential": sequential, "gpipe": gpipe}
+SCHEDULES: Mapping[str, Schedule] = {
+    "sequential": sequential,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+}
 """The names that the schedule of a trial may have."""
 
 

@@ -33,8 +33,9 @@ def pipelined(params: dict[str, Any]) -> Recipe:
     """Build a model of the mixed search, whose steps of three batches are a pipeline."""
     recompute, shards = params["recompute"], params.get("shards", "auto")
     return replace(
-        mixed(params), schedule="gpipe", cut=None, accumulate=3, shards=shards, recompute=recompute
-    )
+        mixed(params), schedule=params["schedule"], cut=None, accumulate=3, shards=shards,
+        recompute=recompute,
+    )  # fmt: skip
 
 
 def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> SearchResult:
@@ -77,7 +78,7 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
     numbers = range(len(result.trials))
     for number in numbers:
         spec = folder.read_trial(number, folder.run_id)
-        assert (spec.schedule, spec.cut["mode"]) == ("gpipe", "export")
+        assert spec.schedule == spec.params["schedule"] and spec.cut["mode"] == "export"
         assert len(spec.cut["at"]) >= devices - 1
     _, timeline = read_run(folder)
     for device in range(devices):
@@ -86,15 +87,18 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
 
 
 def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
-    space = {"model": ["mlp", "resnet"], "recompute": [False, True]}
+    space = {"model": ["mlp"], "recompute": [False, True], "schedule": ["gpipe", "1f1b"]}
     assert_pipelined(trained(tmp_path, space, devices_per_worker=2), 2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("devices", "recompute"), [(2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("schedule", "devices", "recompute"),
+    [("gpipe", 2, False), ("gpipe", 3, True), ("1f1b", 2, True), ("1f1b", 3, False)],
+)
 def test_each_kind_of_model_in_a_pipeline_replays(
-    tmp_path: Path, devices: int, recompute: bool
+    tmp_path: Path, schedule: str, devices: int, recompute: bool
 ) -> None:
-    models = ["mlp", "resnet", "bert", "gpt2", "llama"]
-    space = {"model": models, "recompute": [recompute], "shards": [5]}
+    models = ["resnet", "bert", "gpt2", "llama"]
+    space = {"model": models, "recompute": [recompute], "shards": [5], "schedule": [schedule]}
     assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)

@@ -11,6 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from tests.examples import examples
@@ -116,17 +117,25 @@ def test_every_graph_cut_may_move(name: str) -> None:
     for seed in range(5):
         train([name], seed)
         train([name], seed, deaths=4)
-        for recompute in (True, False):
-            train([name], seed, 4, "gpipe", 2 + seed % 2, recompute)
+        for schedule in ("gpipe", "1f1b"):
+            for recompute in (True, False):
+                train([name], seed, 4, schedule, 2 + seed % 2, recompute)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "devices", "recompute"),
+    [
+        ("gpipe", 2, True),
+        ("gpipe", 3, False),
+        ("1f1b", 2, False),
+        ("1f1b", 3, True),
+    ],
+)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_pipeline_has_the_bits_of_plain_training(
-    name: str, devices: int, recompute: bool
+    name: str, schedule: str, devices: int, recompute: bool
 ) -> None:
-    (mover,) = train([name], 1, 0, "gpipe", devices, recompute)[0].movers
+    (mover,) = train([name], 1, 0, schedule, devices, recompute)[0].movers
     assert all(len(places) == devices for places in mover.places.values())
 
 
@@ -134,7 +143,7 @@ def test_a_pipeline_has_the_bits_of_plain_training(
 @given(
     seed=st.integers(0, 10_000),
     deaths=st.integers(0, 6),
-    schedule=st.sampled_from(["sequential", "gpipe"]),
+    schedule=st.sampled_from(list(SCHEDULES)),
     devices=st.integers(2, DEVICES),
 )
 def test_devices_that_die_change_no_bit(
