@@ -83,9 +83,9 @@ class Recipe:
             a schedule that has several microbatches under way, which needs a graph, and "modules"
             for others.
         schedule: the order of the trial's own shard tasks over the devices of a worker:
-            "sequential" does one after the other; "gpipe" and "1f1b" let each device do a range of
-            shards, for one of the `accumulate` batches of a step after the other. "1f1b" keeps
-            fewer batches at once. Results are the same.
+            "sequential" does one after the other; "gpipe", "1f1b" and "interleaved" let each device
+            do ranges of shards, for one of the `accumulate` batches of a step after the other.
+            Results are the same.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
 

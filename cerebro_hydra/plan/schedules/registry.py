@@ -15,6 +15,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.interleaved import interleaved
 from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.sequential import sequential
@@ -25,6 +26,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "sequential": sequential,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
 }
 """The names that the schedule of a trial may have."""
 

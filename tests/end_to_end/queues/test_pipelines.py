@@ -94,7 +94,7 @@ def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_pat
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "devices", "recompute"),
-    [("gpipe", 2, False), ("gpipe", 3, True), ("1f1b", 2, True), ("1f1b", 3, False)],
+    [("gpipe", 2, False), ("1f1b", 3, True), ("interleaved", 2, True)],
 )
 def test_each_kind_of_model_in_a_pipeline_replays(
     tmp_path: Path, schedule: str, devices: int, recompute: bool

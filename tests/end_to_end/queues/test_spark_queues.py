@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra import SparkBackend
+from cerebro_hydra import SparkBackend, hp_choice
 from tests.end_to_end.queues.mixed_models import NAMES
 from tests.end_to_end.queues.mixed_searches import LARGEST_STATE, cut_to_fit, dataframe, search
+from tests.end_to_end.queues.test_pipelines import pipelined
 from tests.end_to_end.test_runs import assert_replays
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
@@ -32,6 +33,21 @@ def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) 
         "pick": "sharp",
     }  # of 879,808 bytes
     run(spark, tmp_path, ("mlp",), 1, 20, **resources)
+
+
+@pytest.mark.long
+def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path) -> None:
+    backend = SparkBackend(
+        spark_context=spark.sparkContext, num_workers=2, devices_per_worker=2, device_memory=700_000
+    )
+    space = {"model": ["resnet", "gpt2"], "schedule": ["gpipe", "1f1b"], "recompute": ["auto"]}
+    chosen = search(
+        backend, tmp_path, (), search_space={n: hp_choice(v) for n, v in space.items()},
+        estimator_gen_fn=pipelined,
+    )  # fmt: skip
+    result = chosen.fit(dataframe(spark, 24))
+    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert_replays(result)
 
 
 @pytest.mark.long

@@ -117,7 +117,7 @@ def test_every_graph_cut_may_move(name: str) -> None:
     for seed in range(5):
         train([name], seed)
         train([name], seed, deaths=4)
-        for schedule in ("gpipe", "1f1b"):
+        for schedule in ("gpipe", "1f1b", "interleaved"):
             for recompute in (True, False):
                 train([name], seed, 4, schedule, 2 + seed % 2, recompute)
 
@@ -129,6 +129,8 @@ def test_every_graph_cut_may_move(name: str) -> None:
         ("gpipe", 3, False),
         ("1f1b", 2, False),
         ("1f1b", 3, True),
+        ("interleaved", 2, True),
+        ("interleaved", 2, False),
     ],
 )
 @pytest.mark.parametrize("name", SMALL)
