@@ -40,13 +40,13 @@ def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path) -> None:
     backend = SparkBackend(
         spark_context=spark.sparkContext, num_workers=2, devices_per_worker=2, device_memory=700_000
     )
-    space = {"model": ["resnet", "gpt2"], "schedule": ["gpipe", "1f1b"], "recompute": ["auto"]}
+    space = {"model": ["resnet"], "schedule": ["gpipe", "1f1b"], "recompute": ["auto"]}
     chosen = search(
-        backend, tmp_path, (), search_space={n: hp_choice(v) for n, v in space.items()},
+        backend, tmp_path, ("resnet",), search_space={n: hp_choice(v) for n, v in space.items()},
         estimator_gen_fn=pipelined,
     )  # fmt: skip
     result = chosen.fit(dataframe(spark, 24))
-    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert [trial.status for trial in result.trials] == ["finished"] * 2
     assert_replays(result)
 
 
