@@ -164,15 +164,19 @@ class Recipe:
                 f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
             )
 
+    @property
+    def cuts_graph(self) -> bool:
+        """Return whether the model's graph is to be cut, rather than between its modules."""
+        # `cut` stays None, so that a copy with another schedule has that schedule's default.
+        return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
+
     def _check_cut(self) -> None:
         check_schedule(self.schedule)
-        if self.cut is None:
-            self.cut = "export" if is_pipelined(self.schedule) else "modules"
-        if self.cut not in CUTS:
+        if self.cut is not None and self.cut not in CUTS:
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):
             return
-        if self.cut != "export":
+        if not self.cuts_graph:
             raise ConfigurationError(
                 f"schedule is {self.schedule!r} and cut is {self.cut!r}, which keeps a batch on "
                 "one device; leave cut out, or take schedule='sequential'"

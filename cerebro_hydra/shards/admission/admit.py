@@ -247,7 +247,7 @@ def _candidates(
         while (number := number // 2) > 1:
             yield choose_by_time(points, seconds, number)
 
-    if recipe.cut == "export":
+    if recipe.cuts_graph:
         try:
             between_markers = _between_markers(recipe, sample, check.rows, cache)
             yield from choices(replace(between_markers, overwritten=between_units.overwritten))
