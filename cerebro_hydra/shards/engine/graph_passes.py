@@ -18,7 +18,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.graph_tasks import AutogradGraph, GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import Memory
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Microbatch
+from cerebro_hydra.shards.engine.microbatch import LiveBytes, MemoryLimit, Microbatch
 from cerebro_hydra.shards.engine.pass_record import (
     Key,
     PassRecord,
@@ -59,6 +59,7 @@ class GraphPasses:
         self._recipe, self._trial_seed, self._start_step = recipe, trial_seed, start_step
         self._copies, self._limit = copies, limit
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
+        self._live = LiveBytes()  # what tasks of the microbatch have left while it is here
         self._going: GraphPass | None = None
         self._number = self._rows = 0  # of the microbatch that is here
         self._memory: Memory
@@ -67,6 +68,7 @@ class GraphPasses:
 
     def begin(self, number: int, batch: Microbatch, rows: int) -> None:
         """Take a microbatch before shard 0."""
+        self._live = LiveBytes()
         self._going, self._number, self._rows = GraphPass(batch), number, rows
 
     def perform(self, task: Action, *, keep: bool) -> None:
@@ -111,7 +113,8 @@ class GraphPasses:
         batch = ("feature", "target")
         here = tensors_of(going, self._copies).items()
         held = [tensor for (kind, _), tensor in here if kind not in batch]
-        with self._limit.kept(going.batch.inputs, held, lambda kind, shard: None) as reach:
+        inputs, live = going.batch.inputs, self._live
+        with self._limit.kept(inputs, held, lambda kind, shard: None, live) as reach:
             reach("F", k)
             yield
 
@@ -129,6 +132,7 @@ class GraphPasses:
         self._log = TensorLog(record.tensors, record.nbytes)
         if first.kind is not ActionKind.U and record.tensors:
             self._number, self._rows = first.microbatch or 0, record.rows
+            self._live = LiveBytes()
             self._going = self._read(first)
 
     def put_down(self, norms: Mapping[int, Norms]) -> PassRecord:
