@@ -460,6 +460,7 @@ class RunBoundary:
         window = number // self._graph.window
         record = PassRecord()
         passes = [task for task in tasks if task.kind is not ActionKind.U]
+        self._places.pop(tasks[-1], None)  # of a unit of more tasks, which was lost
         if passes:
             if number not in self._records:
                 self._begin(number)

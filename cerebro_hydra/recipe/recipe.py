@@ -165,6 +165,12 @@ class Recipe:
                 f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
             )
 
+    @property
+    def cuts_graph(self) -> bool:
+        """Return whether the model's graph is to be cut, rather than between its modules."""
+        # `cut` stays None, so that a copy with another schedule has that schedule's default.
+        return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
+
     def _check_cut(self) -> None:
         check_schedule(self.schedule)
         if self.cut not in (None, *CUTS):
@@ -181,11 +187,6 @@ class Recipe:
                 f"schedule is {self.schedule!r} and shards is {self.shards!r}, and each device is "
                 "to have a shard at least; give shards='auto', or their number"
             )
-
-    @property
-    def cuts_graph(self) -> bool:
-        """Return whether the graph of `torch.export` is to be cut, where that can be had."""
-        return self.cut == "export" or (self.cut is None and is_pipelined(self.schedule))
 
     def bind(self, columns: Columns) -> Recipe:
         """Take the names of the columns that batches will have, and return the recipe itself.

@@ -283,6 +283,8 @@ class Admission:
         finer = self._may_be_cut_finer(recipe)
         if parent is not None and (recipe.shards == AUTO or finer):
             recipe.shards = list(parent.cut["at"])
+            if not is_pipelined(recipe.schedule):  # else its graph is cut in any case
+                recipe.cut = parent.cut["mode"]
         finer_tasks = _finer_tasks(parent, recipe) if finer else None
         if finer_tasks is not None:
             recipe.recompute = True

@@ -280,6 +280,16 @@ def test_an_optimizers_own_attributes_are_copied() -> None:
     assert recipe.optimizer.extra == 3  # type: ignore[attr-defined]
 
 
+def test_a_grid_may_vary_the_schedule_and_the_cut_follows_unless_one_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    recipe = Recipe(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), shards="auto")
+    copied = RecipeCopier(recipe)
+    assert not copied({}).cuts_graph
+    pipelined = copied({"schedule": "gpipe"})
+    assert pipelined.cuts_graph
+    assert not RecipeCopier(pipelined)({"schedule": "sequential"}).cuts_graph
+
+
 @given(st.lists(st.integers(0, 3)))
 def test_equal_settings_become_one_run_in_the_order_of_the_maps(kinds: list[int]) -> None:
     groups = equal_settings([{"num_epochs": kind} for kind in kinds])

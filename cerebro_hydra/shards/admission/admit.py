@@ -232,14 +232,15 @@ def _candidates(
     between_units = CutPoints(
         "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written
     )
-    if recipe.shards == 1 or recipe.shards == [] or recipe.shards == [[]]:
+    if recipe.shards == 1 or (recipe.shards in ([], [[]]) and not recipe.cuts_graph):
         yield choose_whole(between_units)
         return
 
     def choices(points: CutPoints) -> Iterator[CutChoice]:
         if not _is_number(recipe.shards):
             named: Any = recipe.shards
-            yield (choose_by_name if isinstance(named[0], str) else choose_by_blocks)(points, named)
+            by_blocks = bool(named) and not isinstance(named[0], str)
+            yield (choose_by_blocks if by_blocks else choose_by_name)(points, named)
             return
         choice, seconds = by_number(points)
         yield choice

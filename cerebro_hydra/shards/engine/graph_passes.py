@@ -17,7 +17,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import RandomKey
 from cerebro_hydra.shards.engine.graph_tasks import AutogradGraph, GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import Memory, TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Microbatch
+from cerebro_hydra.shards.engine.microbatch import LiveBytes, MemoryLimit, Microbatch
 from cerebro_hydra.shards.engine.pass_record import (
     Key,
     PassRecord,
@@ -56,6 +56,7 @@ class GraphPasses:
         self._recipe, self._trial_seed, self._start_step = recipe, trial.seed, start_step
         self._copies, self._limit = copies, limit
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
+        self._live = LiveBytes()  # what tasks of the microbatch have left while it is here
         self._going: GraphPass | None = None
         self._number = self._rows = 0  # of the microbatch that is here
         self._turns = True  # whether the unit has a backward
@@ -65,6 +66,7 @@ class GraphPasses:
 
     def begin(self, number: int, batch: Microbatch, rows: int) -> None:
         """Take a microbatch before shard 0."""
+        self._live = LiveBytes()
         self._going, self._number, self._rows = GraphPass(batch, self._turns), number, rows
 
     def perform(self, task: Action) -> None:
@@ -106,7 +108,8 @@ class GraphPasses:
         batch = ("feature", "target")
         here = tensors_of(going, self._copies).items()
         held = [tensor for (kind, _), tensor in here if kind not in batch]
-        with self._limit.kept(going.batch.inputs, held, lambda kind, shard: None) as reach:
+        inputs, live = going.batch.inputs, self._live
+        with self._limit.kept(inputs, held, lambda kind, shard: None, live) as reach:
             reach("F", k)
             yield
 
@@ -126,6 +129,7 @@ class GraphPasses:
         first = tasks[0]
         if first.kind is not ActionKind.U and record.tensors:
             self._number, self._rows = first.microbatch or 0, record.rows
+            self._live = LiveBytes()
             self._going = self._read(first)
 
     def put_down(self, norms: Mapping[int, Norms]) -> PassRecord:

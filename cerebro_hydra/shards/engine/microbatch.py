@@ -131,7 +131,11 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.most: float = math.inf
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}  # the bytes that count of each storage
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's bytes are among those at present."""
+        return self._seen.get(tensor.untyped_storage()._cdata, 0) > 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -153,13 +157,13 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
-        self._seen.add(key)
+        self._seen[key] = nbytes
         self.now += nbytes
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
+        self._seen.pop(key, None)
         self.now -= nbytes
 
 
@@ -177,26 +181,35 @@ class MemoryLimit:
 
     @contextmanager
     def kept(
-        self, inputs: Sequence[Tensor], held: Iterable[Tensor], reach: Reach
+        self,
+        inputs: Sequence[Tensor],
+        held: Iterable[Tensor],
+        reach: Reach,
+        live: LiveBytes | None = None,
     ) -> Iterator[Reach]:
         """Raise a MemoryError where a batch passes the limit; its `reach` is the one to call.
 
         Args:
             held: what is on the device for the batch by now.
+            live: counts what earlier tasks of the batch have left, too, and goes on with this one.
         """
         nbytes = sum(each.nbytes for each in inputs)
         if nbytes <= self.batch:
             yield reach
             return
-        live = LiveBytes()
-        live.now = nbytes + sum(each.nbytes for each in held)
+        live = LiveBytes() if live is None else live
+        beside = nbytes + sum(each.nbytes for each in held if not live.counts(each))
+        live.now += beside
 
         def watched(kind: Literal["F", "B"], k: int) -> None:
             reach(kind, k)
             live.most = self.most[k]
 
-        with live:
-            yield watched
+        try:
+            with live:
+                yield watched
+        finally:
+            live.now -= beside
 
 
 class ReadsElsewhere(TorchDispatchMode):

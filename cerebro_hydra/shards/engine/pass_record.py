@@ -147,10 +147,11 @@ def tensors_of(going: GraphPass, held: Mapping[str, Tensor]) -> dict[Key, Tensor
     batch = going.batch
     found: dict[Key, Tensor] = {("feature", n): t for n, t in enumerate(batch.features)}
     found |= {("target", n): t for n, t in enumerate(batch.targets)}
-    found |= {("held", name): t for name, t in held.items()}
+    # Sets of names have another order in another process, which may do a unit again.
+    found |= {("held", name): held[name] for name in sorted(held)}
     found |= {("value", n): v for n, v in going.values.items() if isinstance(v, Tensor)}
     for buffers in going.buffers_before.values():
-        found |= {("before", name): t for name, t in buffers.items()}
+        found |= {("before", name): buffers[name] for name in sorted(buffers)}
     found |= {("gradient", name): t for name, t in going.grads.items()}
     return found | {("tied", name): t for name, t in going.tied_grads.items()}
 

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.agent.device.runs import open_trials
+from cerebro_hydra.agent.queued_run import RunBoundary
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.profile import TrialProfile, profile
+from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.queue_worker import ME
@@ -154,3 +157,22 @@ def test_a_batch_that_leaves_too_much_fails_its_trial_with_the_numbers(tmp_path:
         results = [made.result() for _ in range(TRIALS)]
     assert all(isinstance(each, events.TaskFailed) for each in results), results
     assert "a batch leaves" in results[0].error
+
+
+def placed(shard: int, kind: ActionKind) -> Action:
+    """Return a task of the one microbatch, on the device of its shard."""
+    return Action(0, shard, kind, 0, device=shard)
+
+
+def test_an_update_that_comes_alone_after_its_unit_was_lost_changes_no_record() -> None:
+    f, b, u = ActionKind.F, ActionKind.B, ActionKind.U
+    boundary = RunBoundary([np.zeros(0, np.uint8)], TaskGraph(2, 1, barrier=True))
+    for nbytes, each in enumerate((placed(0, f), placed(1, f)), start=1):
+        boundary.order([each])
+        boundary.note(each, PassRecord(nbytes))
+    boundary.order([placed(1, b), placed(1, u)])  # the device dies, and another loss parts the two
+    for left, each in ((3, placed(1, b)), (0, placed(1, u))):
+        boundary.order([each])
+        boundary.note(each, PassRecord(left))
+    record = boundary.order([placed(0, b)]).record
+    assert record is not None and record.nbytes == 3, "what B of shard 1 has left"

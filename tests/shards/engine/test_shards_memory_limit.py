@@ -70,6 +70,31 @@ def test_a_batch_that_takes_more_than_was_measured_is_an_error_of_memory():
         train(mlp_recipe(cut="modules"), zoo.singly(zoo.vectors(8)), share=0.6)
 
 
+@pytest.mark.parametrize("cut", ["export", "modules"])
+def test_activations_that_are_kept_count_until_their_backward(cut: str) -> None:
+    recipe, windows = resnet_recipe(3)(), zoo.singly(zoo.images(6))
+    recipe.cut = cut
+    trial = start(recipe, windows)
+    spec = described(trial, windows).training(0, 1, 1, recompute=False)
+    for share in (1.0, 0.9):
+        run = ShardRun(
+            trial.cut_model, trial.layout, trial.recipe, plain.TRIAL_SEED, STEPS_PER_EPOCH, False,
+            trial.step, windows, limit=MemoryLimit(0, [int(n * share) for n in spec.task_bytes]),
+        )  # fmt: skip
+        for k in range(len(spec.shards)):
+            run.load(k, on_host(in_place(trial.need(k)[0])), None)
+        try:
+            if share < 1:
+                with pytest.raises(MemoryError, match="a batch takes"):
+                    for task in spec.graph.tasks(0, 0):
+                        run.perform(task)
+            else:
+                for task in spec.graph.tasks(0, 0):
+                    run.perform(task)
+        finally:
+            run.cancel()
+
+
 def test_an_evaluation_holds_what_was_measured_and_no_more():
     trial = start(mlp_recipe(cut="modules")(), zoo.singly(zoo.vectors(8)))
     found = described(trial, zoo.singly(zoo.vectors(8)))

@@ -297,3 +297,27 @@ def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_p
     assert first.cut["at"] and first.cut == second.cut
     assert first.tasks == second.tasks is not None, "they were measured once"
     assert TrialSpec.from_json(json.loads(json.dumps(first.to_json())), "a trial") == first
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
+def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
+    tmp_path: Path, schedule: str
+) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        made = tune_models.small(params | {"shards": "auto"})
+        return dataclasses.replace(made, cut="export", schedule=schedule)
+
+    told: list[str] = []
+    admission = Admission(
+        factory,
+        COLUMNS,
+        examples(tmp_path, 70),
+        RunFolder(LocalStore(str(tmp_path)), "run"),
+        3,
+        "loss",
+        told.append,
+        MemoryBill(DEFAULT_RESOURCES, 2, told.append),
+    )
+    parent = admission.admit(0, {"lr": 0.1}).spec
+    assert (parent.cut["mode"], parent.cut["at"]) == ("export", [])
+    assert admission.admit(1, {"lr": 0.2}, parent).spec.cut == parent.cut
