@@ -10,6 +10,7 @@ trainer trains it where a device has room for the whole, else its own forward ru
 The queues bring its shards like those of any other run, so that it keeps to every budget. It may be
 any step: each shard is copied before its first task of that step. Where memory has no room for the
 copies it is the first step, from the state before, which stays until the sub-epoch is committed.
+The limits of a task hold for its audit, too: code that hangs there can't be told from slow code.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from cerebro_hydra.shards.engine.layout import Bytes
 
 STEPS_OF_AN_AUDIT = 4
 """Steps of training that a trial's first audit is thought to last, beside the factory."""
+
+MAPPED_PATIENCE = 10
+"""Times the limits of a task: an audit in mapped files may take that long, at the disk's speed."""
+
+OVERDUE_AUDIT = "its audit takes too long (audit_share=0 makes none): "
 
 _log = logging.getLogger(__name__)
 

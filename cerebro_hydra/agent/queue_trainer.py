@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.audits import AuditRoom, Audits
+from cerebro_hydra.agent.audits import MAPPED_PATIENCE, OVERDUE_AUDIT, AuditRoom, Audits
 from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
@@ -458,15 +458,16 @@ class QueueTrainer:
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
-            if not run.over and run.audits is None:
-                run.time.check()
+            if not run.over:
+                run.time.check(MAPPED_PATIENCE if run.mapped else 1)
 
     def _end_overdue(self, task: Task, why: str) -> None:
-        """Fail a run whose code takes too long, and end the device that runs it."""
+        """Fail a task whose code takes too long, or its audit's; end the device that runs it."""
         (run,) = (run for run in self._runs.values() if run.task is task and not run.over)
-        self._end_early(run)
-        self._leave(run)
-        self._reports.failed(task, FailureKind.OTHER, why)
+        why, failed = (why, run) if run.audits is None else (OVERDUE_AUDIT + why, run.audits)
+        self._end_early(failed)
+        self._leave(failed)
+        self._reports.failed(failed.task, FailureKind.OTHER, why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()

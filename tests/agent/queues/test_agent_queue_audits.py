@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent import audits
+from cerebro_hydra.agent.device.messages import RunOrder
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.queues.events import RunRestarted
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_runs import ByteRun, ByteTrials
 from tests.agent.queues.queue_bench import QueueBench, bench
 from tests.agent.queues.test_agent_queue_trainer import (
     MICROBATCHES,
@@ -228,3 +231,30 @@ def refuse_copies(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
     monkeypatch.setattr(SegmentStore, "has_room", asked)
     monkeypatch.setattr(SegmentStore, "allocate", refused)
+
+
+@dataclass(frozen=True)
+class HangingAudits(ByteTrials):
+    """Trials whose uncut model never returns in the audit of trial 0."""
+
+    def open(self, order: RunOrder) -> ByteRun:
+        run = super().open(order)
+        if order.audits is not None and order.task.trial == 0:
+            run.perform = lambda task, then=None: threading.Event().wait()  # type: ignore[method-assign]
+        return run
+
+
+def test_an_audit_that_hangs_fails_its_trial_alone() -> None:
+    trials = HangingAudits(SIZES)
+    with audited(trials, len(SIZES), [None], batch_seconds=0.5) as made:
+        long_trained(made)
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert isinstance(results[0], events.TaskFailed)
+        assert re.match(
+            r"its audit takes too long \(audit_share=0 makes none\): a batch took \d\.\d s, longer "
+            r"than batch_seconds=0.5, in training of epoch 1 on partition 0 \(worker 0\)",
+            results[0].error,
+        )
+        assert not made.store.knows(0, 1)
+        assert_trained(made, trials, 1, results[1], trials.initial(1))
