@@ -137,7 +137,7 @@ class QueueTrainer:
         self._gate = UnitGate()
         self._arrivals = Arrivals(shard_store)
         through = self._loop.through
-        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
+        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._raised))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
         self._entrance = TaskEntrance()
 
@@ -350,6 +350,12 @@ class QueueTrainer:
             run.homes.clear()  # with their files
 
     def _restart(self, run: QueuedRun) -> None:
+        if run.over:
+            return
+        if run.audits is not None and run.audits.audited:
+            self._end_early(run)  # the copies that it began with are lost
+            self._go_on(run.audits, None)
+            return
         self._end_audit(run)
         self._stop(run)
         run.retract(self._shard_store)
@@ -415,11 +421,6 @@ class QueueTrainer:
             self._loop.tell(ShardArrived(action.trial, action.shard))
         else:
             self._loop.tell(moved)
-
-    def _no_room(self, run: QueuedRun, move: Move, device: WorkerDevice, error: Exception) -> None:
-        """Fail a run whose changes can't leave their device; it lets go of them, and answers."""
-        self._raised(run, error)
-        device.give(move)
 
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:

@@ -385,7 +385,7 @@ _THREADS = 4
 T = TypeVar("T")
 
 OnMoved = Callable[[QueuedRun, ActionDone, Exception | None], object]
-OnNoRoom = Callable[[QueuedRun, Move, WorkerDevice, Exception], object]
+OnNoRoom = Callable[[QueuedRun, Exception], object]
 
 
 class HostMoves:
@@ -459,7 +459,8 @@ class HostMoves:
             try:
                 slabs = home.room_for(run.saved_sizes(action.shard))
             except Exception as error:
-                self._on_no_room(run, Move(action), device, error)
+                self._on_no_room(run, error)
+                device.give(Move(action))  # it lets go of them, and answers
             else:
                 device.give(Move(action, slabs))
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent import audits
-from cerebro_hydra.agent.device.messages import RunOrder
+from cerebro_hydra.agent.device.messages import Done, RunOrder
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import RunRestarted
+from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteRun, ByteTrials
 from tests.agent.queues.queue_bench import QueueBench, bench
@@ -258,3 +262,45 @@ def test_an_audit_that_hangs_fails_its_trial_alone() -> None:
         )
         assert not made.store.knows(0, 1)
         assert_trained(made, trials, 1, results[1], trials.initial(1))
+
+
+@dataclass(frozen=True)
+class DyingAudits(ByteTrials):
+    """Trials whose uncut model ends its device's process once, with a step half done.
+
+    As the shards of models, theirs take the step that they are asked for, whatever it was before.
+
+    Args:
+        lethal_audit: a file that is there until then.
+    """
+
+    lethal_audit: str = ""
+
+    def open(self, order: RunOrder) -> ByteRun:
+        run = super().open(order)
+        if order.audits is not None:
+            load, perform = run.load, run.perform
+
+            def loads(shard: int, slots: Segments, cursor: Any) -> None:
+                load(shard, slots, {"step": order.first_step})
+
+            def dies(task: Action, then: Any = None) -> Done:
+                if task.kind is ActionKind.U and Path(self.lethal_audit).exists():
+                    os.unlink(self.lethal_audit)
+                    os._exit(1)
+                return perform(task)
+
+            run.load, run.perform = loads, dies  # type: ignore[method-assign]
+        return run
+
+
+def test_an_audit_whose_device_dies_is_not_taken_from_another_state(tmp_path: Path) -> None:
+    lethal = tmp_path / "now"
+    lethal.touch()
+    trials = DyingAudits(SIZES, seconds=0.01, lethal_audit=str(lethal))
+    with audited(trials, len(SIZES), [None, None]) as made:
+        long_trained(made)
+        begin(made, trials, 1)
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert not lethal.exists()
