@@ -445,6 +445,8 @@ class HostMoves:
                 self._submit(run, action, home.to_disk)
             case ActionKind.LOAD:
                 self._submit(run, action, home.to_dram)
+            case ActionKind.SEND if run.audits is not None:
+                self._submit(run, action, home.leave)  # nobody needs the state that it makes
             case ActionKind.SEND:
                 publish = partial(self._publish, run, run.state, action.shard, home)
                 self._submit(run, action, publish)
@@ -452,7 +454,13 @@ class HostMoves:
                 home.leave_dram()
 
     def write_back(self, run: QueuedRun, action: Action, device: WorkerDevice) -> None:
-        """Let a device write a shard's changes to slabs; only the device tells that it is done."""
+        """Let a device write a shard's changes to slabs; only the device tells that it is done.
+
+        Nobody needs those of a step in mapped files, for which there is no room.
+        """
+        if run.mapped:
+            device.give(Move(action))
+            return
         home = run.homes[action.shard]  # a run that begins anew meanwhile gets another one
 
         def work() -> None:
