@@ -10,24 +10,61 @@ trainer trains it where a device has room for the whole, else its own forward ru
 The queues bring its shards like those of any other run, so that it keeps to every budget. It may be
 any step: each shard is copied before its first task of that step. Where memory has no room for the
 copies it is the first step, from the state before, which stays until the sub-epoch is committed.
+The limits of a task hold for its audit, too: code that hangs there can't be told from slow code.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass
 
 from cerebro_hydra.agent.device.messages import Done, FailureKind
 from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, located
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.queued_run import QueuedRun
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.layout import Bytes
 
 STEPS_OF_AN_AUDIT = 4
 """Steps of training that a trial's first audit is thought to last, beside the factory."""
 
+MAPPED_PATIENCE = 10
+"""Times the limits of a task: an audit in mapped files may take that long, at the disk's speed."""
+
+OVERDUE_AUDIT = "its audit takes too long (audit_share=0 makes none): "
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AuditRoom:
+    """Holds the memory that was found for the shards of a run as they are before a step.
+
+    Args:
+        copies: for each shard, if a step is left to begin; None if there is no room.
+        seconds: what it took to find it.
+    """
+
+    copies: dict[int, Bytes] | None
+    seconds: float
+
+    @classmethod
+    def find(cls, segments: SegmentStore, run: QueuedRun) -> AuditRoom:
+        """Find room for the shards of a run that waits; it may take as long as disks do."""
+        begun, copies = time.perf_counter(), None
+        sizes = [shard.trainable for shard in run.profile.shards]
+        try:
+            if segments.has_room(sum(sizes)):
+                left = run.begun_windows < run.spec.graph.windows
+                copies = {k: segments.allocate(n) for k, n in enumerate(sizes)} if left else {}
+        except (MemoryError, OSError) as error:
+            what = "trial %d is audited by the first step of a sub-epoch on worker %d, for want of "
+            _log.warning(f"{what}room for a copy: %s", run.task.trial, run.task.worker, error)
+        return cls(copies, time.perf_counter() - begun)
 
 
 class Audits:
@@ -69,10 +106,21 @@ class Audits:
 
     def is_due(self, run: QueuedRun) -> bool:
         """Return whether a step of a run is to be audited from now on, which has done one."""
-        if not run.watched or run.audited is not None or not run.step_is_over(0):
+        chosen = run.choosing or run.audited is not None
+        if not run.watched or chosen or not run.step_is_over(0):
             return False
         seconds = self._seconds.get(run.task.trial, STEPS_OF_AN_AUDIT * run.first_seconds)
         return self.budget.allows(seconds, run.task.epoch == 0)
+
+    def choose(self, run: QueuedRun, room: AuditRoom) -> None:
+        """Choose the step of a run that is audited: the next one, if memory has room for copies.
+
+        Else it is the first step, from the state before the run. Where devices compute in the
+        agent's memory, which has no room for that step either, it is taken in mapped files.
+        """
+        run.copies, run.audit_is_mapped = room.copies or {}, run.resident and room.copies is None
+        run.audited = run.begun_windows if run.copies else 0
+        self.budget.spent += room.seconds
 
     def ended(self, audit: QueuedRun) -> str | None:
         """Return what differs between a run's step and its audit, None if no bit does."""

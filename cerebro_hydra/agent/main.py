@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,22 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
         released.set()
 
 
+@dataclass(frozen=True)
+class _AgentSetup:
+    """Says what an agent was started for, and with what.
+
+    Args:
+        own: its partitions.
+        slabs: memory that it shares with the processes of its devices, if they have some.
+    """
+
+    spec: AgentSpec
+    start: AgentStart
+    factory: Callable[..., Any]
+    own: Sequence[int]
+    slabs: Slabs | None
+
+
 class _Agent:
     """Connects the parts of an agent; instructions come on the wire's thread."""
 
@@ -161,7 +178,7 @@ class _Agent:
             self._fail(error)
             raise
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
-        self._trainer = self._queue_trainer(spec, start, factory, own, slabs)
+        self._trainer = self._queue_trainer(_AgentSetup(spec, start, factory, own, slabs))
         self._checkpoints = CheckpointWriter(
             self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
@@ -176,21 +193,14 @@ class _Agent:
         )
         self._ready.set()
 
-    def _queue_trainer(
-        self,
-        spec: AgentSpec,
-        start: AgentStart,
-        factory: Callable[..., Any],
-        own: Sequence[int],
-        slabs: Slabs | None,
-    ) -> QueueTrainer:
-        document, resources = spec.document, start.resources
-        planner = RunPlanner.of(spec.manifest, resources)
+    def _queue_trainer(self, given: _AgentSetup) -> QueueTrainer:
+        document, resources = given.spec.document, self._resources
+        planner = RunPlanner.of(given.spec.manifest, resources)
         known_seconds = BatchSeconds()
         limits = document.batch_seconds, document.sub_epoch_seconds
         trainer = QueueTrainer(
             self._incarnation,
-            self._device_starts(spec, start, factory, own, slabs),
+            self._device_starts(given),
             WorkerState(
                 [resources.device_memory] * resources.devices,
                 resources.queued_memory,
@@ -202,10 +212,10 @@ class _Agent:
             self._fetch_manager,
             self._report,
             self._control.send,
-            (lambda attempt: None) if slabs is None else self._begin,
+            (lambda attempt: None) if given.slabs is None else self._begin,
             Audits(document.audit_share),
             self._fail,
-            start.scratch,
+            given.start.scratch,
             partial(TaskWatch, *limits, self._tell_slow, known_seconds),
             known_seconds,
         )
@@ -217,15 +227,8 @@ class _Agent:
         self._shard_store.on_change = look_again
         return trainer
 
-    def _device_starts(
-        self,
-        spec: AgentSpec,
-        start: AgentStart,
-        factory: Callable[..., Any],
-        own: Sequence[int],
-        slabs: Slabs | None,
-    ) -> Sequence[DeviceStart]:
-        resources = start.resources
+    def _device_starts(self, given: _AgentSetup) -> Sequence[DeviceStart]:
+        spec, start, slabs, resources = given.spec, given.start, given.slabs, self._resources
         if slabs is None:
             segments = self._shard_store.segments
             runs = TrialRuns(self._builder, self._decoded, segments.reserved, start.scratch)
@@ -234,7 +237,7 @@ class _Agent:
                     runs, self._main, resources.computes_in_place, self._end_process, self._begin
                 )
             ]
-        trials = (spec.document, spec.manifest, own, start.scratch, factory)
+        trials = (spec.document, spec.manifest, given.own, start.scratch, given.factory)
         if resources.device_kind == "cuda":
             return gpu_starts(
                 start.gpus[: resources.devices],

@@ -13,16 +13,15 @@ back as work for the loop.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.audits import Audits
+from cerebro_hydra.agent.audits import MAPPED_PATIENCE, OVERDUE_AUDIT, AuditRoom, Audits
 from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
@@ -42,7 +41,6 @@ from cerebro_hydra.agent.device.messages import (
 )
 from cerebro_hydra.agent.device.process import (
     DEADLY,
-    MOST_DEATHS,
     DeviceStart,
     WorkerDevice,
     WorkerDevices,
@@ -57,10 +55,10 @@ from cerebro_hydra.agent.device.task_watch import (
 )
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
-from cerebro_hydra.agent.memory.shard_store import HeldShard, ShardHome, ShardStore
-from cerebro_hydra.agent.queued_run import HostMoves, QueuedRun
+from cerebro_hydra.agent.memory.shard_store import ShardHome, ShardStore
+from cerebro_hydra.agent.queued_run import Arrivals, HostMoves, QueuedRun
 from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
-from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
+from cerebro_hydra.agent.worker_loop import TICK_SECONDS, UnitGate, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
@@ -81,12 +79,9 @@ from cerebro_hydra.plan.queues.log import DeviceLog
 from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.admission.profile import TrialProfile
-from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
 _REMEDY = "raise device_memory or host_memory, or cut the trial into more shards"
-
-_log = logging.getLogger(__name__)
 
 
 class QueueTrainer:
@@ -139,12 +134,12 @@ class QueueTrainer:
         self._make_watch, self._known_seconds = make_watch, known_seconds
         self._numbers = itertools.count()
         self._runs: dict[int, QueuedRun] = {}
-        self._arriving: list[Action] = []
+        self._gate = UnitGate()
+        self._arrivals = Arrivals(shard_store)
         through = self._loop.through
-        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._no_room))
+        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._raised))
         self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
         self._entrance = TaskEntrance()
-        self._deaths: Counter[int] = Counter()  # of devices, by the attempt whose code they ran
 
     def start(self) -> None:
         """Start the devices and the loop."""
@@ -257,7 +252,10 @@ class QueueTrainer:
         self._reports.take_back(attempt)
         for run in tuple(self._runs.values()):
             if run.task.attempt == attempt:
+                was_over = run.over
                 self._end_early(run)
+                if not (was_over or run.audits):
+                    self._leave(run)
 
     def _release(self, trial: int, visit: int) -> None:
         for run in self._runs.values():
@@ -279,36 +277,27 @@ class QueueTrainer:
     # ------------------------------------------------------------------ audits
 
     def _choose_audit(self, run: QueuedRun) -> None:
-        """Choose the step of a run that is audited: the next one, if memory has room for copies.
+        """Choose the step of a run that is audited; the run waits for that, and nobody else."""
 
-        Else it is the first step, from the state before the run. Where devices compute in the
-        agent's memory, which has no room for that step either, it is taken in mapped files.
-        """
-        begun = time.perf_counter()
-        segments, shards = self._shard_store.segments, run.profile.shards
-        has_room = segments.has_room(sum(shard.trainable for shard in shards))
-        run.audited = run.begun_windows if has_room else 0
-        if run.audited >= run.spec.graph.windows:
-            run.audited = 0
-        run.audit_is_mapped = run.resident and not has_room
-        if run.audited:
-            each = enumerate(shards)
-            run.copies = {k: segments.allocate(shard.trainable) for k, shard in each}
-        self._audits.budget.spent += time.perf_counter() - begun
+        def chosen(room: Future[AuditRoom]) -> None:
+            if run.choosing:
+                run.choosing = False
+                self._audits.choose(run, room.result())
+            self._open_gate(run.number)
+            self._begin_audit(run)
+            self._finish_closed(run)
+
+        run.choosing = True
+        self._gate.shut(run.number)
+        find = partial(AuditRoom.find, self._shard_store.segments, run)
+        self._host.do(find, self._loop.through(chosen))
 
     def _begin_audit(self, run: QueuedRun) -> None:
         """Let the uncut model take a step of a run, too, once all is there that it needs."""
-        window = run.audited
-        if not run.watched or window is None or run.audit is not None:
-            return
-        if not run.step_is_over(window) or (window and len(run.given) < run.spec.graph.shards):
-            return
-        number = next(self._numbers)
-        spec = self._planner.audit_spec(number, run.spec, window, run.profile)
-        run.audit = self._add_run(replace(run.task), run.profile, spec, audits=run)
-        run.audit.mapped = run.audit_is_mapped
-        run.audit.start_step = run.start_step
-        run.audit.given, run.given = run.given, {}
+        if run.can_be_audited:
+            assert run.audited is not None
+            spec = self._planner.audit_spec(next(self._numbers), run.spec, run.audited, run.profile)
+            run.give_to(self._add_run(replace(run.task), run.profile, spec, audits=run))
 
     def _copied(self, run: QueuedRun, shard: int, home: ShardHome) -> None:
         """Keep a copy of a shard for an audit; it lies on disk where memory has a budget."""
@@ -318,16 +307,16 @@ class QueueTrainer:
 
         window = run.audited
 
-        def away(error: Exception | None) -> None:
+        def away(done: Future[None]) -> None:
             if run.audited != window:
                 return  # the run began anew
-            if error is not None and not run.over:
+            if (error := done.exception()) is not None and not run.over:
                 self._audits.give_up(run, str(error))
             run.given[shard] = home
             self._begin_audit(run)
             self._finish_closed(run)
 
-        self._host.put_away(home, self._loop.through(away))
+        self._host.do(home.to_disk, self._loop.through(away))
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -340,7 +329,7 @@ class QueueTrainer:
             case RunRestarted():
                 self._restart(self._runs[decision.run])
             case Action(kind=ActionKind.RECV):
-                self._arriving.append(decision)
+                self._arrivals.wait(self._runs[decision.trial], decision)
                 self._look()
             case Action(device=None | -1):
                 self._host.move(self._runs[decision.trial], decision)
@@ -350,7 +339,7 @@ class QueueTrainer:
     def _end(self, run: QueuedRun, ended: RunEnded) -> None:
         run.boundary = None
         if ended.outcome == "cancelled" and run.resident:
-            self._fetch_manager.mend(run.homes.values())  # its code is over, and no run has begun
+            self._mend(run)  # its code is over
         if ended.outcome == "refused":
             self._fail(run, FailureKind.OTHER, f"{ended.reason}; {_REMEDY}")
         elif ended.outcome == "finished" and not run.over:
@@ -360,17 +349,32 @@ class QueueTrainer:
         elif ended.outcome == "cancelled":
             run.homes.clear()  # with their files
 
-    def _report_devices(self) -> None:
-        self._report(self._activity.report(self._incarnation, time.monotonic()))
-
     def _restart(self, run: QueuedRun) -> None:
+        if run.over:
+            return
+        if run.audits is not None and run.audits.audited:
+            self._end_early(run)  # the copies that it began with are lost
+            self._go_on(run.audits, None)
+            return
         self._end_audit(run)
-        run.cancel()
+        self._stop(run)
         run.retract(self._shard_store)
         run.begin_anew()
         run.announce(self._shard_store)
 
+    def _stop(self, run: QueuedRun) -> None:
+        """End a run on every device where it stands; units that are held back are not done."""
+        run.cancel()
+        run.choosing = False
+        self._loop.tell(*(ActionDone(task, 0.0) for task in self._gate.take(run.number)))
+
+    def _open_gate(self, number: int | None) -> None:
+        for unit in self._gate.open(number):
+            self._compute(self._runs[unit[0].trial], unit)
+
     def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
+        if self._gate.holds(tasks):
+            return
         if any(map(run.begins_last_step, tasks)):
             self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
         device = self._devices[tasks[0].device or 0]
@@ -399,33 +403,14 @@ class QueueTrainer:
 
     def _look(self) -> None:
         """Take shards that have arrived; of a run that is over, none will."""
-        waiting, self._arriving = self._arriving, []
-        for action in waiting:
-            run = self._runs[action.trial]
-            held = None
-            if not run.over and action.shard not in run.given:
-                try:
-                    held = self._seek(run, action.shard)
-                except TransferError as error:
-                    self._fail(run, FailureKind.TRANSFER, str(error))
+        for run, action, held in self._arrivals.look():
+            if isinstance(held, TransferError):
+                self._fail(run, FailureKind.TRANSFER, str(held))
             if run.over:
                 self._loop.tell(ShardArrived(action.trial, action.shard))
-            elif held is None and action.shard not in run.given:
-                self._arriving.append(action)
             else:
+                assert not isinstance(held, TransferError)
                 self._host.receive(run, action, held)
-
-    def _seek(self, run: QueuedRun, shard: int) -> HeldShard | None:
-        """Return a shard of the state before a run, if it is here.
-
-        Raises:
-            TransferError: it will never come.
-        """
-        held, name = run.look(shard), (run.task.trial, run.task.source.visit)
-        if held is None and not self._shard_store.knows(*name):
-            # It was asked for, so it is here or on its way, unless that has failed.
-            raise TransferError(f"state {name[1]} of trial {name[0]} did not come")
-        return held
 
     def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
@@ -436,11 +421,6 @@ class QueueTrainer:
             self._loop.tell(ShardArrived(action.trial, action.shard))
         else:
             self._loop.tell(moved)
-
-    def _no_room(self, run: QueuedRun, move: Move, device: WorkerDevice, error: Exception) -> None:
-        """Fail a run whose changes can't leave their device; it lets go of them, and answers."""
-        self._raised(run, error)
-        device.give(move)
 
     def _hear(self, device: WorkerDevice, answer: Answer) -> None:
         if device not in self._devices:
@@ -463,11 +443,7 @@ class QueueTrainer:
                 self._computed(self._runs[tasks[0].action.trial], device, tasks)
             case Done(action, seconds, nbytes):
                 self._loop.tell(ActionDone(action, seconds, nbytes))
-                run = self._runs[action.trial]
-                if run.mapped:
-                    run.homes[action.shard].leave_dram()  # the device has copied what it changes
-                if action.kind is ActionKind.SPILL and not run.over and action.shard in run.homes:
-                    run.homes[action.shard].changed(answer.cursor, answer.has_gradients)
+                self._runs[action.trial].note_move(answer)
 
     def _profiled(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
         """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
@@ -483,13 +459,16 @@ class QueueTrainer:
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
-            if not run.over and run.audits is None:
-                run.time.check()
+            if not run.over:
+                run.time.check(MAPPED_PATIENCE if run.mapped else 1)
 
     def _end_overdue(self, task: Task, why: str) -> None:
-        """Fail a run whose code takes too long, and end the device that runs it."""
+        """Fail a task whose code takes too long, or its audit's; end the device that runs it."""
         (run,) = (run for run in self._runs.values() if run.task is task and not run.over)
-        self._fail(run, FailureKind.OTHER, why)
+        why, failed = (why, run) if run.audits is None else (OVERDUE_AUDIT + why, run.audits)
+        self._end_early(failed)
+        self._leave(failed)
+        self._reports.failed(failed.task, FailureKind.OTHER, why)
         for number, queue in self._state.queues.items():
             if queue.running is not None and queue.running.run == run.number:
                 self._devices[number].kill()
@@ -517,10 +496,12 @@ class QueueTrainer:
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
         number, was_up, order = self._devices.replace(device)
+        self._gate.lose(number)
         if was_up:
             self._loop.tell(DeviceLost(number))
-        if isinstance(order, Open | Compute | Close) and order.run in self._runs:
-            self._died(self._runs[order.run])
+        ran = self._runs.get(order.run) if isinstance(order, Open | Compute | Close) else None
+        if ran is not None and self._reports.died(ran.task):
+            self._fail(ran, FailureKind.OTHER, DEADLY)
         for each in tuple(self._runs.values()):
             each.opened.discard(device)
             each.time.lose(device)
@@ -544,16 +525,18 @@ class QueueTrainer:
 
     def _end_early(self, run: QueuedRun) -> None:
         """End a run where it stands, with its audit, and take back what it published."""
-        was_over, run.over = run.over, True
+        run.over = True
         run.retract(self._shard_store)
         self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        run.cancel()
+        self._stop(run)
         self._look()
         self._end_audit(run)
         self._planner.end_audit(run.number)
-        if not was_over and run.audits is None:
-            self._entrance.leave(run.task.trial)
-            self._let_in()
+
+    def _leave(self, run: QueuedRun) -> None:
+        """Let others in, because a run is over."""
+        self._entrance.leave(run.task.trial)
+        self._let_in()
 
     def _end_audit(self, run: QueuedRun) -> None:
         """End the audit of a run, if there is one."""
@@ -570,18 +553,36 @@ class QueueTrainer:
         """
         if run.over:
             return
-        was_alone = self._entrance.is_alone(run.task.trial)
-        if run.resident:
-            self._fetch_manager.mend(run.homes.values())
         self._end_early(run)
+        settle = partial(self._settle, run, kind, why, lacking)
+        self._mend(run, settle) if run.resident else settle()
+
+    def _mend(self, run: QueuedRun, then: Callable[[], object] = lambda: None) -> None:
+        """Mend frozen bytes that a run's code has written to, before any other unit begins."""
+
+        def mended(done: Future[None]) -> None:
+            done.result()
+            self._open_gate(None)
+            then()
+
+        self._gate.shut(None)
+        mend = partial(self._fetch_manager.mend, tuple(run.homes.values()))
+        self._host.do(mend, self._loop.through(mended))
+
+    def _settle(self, run: QueuedRun, kind: FailureKind, why: str, lacking: str | None) -> None:
+        """Decide what becomes of a task whose run has ended with an error."""
         if run.audits is not None:
-            self._go_on(run.audits, self._audits.failed(run, kind, why))
-        elif lacking is not None and self._planner.can_spare(run):
+            if run.audits.audit is run and not run.audits.over:  # nor did that begin anew
+                self._go_on(run.audits, self._audits.failed(run, kind, why))
+            return
+        was_alone = self._entrance.is_alone(run.task.trial)
+        self._leave(run)
+        if run.task.attempt not in self._reports:
+            return  # it was taken back meanwhile, and its trial may be forgotten
+        if lacking is not None and self._planner.can_spare(run):
             self._enter(run.task)  # once more, from the state before it
         elif kind is FailureKind.SCRATCH_FULL and not was_alone:
-            name = trial_name(run.task.trial)
-            _log.warning("%s begins again when nothing else trains here: %s", name, why)
-            self._entrance.wait_to_be_alone(run.task)
+            self._entrance.wait_to_be_alone(run.task, why)
             self._let_in()
         else:
             finer = lacking is not None and self._planner.helps_finer(run)
@@ -606,22 +607,18 @@ class QueueTrainer:
             run.closed = True
             self._finish_closed(run)
 
-    def _died(self, run: QueuedRun) -> None:
-        """Fail a run whose code has ended too many devices."""
-        self._deaths[run.task.attempt] += 1
-        if self._deaths[run.task.attempt] >= MOST_DEATHS:
-            self._fail(run, FailureKind.OTHER, DEADLY)
-
     def _unclosed(self, run: QueuedRun, device: WorkerDevice) -> None:
         """End a run that a device did not live to close; an evaluation is done once more."""
         if run.over or run.spec.graph.training:
             self._closed(run, device)
         else:
             self._end_early(run)
+            self._leave(run)
             self._enter(run.task)
 
     def _go_on(self, run: QueuedRun, difference: str | None) -> None:
         """Go on with a run whose audit is over."""
+        run.audit_ended = True
         if difference is not None:
             self._fail(run, FailureKind.DIFFERENCE, difference)
         else:
@@ -637,7 +634,6 @@ class QueueTrainer:
             return
         run.over = True
         if not run.resident:
-            self._report_devices()
+            self._report(self._activity.report(self._incarnation, time.monotonic()))
         self._reports.done(result)
-        self._entrance.leave(run.task.trial)
-        self._let_in()
+        self._leave(run)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from cerebro_hydra.agent.device.messages import (
     Close,
@@ -24,6 +24,7 @@ from cerebro_hydra.agent.device.messages import (
 from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import RunTime, Task
 from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardHome, ShardStore, State
+from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
@@ -62,6 +63,8 @@ class QueuedRun:
         watched: whether one of its steps may be audited.
         audits: the run of which this one takes a step again with the uncut model, if it does.
         audit: the run that does so with this one.
+        audit_ended: whether it is known what that found.
+        choosing: whether room is looked for, on which depends which step that is.
         audited: the window which that step is, once that is chosen.
         audit_is_mapped: whether the uncut model takes it in mapped files.
         copies: memory for the shards as they are before that step, until they are copied.
@@ -97,6 +100,8 @@ class QueuedRun:
     watched: bool = False
     audits: QueuedRun | None = None
     audit: QueuedRun | None = None
+    audit_ended: bool = False
+    choosing: bool = False
     audited: int | None = None
     audit_is_mapped: bool = False
     copies: dict[int, Bytes] = field(default_factory=dict)
@@ -131,6 +136,7 @@ class QueuedRun:
         self.digests.clear()
         self.nbytes.clear()
         self.audit = self.audited = None
+        self.audit_ended = False
         self.copies.clear()
         self.given.clear()
         self.steps.clear()
@@ -216,6 +222,16 @@ class QueuedRun:
             if len(step.shards) == graph.shards:
                 step.loss = self.window_loss(number)
 
+    def note_move(self, done: Done) -> None:
+        """Note that a device has taken a shard, or written it back."""
+        home = self.homes.get(done.action.shard)
+        if home is None:
+            return  # the run is over
+        if self.mapped:
+            home.leave_dram()  # the device has copied what it changes
+        if done.action.kind is ActionKind.SPILL and not self.over:
+            home.changed(done.cursor, done.has_gradients)
+
     def copied(self, done: Done) -> ShardHome | None:
         """Return the home of a shard that was copied before a task, if it was."""
         k = done.action.shard
@@ -225,10 +241,24 @@ class QueuedRun:
 
     @property
     def awaits_audit(self) -> bool:
-        """Return whether a step was chosen to be audited, and that is not over."""
-        if not self.watched or self.audited is None:
+        """Return whether a step is chosen to be audited, or was, and that is not over."""
+        chosen = self.choosing or self.audited is not None
+        return self.watched and chosen and not self.audit_ended
+
+    @property
+    def can_be_audited(self) -> bool:
+        """Return whether all is there that the audit of the chosen step needs, and it may begin."""
+        if self.over or not self.watched or self.audited is None or self.audit is not None:
             return False
-        return self.audit is None or not self.audit.over
+        copied = not self.audited or len(self.given) == self.spec.graph.shards
+        return copied and self.step_is_over(self.audited)
+
+    def give_to(self, audit: QueuedRun) -> None:
+        """Let an audit have what was copied for it."""
+        self.audit = audit
+        audit.mapped = self.audit_is_mapped
+        audit.start_step = self.start_step
+        audit.given, self.given = self.given, {}
 
     def step_is_over(self, window: int) -> bool:
         """Return whether everything is known of a step that may be audited."""
@@ -321,10 +351,48 @@ class QueuedRun:
         )
 
 
+class Arrivals:
+    """Knows the shards of states before their runs that have yet to come; one thread uses it."""
+
+    def __init__(self, shard_store: ShardStore) -> None:
+        self._shard_store = shard_store
+        self._waiting: list[tuple[QueuedRun, Action]] = []
+
+    def wait(self, run: QueuedRun, action: Action) -> None:
+        """Wait for a shard of a run until it is there, or never comes, or the run is over."""
+        self._waiting.append((run, action))
+
+    def look(self) -> list[tuple[QueuedRun, Action, HeldShard | TransferError | None]]:
+        """Return what is waited for no more: the shard, why it never comes, or else None."""
+        found, left = [], []
+        for run, action in self._waiting:
+            held = None if run.over or action.shard in run.given else self._seek(run, action.shard)
+            if held is None and not (run.over or action.shard in run.given):
+                left.append((run, action))
+            else:
+                found.append((run, action, held))
+        self._waiting = left
+        return found
+
+    def _seek(self, run: QueuedRun, shard: int) -> HeldShard | TransferError | None:
+        """Return a shard if it is here, an error if it will never come."""
+        trial, visit = run.task.trial, run.task.source.visit
+        try:
+            held = run.look(shard)
+        except TransferError as error:
+            return error
+        if held is None and not self._shard_store.knows(trial, visit):
+            # It was asked for, so it is here or on its way, unless that has failed.
+            return TransferError(f"state {visit} of trial {trial} did not come")
+        return held
+
+
 _THREADS = 4
 
+T = TypeVar("T")
+
 OnMoved = Callable[[QueuedRun, ActionDone, Exception | None], object]
-OnNoRoom = Callable[[QueuedRun, Move, WorkerDevice, Exception], object]
+OnNoRoom = Callable[[QueuedRun, Exception], object]
 
 
 class HostMoves:
@@ -371,18 +439,9 @@ class HostMoves:
 
         self._submit(run, action, work)
 
-    def put_away(self, home: ShardHome, then: Callable[[Exception | None], object]) -> None:
-        """Move a shard to disk, and tell from any thread that it is there, or why it is not."""
-
-        def work() -> None:
-            failure = None
-            try:
-                home.to_disk()
-            except Exception as error:
-                failure = error
-            then(failure)
-
-        self._threads.submit(work)
+    def do(self, work: Callable[[], T], then: Callable[[Future[T]], object]) -> None:
+        """Do something that may wait, and hand on from any thread what it gave or raised."""
+        self._threads.submit(work).add_done_callback(then)
 
     def move(self, run: QueuedRun, action: Action) -> None:
         """Carry out SEND, or a move between DRAM and disk."""
@@ -394,6 +453,8 @@ class HostMoves:
                 self._submit(run, action, home.to_disk)
             case ActionKind.LOAD:
                 self._submit(run, action, home.to_dram)
+            case ActionKind.SEND if run.audits is not None:
+                self._submit(run, action, home.leave)  # nobody needs the state that it makes
             case ActionKind.SEND:
                 publish = partial(self._publish, run, run.state, action.shard, home)
                 self._submit(run, action, publish)
@@ -401,14 +462,21 @@ class HostMoves:
                 home.leave_dram()
 
     def write_back(self, run: QueuedRun, action: Action, device: WorkerDevice) -> None:
-        """Let a device write a shard's changes to slabs; only the device tells that it is done."""
+        """Let a device write a shard's changes to slabs; only the device tells that it is done.
+
+        Nobody needs those of a step in mapped files, for which there is no room.
+        """
+        if run.mapped:
+            device.give(Move(action))
+            return
         home = run.homes[action.shard]  # a run that begins anew meanwhile gets another one
 
         def work() -> None:
             try:
                 slabs = home.room_for(run.saved_sizes(action.shard))
             except Exception as error:
-                self._on_no_room(run, Move(action), device, error)
+                self._on_no_room(run, error)
+                device.give(Move(action))  # it lets go of them, and answers
             else:
                 device.give(Move(action, slabs))
 

@@ -30,6 +30,8 @@ from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
+_log = logging.getLogger(__name__)
+
 
 class TaskEntrance:
     """Decides which tasks may enter the queues of a worker; one thread uses it.
@@ -54,8 +56,11 @@ class TaskEntrance:
             self.profiling.add(task.trial)
         return asks
 
-    def wait_to_be_alone(self, task: Task) -> None:
+    def wait_to_be_alone(self, task: Task, why: str) -> None:
         """Let a task of a profiled trial in when no run is left, and no other one beside it."""
+        _log.warning(
+            "%s begins again when nothing else trains here: %s", trial_name(task.trial), why
+        )
         self._to_be_alone.append(task)
 
     def next(self) -> Task | None:
@@ -117,8 +122,6 @@ Split = Literal["train", "val"]
 
 RESIDENT_UNIT_SECONDS = 0.5
 """What the tasks of a unit take at most on the agent's own device, whose runs seldom take turns."""
-
-_log = logging.getLogger(__name__)
 
 
 class RunPlanner:
@@ -286,6 +289,7 @@ class AttemptReports:
         self._fetch_manager = fetch_manager
         self._report = report
         self._open: set[int] = set()
+        self._deaths: Counter[int] = Counter()  # of devices that ran the code of an open attempt
 
     def __contains__(self, attempt: int) -> bool:
         """Return whether an attempt was accepted, and neither ended nor was taken back."""
@@ -298,11 +302,18 @@ class AttemptReports:
     def take_back(self, attempt: int) -> None:
         """Report nothing of an attempt any more."""
         self._open.discard(attempt)
+        del self._deaths[attempt]  # which a Counter may lack
+
+    def died(self, task: Task) -> bool:
+        """Note that a device died of a task's code; return whether too many did."""
+        if task.attempt in self._open:
+            self._deaths[task.attempt] += 1
+        return self._deaths[task.attempt] >= MOST_DEATHS
 
     def done(self, result: events.SubEpochDone | events.EvaluationDone) -> None:
         """Report what an attempt gave."""
         if result.attempt in self._open:
-            self._open.remove(result.attempt)
+            self.take_back(result.attempt)
             self._report(result)
 
     def failed(
@@ -322,7 +333,7 @@ class AttemptReports:
         """
         if task.attempt not in self._open:
             return
-        self._open.remove(task.attempt)
+        self.take_back(task.attempt)
         make: Callable[[int, str, str], events.Event] = events.TaskFailed
         name = task.trial, task.source.visit
         if kind is FailureKind.TRANSFER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -95,6 +96,43 @@ class WorkerLoop:
 
 def _nothing() -> None:
     """Is done when nothing has happened for a while."""
+
+
+class UnitGate:
+    """Holds units back while other threads do what must be done before; the loop uses it.
+
+    It may be shut for a run, or for all of them (None), and more than once.
+    """
+
+    def __init__(self) -> None:
+        self._shut = Counter[int | None]()
+        self._held: list[list[Action]] = []
+
+    def holds(self, unit: list[Action]) -> bool:
+        """Return whether a unit may not begin yet; it is kept then."""
+        if is_shut := bool(self._shut[None] or self._shut[unit[0].trial]):
+            self._held.append(unit)
+        return is_shut
+
+    def shut(self, run: int | None) -> None:
+        """Hold units back until it is opened as often."""
+        self._shut[run] += 1
+
+    def open(self, run: int | None) -> list[list[Action]]:
+        """Return the units that may begin now, in their order."""
+        self._shut -= Counter([run])  # a run that is not shut any more has no entry
+        held, self._held = self._held, []
+        return [unit for unit in held if not self.holds(unit)]
+
+    def take(self, run: int) -> list[Action]:
+        """Return the tasks that are held back of a run which will not do them."""
+        tasks = [task for unit in self._held for task in unit if task.trial == run]
+        self._held = [unit for unit in self._held if unit[0].trial != run]
+        return tasks
+
+    def lose(self, device: int) -> None:
+        """Forget the units of a device that has died."""
+        self._held = [unit for unit in self._held if unit[0].device != device]
 
 
 def with_units(decisions: Sequence[Answer]) -> Iterator[Answer | list[Action]]:

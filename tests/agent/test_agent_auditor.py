@@ -19,6 +19,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import sub_epoch
 from cerebro_hydra.storage import RunFolder
 from tests.agent.lone_agent import BATCH, ROWS, Agent, recipe, recipe_of
+from tests.agent.queues.test_agent_queue_audits import refuse_copies
 
 
 def test_an_audit_changes_no_bit(agent: Agent) -> None:
@@ -160,6 +161,16 @@ def test_no_memory_stays_after_an_audit(agent: Agent) -> None:
     assert agent.reported[-1].audit_seconds > 0
     agent.shards.withdraw(0, 1)
     assert agent.memory.pool.leased <= without
+
+
+def test_a_copy_that_finds_no_memory_lets_the_first_step_be_audited_in_files(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_copies(monkeypatch, MemoryError("no memory"))
+    done = agent.train()
+    assert done.digests == agent.known(1)
+    assert done.audit_seconds > 0
+    assert "for want of room for a copy: no memory" in caplog.text
 
 
 def test_evaluation_of_an_uncut_trial_is_that_of_its_shards(agent: Agent) -> None:

@@ -50,7 +50,14 @@ def test_the_first_step_of_each_sub_epoch_agrees_and_no_bit_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agent = made(cut, everything)
-    in_memory, step = [], UncutTraining.step
+    in_memory, step, allocate = [], UncutTraining.step, agent.memory.allocate
+    allocated: list[int] = []  # since the step that is audited
+
+    def counted(nbytes: int) -> Any:
+        allocated.append(nbytes)
+        return allocate(nbytes)
+
+    monkeypatch.setattr(agent.memory, "allocate", counted)
 
     def watched(self: Any, window: Any) -> Any:
         losses = step(self, window)
@@ -59,6 +66,7 @@ def test_the_first_step_of_each_sub_epoch_agrees_and_no_bit_changes(
         large = [t for t in tensors if t.nbytes >= LEAST_MAPPED]
         assert large
         in_memory.append(sum(not lies_in_a_file(tensor) for tensor in large))
+        allocated.clear()
         return losses
 
     monkeypatch.setattr(UncutTraining, "step", watched)
@@ -69,6 +77,7 @@ def test_the_first_step_of_each_sub_epoch_agrees_and_no_bit_changes(
         assert isinstance(done, events.SubEpochDone), done
         assert done.digests == agent.known(visit)
         assert done.audit_seconds > 0, caplog.text
+        assert allocated == [], "what the audit has made is not written to memory"
     assert in_memory == [0, 0], "each audit was of one step, and of none of it in memory"
     assert agent.memory.pool.peak <= agent.memory._budget
 

@@ -325,11 +325,3 @@ def test_functions_of_a_copied_recipe_refer_to_the_copy() -> None:
     zeros = torch.zeros(1, 2)
     assert recipe.compute_loss(zeros, [zeros]) == 0
     assert loss(zeros, zeros) > 0
-
-
-def test_a_schedule_that_varies_takes_the_cut_that_it_needs() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    copier = RecipeCopier(Recipe(model, optimizer, torch.nn.CrossEntropyLoss(), shards=2))
-    assert copier({"schedule": "gpipe"}).cuts_graph
-    assert not copier({"schedule": "sequential"}).cuts_graph

@@ -172,8 +172,7 @@ class Device:
         self._memory = memory
         self._answer = answer
         self._runs: dict[int, DeviceRun] = {}
-        self._tasks: dict[int, Task] = {}  # of the runs
-        self._over: set[int] = set()  # runs that failed or were closed
+        self._live: dict[int, Task] = {}  # of runs that were opened, and neither failed nor closed
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
         self._given: _Given | None = None  # the unit under way
@@ -207,11 +206,10 @@ class Device:
             case Forget():
                 self._put_outside(partial(self._opener.forget, order.trial))
             case Open():
-                self._over.discard(order.order.run)
+                self._live[order.run] = order.order.task
                 self._put_outside(partial(self._open, order.order))
             case Close():
-                self._over.add(order.run)
-                self._put_outside(partial(self._close, order))
+                self._put_outside(partial(self._close, order, self._live.pop(order.run, None)))
             case Compute():
                 self._computing.put(partial(self._compute, order))
             case Move():
@@ -255,7 +253,6 @@ class Device:
             self._answer(Profiled(trial, profile))
 
     def _open(self, order: RunOrder) -> None:
-        self._tasks[order.run] = order.task
         self._run_code_of(order.task.trial, order.task.attempt)
         try:
             self._runs[order.run] = self._opener.open(order)
@@ -263,7 +260,8 @@ class Device:
             self._fail(order.run, order.task.trial, error)
         self._answer(Opened(order.run))
 
-    def _close(self, order: Close) -> None:
+    def _close(self, order: Close, task: Task | None) -> None:
+        """End a run, whose failure was told before if it has no task any more."""
         run = self._runs.pop(order.run, None)
         if order.cancelled:
             if run is not None:
@@ -274,7 +272,8 @@ class Device:
         try:
             evaluation = None if run is None else run.close()
         except (Exception, SystemExit) as error:
-            self._fail(order.run, self._tasks[order.run].trial, error)
+            if task is not None:
+                self._fail(order.run, task.trial, error)
         attribute_to(None)
         self._answer(Closed(order.run, evaluation))
 
@@ -293,8 +292,8 @@ class Device:
         if isinstance(error, StepDiffers):
             story = str(error)
         if number is not None:
-            self._over.add(number)
-            self._put_outside(partial(self._close, Close(number, cancelled=True)))
+            task = self._live.pop(number, None)
+            self._put_outside(partial(self._close, Close(number, cancelled=True), task))
         lacking = memory_that_ran_out(error)
         self._put_outside(partial(self._collect, lacking is not None))
         self._answer(Failed(number, trial, FailureKind.of(error), story, lacking))
@@ -319,10 +318,18 @@ class Device:
             self._coming = unit
             return
         self._given = _Given(unit)
-        asked = self._tasks[unit.run]
-        self._run_code_of(asked.trial, asked.attempt)
+        if (asked := self._live.get(unit.run)) is not None:
+            self._run_code_of(asked.trial, asked.attempt)
+            self._do_tasks(unit, asked)
+        self._answer_unit()
+        outside, self._outside = self._outside, []
+        for work in outside:
+            work()
+
+    def _do_tasks(self, unit: Compute, asked: Task) -> None:
+        """Do the tasks of a unit, until its run is over."""
         try:
-            while unit.run not in self._over and (task := self._next_task()) is not None:
+            while unit.run in self._live and (task := self._next_task()) is not None:
                 done = self._perform(task)
                 self._end_task(done)
         except Cancelled:
@@ -331,10 +338,6 @@ class Device:
             self._fail(unit.run, asked.trial, error)
         finally:
             self._inside = None
-        self._answer_unit()
-        outside, self._outside = self._outside, []
-        for work in outside:
-            work()
 
     def _next_task(self) -> Action | None:
         """Return the next task of the unit under way."""
@@ -386,17 +389,17 @@ class Device:
         """
         run = done.action.trial
         self._end_task(self._digested(done))
-        task = None if run in self._over else self._next_task()
+        task = self._next_task() if run in self._live else None
         if task is None:
             self._answer_unit()
-            while self._coming is None and run not in self._over:
+            while self._coming is None and run in self._live:
                 if not self._computing.step():
                     self._computing.close()  # whoever runs the lane has to hear it, too
                     break
             coming, self._coming = self._coming, None
             if coming is not None:
                 self._given = _Given(coming)  # it is answered, also if the run is over
-            if self._given is None or run in self._over:
+            if self._given is None or run not in self._live:
                 raise Cancelled(f"a run was cancelled after {done.action}")
             task = self._next_task()
             assert task is not None, "a unit has tasks"
@@ -425,8 +428,9 @@ class Device:
         """Move a shard; one that a run stays bound to is let go of by the computing thread."""
         action, begun = order.action, time.perf_counter()
         key, done = (action.trial, action.shard), Done(action)
+        asked = self._live.get(action.trial)
         try:
-            if action.trial in self._over:
+            if asked is None:
                 self._give_up(key)
             elif action.kind is ActionKind.LOAD:
                 slots = self._memory.promote(order.slabs, order.gradients)
@@ -448,7 +452,9 @@ class Device:
                 self._give_up(key)
                 done = replace(done, cursor=cursor, has_gradients=has_gradients)
         except (Exception, SystemExit) as error:
-            self._fail(action.trial, self._tasks[action.trial].trial, error)
+            if asked is None:
+                raise
+            self._fail(action.trial, asked.trial, error)
         if action.kind is not ActionKind.DROP:
             moved = sum(slab.nbytes for slab in order.slabs.values())
             self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))

@@ -132,5 +132,6 @@ def forwarded(send: Send) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        attribute_to(None)  # this process may be the agent of another run next
         limited.close()
         sys.stdout, sys.stderr = streams

@@ -117,8 +117,12 @@ class TaskWatch:
             self._known.note(timed.task, (now - timed.batch_begun) / timed.batches)
         timed.batch_begun = now
 
-    def check(self) -> None:
-        """Tell of what is slow or overdue now."""
+    def check(self, patience: float = 1) -> None:
+        """Tell of what is slow or overdue now.
+
+        Args:
+            patience: so many times the limits are allowed.
+        """
         timed = self._timed
         if timed is None or timed.begun is None:
             return
@@ -126,12 +130,12 @@ class TaskWatch:
         # One of them may have taken so long, if the others took what batches usually take.
         passed, task = now - timed.batch_begun, now - timed.begun
         others = (timed.batches - 1) * (passed / timed.batches if usual is None else usual)
-        batch = passed - others
-        if self._batch_seconds is not None and batch > self._batch_seconds:
-            why = f"a batch took {batch:.1f} s, longer than batch_seconds="
+        batch, times = passed - others, "" if patience == 1 else f"{patience:g} times "
+        if self._batch_seconds is not None and batch > patience * self._batch_seconds:
+            why = f"a batch took {batch:.1f} s, longer than {times}batch_seconds="
             why += f"{self._batch_seconds:g}"
-        elif self._sub_epoch_seconds is not None and task > self._sub_epoch_seconds:
-            why = f"it took {task:.1f} s, longer than sub_epoch_seconds="
+        elif self._sub_epoch_seconds is not None and task > patience * self._sub_epoch_seconds:
+            why = f"it took {task:.1f} s, longer than {times}sub_epoch_seconds="
             why += f"{self._sub_epoch_seconds:g}"
         else:
             self._tell_slow(timed, batch, usual)
@@ -242,9 +246,9 @@ class RunTime:
         self._passed = self._clock()
         self._since = time.monotonic() if self._begun.keys() - self._building else math.inf
 
-    def check(self) -> None:
-        """Tell if the run is slow or overdue."""
-        self._watch.check()
+    def check(self, patience: float = 1) -> None:
+        """Tell if the run is slow or overdue, with so many times the limits."""
+        self._watch.check(patience)
 
 
 PROGRESS_SECONDS = 0.5

@@ -237,14 +237,14 @@ class TrialCourse:
         self._tables.log(index, "paused")
         return told
 
-    def stop(self, index: int, reason: str) -> None:
-        """Let the trial end as soon as its result is in the store."""
+    def stop(self, index: int, reason: str, keeps_epochs: bool = False) -> None:
+        """Let the trial end as soon as its result is in the store; see `StopGoal`."""
         trial = self._tables.trials[index]
         if trial.over or trial.stops:
             return
         if self._outcome(trial) is None:
             epochs = trial.goal.epochs if isinstance(trial.goal, PauseGoal) else None
-            self._tables.aim(index, StopGoal(reason, epochs))
+            self._tables.aim(index, StopGoal(reason, epochs, keeps_epochs))
             self._forget_merge(index, trial)
             trial.forget_evaluation()
         self._tables.log(index, f"stopped: {reason}")

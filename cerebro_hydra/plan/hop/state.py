@@ -542,7 +542,7 @@ class SearchEvents:
         concerned = set(self._at_their_budget())
         for number, trial in self._tables.trials.items():
             if not (trial.over or trial.stops or isinstance(trial.goal, TrainGoal)):
-                self._course.stop(number, PAUSED_AT_THE_END)
+                self._course.stop(number, PAUSED_AT_THE_END, keeps_epochs=True)
                 if not trial.stops:  # it is at its end, and made again if that is lost
                     self._tables.aim(number, TRAIN)
                 concerned.add(number)

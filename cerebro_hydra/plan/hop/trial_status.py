@@ -179,11 +179,13 @@ class CatchUpGoal:
 class StopGoal:
     """The trial ends as soon as its result is in the store, with this ``reason``.
 
-    If it was paused before, it stays so until then, with so many ``epochs``.
+    If it was paused before, it stays so until then, with so many ``epochs``. If its search has only
+    ended, it ``keeps_epochs``: those that it loses are made again.
     """
 
     reason: str
     epochs: int | None = None
+    keeps_epochs: bool = False
     kind: ClassVar[GoalKind] = GoalKind.STOP
 
     @property
@@ -199,7 +201,7 @@ _NEXT_GOAL: dict[GoalKind, tuple[GoalKind, ...]] = {
     GoalKind.TRAIN: (GoalKind.PAUSE, GoalKind.STOP),
     GoalKind.PAUSE: (GoalKind.TRAIN, GoalKind.PAUSE, GoalKind.CATCH_UP, GoalKind.STOP),
     GoalKind.CATCH_UP: (GoalKind.TRAIN, GoalKind.PAUSE, GoalKind.STOP),
-    GoalKind.STOP: (GoalKind.STOP,),
+    GoalKind.STOP: (GoalKind.STOP, GoalKind.CATCH_UP),
 }
 """The goals that may follow each."""
 
@@ -222,7 +224,7 @@ def after_roll_back(goal: Goal, epochs: int) -> Goal:
     A search was told of those that a paused trial has lost, so they are made again.
     """
     match goal:
-        case PauseGoal(before) if epochs < before:
+        case PauseGoal(before) | StopGoal(_, int(before), True) if epochs < before:
             return CatchUpGoal(before)
         case StopGoal(reason, int(before)) if epochs < before:
             return StopGoal(reason)
@@ -232,7 +234,7 @@ def after_roll_back(goal: Goal, epochs: int) -> Goal:
 def after_end(goal: Goal) -> Goal:
     """Return the goal of a trial that goes on after its end, where nothing is paused."""
     match goal:
-        case PauseGoal(epochs):
+        case PauseGoal(epochs) | StopGoal(_, int(epochs), True):
             return CatchUpGoal(epochs)
         case StopGoal(reason):
             return StopGoal(reason)

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cerebro_hydra.agent.device import logs
 from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane
 from cerebro_hydra.agent.device.messages import (
     Close,
+    Closed,
     Compute,
     Computed,
     Done,
@@ -25,6 +27,7 @@ from cerebro_hydra.agent.device.messages import (
     RunOrder,
 )
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.engine.layout import Bytes, Segments
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials
@@ -173,4 +176,68 @@ def test_it_names_the_attempt_whose_code_runs_not_the_one_that_came_last() -> No
         device.give(Compute((task,)))
         wait_for(answers, task)
     assert begun == [10, 11, 10, 11]
+    device.close()
+
+
+def unit_of(run: int, kind: ActionKind = ActionKind.F) -> Compute:
+    return Compute((Action(run, 0, kind, 0, device=0),))
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_of_runs_that_ended_failed_or_were_cancelled_nothing_is_left(
+    double_buffering: bool,
+) -> None:
+    trials, answers = ByteTrials((8,), faulty=frozenset({1})), queue.SimpleQueue[Any]()
+    lane = started()
+    device = Device(trials, DeviceMemory(), answers.put, lane, double_buffering=double_buffering)
+    device.start()
+    spec: Any = None
+    for run in range(60):
+        trial = run % 3
+        device.give(Open(RunOrder(run, spec, train(run, trial, 1), 0, recompute=True)))
+        load = Action(run, 0, ActionKind.LOAD, device=0)
+        device.give(Move(load, trials.initial(trial)[0], {"step": 0}))
+        wait_for(answers, load)
+        device.give(unit_of(run))
+        wait_for(answers, unit_of(run).tasks[0])
+        if trial == 1:  # fails
+            device.give(unit_of(run, ActionKind.B))
+            wait_for(answers, unit_of(run, ActionKind.B).tasks[0])
+        if trial:
+            device.give(Close(run, cancelled=True))
+            device.give(unit_of(run))  # comes late, and is answered
+            wait_for(answers, unit_of(run).tasks[0])
+        device.give(Move(replace(load, kind=ActionKind.DROP)))
+        if not trial:
+            device.give(Close(run))
+            while answers.get(timeout=SECONDS) != Closed(run, trials_ended()):
+                pass
+    for each in device._lanes:
+        done = threading.Event()
+        each.put(done.set)
+        assert done.wait(SECONDS)
+    device.close()
+    kept = {
+        name: value for name, value in vars(device).items() if isinstance(value, dict | set | list)
+    }
+    assert kept and not any(kept.values()), kept
+
+
+def trials_ended() -> Evaluation:
+    """Return what a run of bytes gives that evaluated nothing."""
+    return Evaluation({"loss": (0.0, 0)}, {})
+
+
+def test_a_unit_of_a_run_that_is_over_is_nobodys_code() -> None:
+    trials, begun, answers = ByteTrials((8,)), [], queue.SimpleQueue[Any]()
+    device = Device(trials, DeviceMemory(), answers.put, started(), begin=begun.append)
+    device.start()
+    spec: Any = None
+    for run in (0, 1):
+        device.give(Open(RunOrder(run, spec, train(10 + run, run, 1), 0, recompute=True)))
+    device.give(Close(0, cancelled=True))
+    device.give(unit_of(0))
+    wait_for(answers, unit_of(0).tasks[0])
+    assert begun == [10, 11], "no attempt is said to begin that was taken back"
+    assert logs._trial is None, "what is printed from now on is of no trial"
     device.close()

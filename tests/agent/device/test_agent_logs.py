@@ -11,6 +11,7 @@ from cerebro_hydra.agent.device.logs import (
     MOST_AT_ONCE,
     LineLimit,
     LineStream,
+    attribute_to,
     forwarded,
 )
 
@@ -54,3 +55,13 @@ def test_a_line_without_an_end_is_sent_in_pieces() -> None:
     for _ in range(5):
         stream.write("." * (LONGEST_LINE // 2))
     assert list(map(len, sent)) == [LONGEST_LINE] * 2
+
+
+def test_a_process_that_serves_another_run_attributes_nothing_to_a_trial_of_the_last() -> None:
+    sent: list[Any] = []
+    for trial in (3, None):
+        with forwarded(lambda message: sent.append(message["output"])):
+            if trial is not None:
+                attribute_to(trial)
+            print("a line")
+    assert [(each["trial"], each["line"]) for each in sent] == [(3, "a line"), (None, "a line")]

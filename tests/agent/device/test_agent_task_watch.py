@@ -96,6 +96,19 @@ def test_of_batches_that_are_timed_together_one_may_take_the_limit() -> None:
     assert why.startswith("a batch took 2.1 s")
 
 
+def test_a_batch_may_take_the_limit_as_often_as_it_is_said() -> None:
+    bench = Bench(batch=2.0)
+    bench.watch.begin(TRAIN)
+    bench.batches()
+    bench.now += 19.0
+    bench.watch.check(10)
+    assert bench.overdue == []
+    bench.now += 2.0
+    bench.watch.check(10)
+    ((_, why),) = bench.overdue
+    assert why.startswith("a batch took 21.0 s, longer than 10 times batch_seconds=2")
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

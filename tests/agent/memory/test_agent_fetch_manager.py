@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
-from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
-from cerebro_hydra.errors import Cancelled
+from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore
+from cerebro_hydra.errors import Cancelled, TransferError
+from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.shards import ClientPool, ShardServer
@@ -179,3 +181,60 @@ def test_a_fetch_of_a_state_that_its_owner_withdraws_waits_until_it_is_dropped(
         assert not receiver.shard_store.knows(0, 1)
         receiver.fetch_manager.close()
     assert not receiver.threads()
+
+
+class DamagedHome:
+    """A worker's memory with a shard whose frozen bytes somebody has written to."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(LocalStore(str(path / "store")), "run")
+        self.shard_store = empty_store()
+        segments = self.shard_store.segments
+        named = {}
+        for name, fill in (("frozen", 3), ("trainable", 4)):
+            buffer = segments.allocate(64)
+            buffer[:] = fill
+            named[name] = (digest(buffer), buffer)
+        state = self.shard_store.expect(0, 0, shards=1)
+        self.shard_store.put(state, 0, Shard(named, {"step": 1}))
+        held = self.shard_store.wait(0, 0, 0)
+        self.home = ShardHome(held, segments, str(path))
+        self.frozen = held.digests[0]
+        named["frozen"][1][5] = 9
+        connect: Any = None
+        whole: Any = None
+        self.fetch_manager = FetchManager("me", self.shard_store, self.folder, connect, whole)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[DamagedHome]:
+    made = DamagedHome(tmp_path)
+    yield made
+    made.fetch_manager.close()
+
+
+def test_frozen_bytes_that_were_written_to_are_read_from_the_store(damaged: DamagedHome) -> None:
+    damaged.folder.write_object(damaged.frozen, bytes([3] * 64))
+    before = damaged.shard_store.segments.get(damaged.frozen)
+    assert before is not None and before[5] == 9
+    damaged.fetch_manager.mend([damaged.home])
+    assert before.tobytes() == bytes([3] * 64), "whoever has these bytes has them mended"
+    assert damaged.shard_store.segments.get(damaged.frozen) is not None
+
+
+def test_frozen_bytes_that_the_store_lacks_are_forgotten(
+    damaged: DamagedHome, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged.fetch_manager.mend([damaged.home])
+    assert damaged.shard_store.segments.get(damaged.frozen) is None
+    with pytest.raises(TransferError, match="was dropped here"):
+        _ = damaged.shard_store.wait(0, 0, 0).segments
+    assert "a frozen segment that a trial has changed is forgotten" in caplog.text
+
+
+def test_frozen_bytes_that_nobody_wrote_to_are_not_read_again(damaged: DamagedHome) -> None:
+    segment = damaged.shard_store.segments.get(damaged.frozen)
+    assert segment is not None
+    segment[5] = 3
+    damaged.fetch_manager.mend([damaged.home])  # the store has none to read
+    assert damaged.shard_store.segments.get(damaged.frozen) is not None

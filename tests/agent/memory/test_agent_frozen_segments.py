@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -42,18 +43,26 @@ class LateWriter(Agent):
         return recipe()
 
 
-def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(tmp_path: Path) -> None:
+def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64)
     batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
     store = LocalStore(str(tmp_path / "store"))
     trained = run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
     agent = LateWriter(trained, tmp_path, share=0.0)
-    Frozen.admitted = True
+    monkeypatch.setattr(Frozen, "admitted", True)
     failed = agent.train()
-    agent.close()
     assert isinstance(failed, events.TaskFailed)
     assert "wrote to frozen parameter '0.weight'" in failed.error
     for number in range(2):
         name, segment = agent.shards.wait(0, 0, number).segments["frozen"]
-        assert digest(segment) == name
+        assert digest(segment) == name, "they are mended before the failure is told"
+    monkeypatch.setattr(Frozen, "admitted", False)
+    done = agent.train()
+    agent.close()
+    assert isinstance(done, events.SubEpochDone), done
+    assert done.digests == agent.known(1), (
+        "who trains with them next has the bits of plain training"
+    )

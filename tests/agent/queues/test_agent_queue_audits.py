@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent import audits
+from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.memory.segment_store import SegmentStore
+from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.events import RunRestarted
+from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_runs import ByteRun, ByteTrials
 from tests.agent.queues.queue_bench import QueueBench, bench
 from tests.agent.queues.test_agent_queue_trainer import (
     MICROBATCHES,
@@ -17,6 +31,7 @@ from tests.agent.queues.test_agent_queue_trainer import (
     assert_trained,
     begin,
 )
+from tests.agent.standins import SECONDS
 
 audited = partial(bench, audit_share=0.01)
 
@@ -126,3 +141,166 @@ def test_an_attempt_that_is_cancelled_takes_its_audit_along() -> None:
         assert result.attempt == 1 - first
         assert_trained(made, trials, 1 - first, result, trials.initial(1 - first))
         assert not made.store.knows(first, 1)
+
+
+@contextmanager
+def room_that_waits(made: QueueBench) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Let room for an audit of trial 0 be found late, as if a disk were slow.
+
+    Yield what is set when it is looked for, and what lets it be found.
+    """
+    looked, found = threading.Event(), threading.Event()
+    is_due, has_room = made.audits.is_due, made.store.segments.has_room
+    made.audits.is_due = lambda run: run.task.trial == 0 and is_due(run)
+
+    def waits(nbytes: int) -> bool:
+        looked.set()
+        assert found.wait(SECONDS)
+        return has_room(nbytes)
+
+    made.store.segments.has_room = waits
+    try:
+        yield looked, found
+    finally:
+        found.set()
+
+
+def test_other_trials_train_on_while_room_for_an_audit_is_made() -> None:
+    trials = ByteTrials(SIZES)
+    with audited(trials, len(SIZES), [4500, 4500]) as made, room_that_waits(made) as (_, found):
+        long_trained(made)
+        begin(made, trials, 2)
+        result = made.result()
+        assert_trained(made, trials, 1, result, trials.initial(1))
+        found.set()
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert result.audit_seconds > 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_run_ends_or_begins_anew_while_room_for_its_audit_is_made(dies: bool) -> None:
+    trials = ByteTrials(SIZES)
+    with audited(trials, len(SIZES), [None]) as made, room_that_waits(made) as (looked, found):
+        long_trained(made)
+        begin(made, trials, 1)
+        assert looked.wait(SECONDS)
+        looked.clear()
+        if dies:
+            made.devices[-1].close()
+            restarted = RunRestarted(made.state.added[0].run)
+            made.state.wait_until(lambda: restarted in made.state.given)
+        else:
+            made.trainer.cancel(0)
+            made.state.wait_until(lambda: not made.state.runs)
+            made.perform(train(1, 0, 1))
+        found.set()
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert looked.is_set() and result.audit_seconds > 0
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), ScratchFull("no disk")])
+def test_a_copy_that_finds_no_memory_costs_the_trial_nothing(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_copies(monkeypatch, error)
+    trials = ByteTrials(SIZES)
+    with audited(trials, len(SIZES), [4500]) as made:
+        long_trained(made)
+        begin(made, trials, 1)
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert result.audit_seconds > 0, "the first step is audited, from the state before it"
+    assert caplog.messages.count(
+        "trial 0 is audited by the first step of a sub-epoch on worker 0, for want of room for a "
+        f"copy: {error}"
+    )
+
+
+def refuse_copies(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let memory that has room for an audit's copies refuse them all the same."""
+    looking: set[int] = set()
+    has_room, allocate = SegmentStore.has_room, SegmentStore.allocate
+
+    def asked(self: SegmentStore, nbytes: int) -> bool:
+        looking.add(threading.get_ident())
+        return has_room(self, nbytes)
+
+    def refused(self: SegmentStore, nbytes: int) -> Any:
+        if threading.get_ident() in looking:
+            looking.clear()
+            raise error
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(SegmentStore, "has_room", asked)
+    monkeypatch.setattr(SegmentStore, "allocate", refused)
+
+
+@dataclass(frozen=True)
+class HangingAudits(ByteTrials):
+    """Trials whose uncut model never returns in the audit of trial 0."""
+
+    def open(self, order: RunOrder) -> ByteRun:
+        run = super().open(order)
+        if order.audits is not None and order.task.trial == 0:
+            run.perform = lambda task, then=None: threading.Event().wait()  # type: ignore[method-assign]
+        return run
+
+
+def test_an_audit_that_hangs_fails_its_trial_alone() -> None:
+    trials = HangingAudits(SIZES)
+    with audited(trials, len(SIZES), [None], batch_seconds=0.5) as made:
+        long_trained(made)
+        begin(made, trials, 2)
+        results = {result.attempt: result for result in (made.result(), made.result())}
+        assert isinstance(results[0], events.TaskFailed)
+        assert re.match(
+            r"its audit takes too long \(audit_share=0 makes none\): a batch took \d\.\d s, longer "
+            r"than batch_seconds=0.5, in training of epoch 1 on partition 0 \(worker 0\)",
+            results[0].error,
+        )
+        assert not made.store.knows(0, 1)
+        assert_trained(made, trials, 1, results[1], trials.initial(1))
+
+
+@dataclass(frozen=True)
+class DyingAudits(ByteTrials):
+    """Trials whose uncut model ends its device's process once, with a step half done.
+
+    As the shards of models, theirs take the step that they are asked for, whatever it was before.
+
+    Args:
+        lethal_audit: a file that is there until then.
+    """
+
+    lethal_audit: str = ""
+
+    def open(self, order: RunOrder) -> ByteRun:
+        run = super().open(order)
+        if order.audits is not None:
+            load, perform = run.load, run.perform
+
+            def loads(shard: int, slots: Segments, cursor: Any) -> None:
+                load(shard, slots, {"step": order.first_step})
+
+            def dies(task: Action, then: Any = None) -> Done:
+                if task.kind is ActionKind.U and Path(self.lethal_audit).exists():
+                    os.unlink(self.lethal_audit)
+                    os._exit(1)
+                return perform(task)
+
+            run.load, run.perform = loads, dies  # type: ignore[method-assign]
+        return run
+
+
+def test_an_audit_whose_device_dies_is_not_taken_from_another_state(tmp_path: Path) -> None:
+    lethal = tmp_path / "now"
+    lethal.touch()
+    trials = DyingAudits(SIZES, seconds=0.01, lethal_audit=str(lethal))
+    with audited(trials, len(SIZES), [None, None]) as made:
+        long_trained(made)
+        begin(made, trials, 1)
+        result = made.result()
+        assert_trained(made, trials, 0, result, trials.initial(0))
+        assert not lethal.exists()

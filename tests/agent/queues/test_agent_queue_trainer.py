@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.agent.memory.shard_store import ShardHome
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST
@@ -109,6 +110,7 @@ def test_code_that_ends_every_process_ends_its_trial(where: str) -> None:
         results = {result.attempt: result for result in (made.result(), made.result())}
         assert isinstance(results[1], events.TaskFailed)
         assert "ended the process of a device 3 times" in results[1].error
+        assert not made.store.knows(1, 1), "nobody waits for what it will not publish"
         assert_trained(made, trials, 0, results[0], trials.initial(0))
 
 
@@ -167,6 +169,32 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
         assert not made.store.knows(0, 1)
         made.trainer.drop(1, 1)
         made.state.wait_until(lambda: not made.state.runs)
+
+
+def test_a_run_whose_changes_find_no_room_in_dram_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room_for, refused = ShardHome.room_for, 0
+
+    def refuses(self: ShardHome, sizes: Mapping[str, int]) -> Any:
+        nonlocal refused
+        refused += 1
+        if refused == 4:
+            raise MemoryError("no slab is left")
+        return room_for(self, sizes)
+
+    monkeypatch.setattr(ShardHome, "room_for", refuses)
+    trials = ByteTrials(SIZES)
+    with bench(trials, len(SIZES), [4500]) as made:
+        begin(made, trials, 2)
+        results = [made.result(), made.result()]
+        (failed,) = (each for each in results if isinstance(each, events.TaskFailed))
+        (done,) = (each for each in results if isinstance(each, events.SubEpochDone))
+        assert "the machine has no room" in failed.error and "no slab is left" in failed.error
+        assert_trained(made, trials, done.attempt, done, trials.initial(done.attempt))
+        made.perform(train(9, failed.attempt, 1))
+        again = made.result()
+        assert_trained(made, trials, failed.attempt, again, trials.initial(failed.attempt))
 
 
 def test_a_run_that_no_device_can_hold_fails_with_the_numbers() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,16 @@ from cerebro_hydra.agent.device.messages import (
     RunOrder,
 )
 from cerebro_hydra.agent.device.process import WorkerDevices
-from cerebro_hydra.agent.memory.shard_store import ShardHome
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import oldest_first
+from cerebro_hydra.plan.queues.events import Answer
+from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 from tests.agent.byte_runs import ByteRun, ByteTrials
-from tests.agent.queues.queue_bench import spec_of
+from tests.agent.queues.queue_bench import CheckedState, spec_of
+from tests.agent.queues.test_agent_queue_trainer import assert_trained
 
 SIZES = (1000, 2000, 1500)
 PATIENCE = 20.0  # seconds after which a worker counts as standing still
@@ -47,6 +49,10 @@ class ResidentRun(ByteRun):
 
     def unload(self, shard: int) -> tuple[Any, bool]:
         return dict(self.cursors[shard]), False
+
+    def close(self) -> Evaluation | None:
+        self.shards.clear()
+        return super().close()
 
     def perform(self, task: Action, then: Any = None) -> Done:
         while True:
@@ -67,13 +73,53 @@ class ResidentTrials(ByteTrials):
 
 @dataclass(frozen=True)
 class HangsWhenSparing(ByteTrials):
-    """Runs out of memory once, and hangs when it is to need less."""
+    """Runs out of memory once, and hangs when it is to need less, until it is let go."""
+
+    let_go: threading.Event = field(default_factory=threading.Event)
 
     def open(self, order: RunOrder) -> ByteRun:
         run = ResidentRun(self, order)
         if order.recompute:
-            run.perform = lambda task, then=None: time.sleep(PATIENCE)  # type: ignore[method-assign]
+            run.perform = lambda task, then=None: self.let_go.wait()  # type: ignore[method-assign]
         return run
+
+
+@dataclass(frozen=True)
+class WritesToFrozen(ByteTrials):
+    """Trial 0 writes to the frozen bytes that others share, and says so.
+
+    It goes on when it is let go, and raises then if it is ``faulty``.
+    """
+
+    wrote: threading.Event = field(default_factory=threading.Event)
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def open(self, order: RunOrder) -> ByteRun:
+        run = ResidentRun(self, order)
+        if order.task.trial == 0:
+            perform = run.perform
+
+            def writes(task: Action, then: Any = None) -> Done:
+                run.shards[0]["frozen"][:] = 99
+                self.wrote.set()
+                assert self.let_go.wait(PATIENCE)
+                return perform(task, then)
+
+            run.perform = writes  # type: ignore[method-assign]
+        return run
+
+
+class SlowFolder:
+    """Reads objects of a run folder once it is let."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def read_object(self, digest: str, allocate: Callable[[int], Any]) -> Any:
+        self.asked.set()
+        assert self.let.wait(PATIENCE)
+        return self._folder.read_object(digest, allocate)
 
 
 @pytest.fixture
@@ -87,7 +133,7 @@ def made() -> Iterator[Callable[..., QueueWorker]]:
             found.tasks = None
             return found
 
-        state = WorkerState([None], None, oldest_first, double_buffering=False)
+        state = CheckedState([None], None, double_buffering=False)
         start = in_this_process(trials, in_place=True, **options.pop("device", {}))
         worker = QueueWorker(start, state, None, 40, spec, resident=True, **options)
         workers.append(worker)
@@ -110,35 +156,61 @@ def test_a_run_that_is_overdue_after_it_began_again_fails_alone(
     assert isinstance(failed, events.TaskFailed)
     assert "longer than batch_seconds=0.5" in failed.error
     assert ended.wait(PATIENCE)
+    trials.let_go.set()
 
 
-def test_what_a_cancelled_run_wrote_to_frozen_bytes_is_mended(
-    made: Callable[..., QueueWorker], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_run_wrote_to_frozen_bytes_is_mended_before_another_one_reads_them(
+    made: Callable[..., QueueWorker], tmp_path: Path, failed: bool
 ) -> None:
-    mended = threading.Event()
-    looked = ShardHome.damaged_frozen
+    trials = WritesToFrozen(SIZES, faulty=frozenset({0} if failed else ()))
+    worker, folder = made(trials), stored(trials, tmp_path)
+    worker.trainer._fetch_manager._folder = folder  # type: ignore[assignment]
+    worker.put(1, 0, trials.initial(1))
+    for trial in range(2):
+        worker.perform(train(trial, trial, 1))
+    assert trials.wrote.wait(PATIENCE)
+    assert frozen_of(worker, 1) != frozen(trials)[0]
+    if not failed:
+        worker.trainer.cancel(0)
+    trials.let_go.set()
+    assert folder.asked.wait(PATIENCE)
+    worker.state.wait_until(lambda: any(map(is_forward_of_the_other, worker.state.given)))
+    idle = threading.Event()
+    worker.trainer._loop.put(idle.set)
+    assert idle.wait(PATIENCE), "the loop waits for the store"
+    assert worker.reported.empty(), "nothing is told before the bytes are as they were"
+    folder.let.set()
+    results = {
+        result.attempt: result for result in (worker.result(PATIENCE) for _ in range(1 + failed))
+    }
+    assert_trained(worker, trials, 1, results[1], trials.initial(1))
+    assert frozen_of(worker, 1) == frozen(trials)[0]
+    if failed:
+        assert "the user's code is wrong" in results[0].error
 
-    def damaged(self: ShardHome) -> Any:
-        mended.set()
-        return looked(self)
 
-    monkeypatch.setattr(ShardHome, "damaged_frozen", damaged)
-    began = threading.Event()
+def is_forward_of_the_other(answer: Answer) -> bool:
+    """Return whether the queues let the run after the first one begin."""
+    return isinstance(answer, Action) and (answer.kind, answer.trial) == (ActionKind.F, 1)
 
-    class Told(ResidentRun):
-        def perform(self, task: Action, then: Any = None) -> Done:
-            began.set()
-            return super().perform(task, then)
 
-    class ToldTrials(ResidentTrials):
-        def open(self, order: RunOrder) -> ByteRun:
-            return Told(self, order)
+def frozen(trials: ByteTrials) -> list[bytes]:
+    """Return the frozen bytes of every shard, which all trials share."""
+    return [each["frozen"].tobytes() for each in trials.initial(0)]
 
-    worker = made(ToldTrials(SIZES, seconds=0.05))
-    worker.perform(train(0, 0, 1))
-    assert began.wait(PATIENCE)
-    worker.trainer.cancel(0)
-    assert mended.wait(PATIENCE)
+
+def frozen_of(worker: QueueWorker, trial: int) -> bytes:
+    """Return the frozen bytes of a trial's first shard as they are in memory now."""
+    return worker.store.wait(trial, 0, 0, lambda: True).segments["frozen"][1].tobytes()
+
+
+def stored(trials: ByteTrials, path: Path) -> SlowFolder:
+    """Return a run folder that has the frozen bytes."""
+    folder = RunFolder(LocalStore(str(path)), "run")
+    for content in frozen(trials):
+        folder.write_object(digest(np.frombuffer(content, np.uint8)), content)
+    return SlowFolder(folder)
 
 
 class StubRun:

@@ -6,7 +6,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from cerebro_hydra.agent.worker_loop import UnitGate
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
 from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 from tests.agent.byte_runs import ByteTrials
@@ -54,3 +56,30 @@ def test_what_a_device_says_of_a_cut_that_a_trial_has_no_more_is_not_taken() -> 
     finally:
         trials.goes_on.set()
         worker.close()
+
+
+def unit(run: int, device: int = 0) -> list[Action]:
+    return [Action(run, shard, ActionKind.F, 0, device=device) for shard in range(2)]
+
+
+def test_a_gate_holds_units_back_until_it_is_opened_as_often_as_it_was_shut() -> None:
+    gate = UnitGate()
+    assert not gate.holds(unit(0))
+    for run in (None, None, 1):
+        gate.shut(run)
+    assert all(gate.holds(unit(run)) for run in (0, 1, 2))
+    assert gate.open(None) == []
+    assert gate.open(None) == [unit(0), unit(2)]
+    assert not gate.holds(unit(0)) and gate.holds(unit(1))
+    assert gate.open(1) == [unit(1), unit(1)]
+    assert not gate.holds(unit(1))
+
+
+def test_a_gate_keeps_nothing_of_a_run_that_is_over_or_of_a_device_that_died() -> None:
+    gate = UnitGate()
+    gate.shut(None)
+    for each in (unit(0), unit(1), unit(2, device=1)):
+        assert gate.holds(each)
+    assert gate.take(0) == unit(0)
+    gate.lose(1)
+    assert gate.open(None) == [unit(1)]

@@ -111,6 +111,7 @@ def test_a_trial_that_lost_epochs_makes_them_again_before_it_pauses() -> None:
     assert after_roll_back(PauseGoal(2), 1) == CatchUpGoal(2)
     assert after_roll_back(StopGoal("pruned", 2), 2).paused
     assert not after_roll_back(StopGoal("pruned", 2), 1).paused
+    assert after_roll_back(StopGoal("the search ended", 2, True), 1) == CatchUpGoal(2)
 
 
 def test_a_trial_that_goes_on_after_its_end_is_not_paused() -> None:
@@ -198,3 +199,38 @@ def test_a_trial_paused_in_its_first_epoch_trains_no_more_after_the_end_of_its_s
     run(ev.SearchClosed())
     (end,) = of(ins.FinishTrial, run(ev.RunResumed()))
     assert (end.status, end.visit) == ("stopped", 0) and run.state.finished
+
+
+def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_full_store_has_cost_it() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train()
+    run.train()
+    run(ev.TrialPaused(0))
+    run(ev.SearchClosed())
+    for _ in range(4):
+        run(ev.CheckpointFailed(0, 2, "a", "disk full"))
+    assert run.state.trials[0].status is TrialStatus.FAILED
+    run(ev.RunResumed())
+    assert not run.state.trials[0].history, "its state was on the lost worker alone"
+    run(ev.WorkerJoined(0, "b", (0,)))
+    run.train()
+    run.train()
+    assert not run.running, "it goes no further than it was"
+    told = run(ev.Checkpointed(0, 2, "b"))
+    why = "the search ended while the trial was paused"
+    assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "stopped", why, 2)]
+    assert run.state.finished
+
+
+def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_lost_worker_has_cost_it() -> None:
+    run = OpenDriver(partitions=1)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train()
+    run(ev.TrialPaused(0))
+    run(ev.SearchClosed())
+    run(ev.WorkerLost("a", "killed"))
+    assert of(ins.StartSubEpoch, run(ev.WorkerJoined(0, "b", (0,))))
+    run.train()
+    (finish,) = of(ins.FinishTrial, run(ev.Checkpointed(0, 1, "b")))
+    assert (finish.status, finish.visit) == ("stopped", 1) and run.state.finished
