@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.ledger import BlockKey
 from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit
 
 
@@ -57,9 +58,9 @@ class DeviceQueue:
             return running is not None or not run.begins_window_on(self.number)
         return not first.starts_microbatch or (running is not None and running.ends_microbatch)
 
-    def has(self, key: tuple[int, int]) -> bool:
-        """Return whether the shard is in use or reserved."""
-        return any(unit is not None and key in unit.keys for unit in (self.running, self.reserved))
+    def has(self, key: BlockKey) -> bool:
+        """Return whether the block is in use or reserved."""
+        return any(unit is not None and unit.uses(key) for unit in (self.running, self.reserved))
 
     def has_unit_of(self, run: RunProgress) -> bool:
         """Return whether a unit of the run is in the queue."""

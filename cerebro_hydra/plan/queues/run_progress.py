@@ -14,6 +14,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.ledger import BlockKey, state_key
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
 
@@ -252,9 +253,14 @@ class Unit:
         return tuple(dict.fromkeys(task.shard for task in self.tasks))
 
     @property
-    def keys(self) -> list[tuple[int, int]]:
-        """Return the run with each of its shards."""
-        return [(self.run, shard) for shard in self.shards]
+    def keys(self) -> list[BlockKey]:
+        """Return the keys of the states that its tasks work on."""
+        return [state_key(self.run, shard) for shard in self.shards]
+
+    def uses(self, key: BlockKey) -> bool:
+        """Return whether its tasks work on a block."""
+        mine = key.run == self.run and key.kind == "state"
+        return mine and any(task.shard == key.number for task in self.tasks)
 
 
 Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
@@ -291,7 +297,6 @@ class RunProgress:
     def begin(self) -> None:
         """Begin at the first task."""
         self.lists = [TaskList() for _ in self.shares]
-        self.boundary = 0  # bytes of DRAM that it has for boundary values
         self.microbatch: int | None = None  # the newest that has begun
         self.staying: set[int] = set()  # the devices where it stays
         self.waiting_since = 0  # the event at which its last unit ended

@@ -61,13 +61,14 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.memory import HeldShard, Room, Tiers
+from cerebro_hydra.plan.queues.evictor import Evictor
+from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
 from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, Unit, placed
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 
 class WorkerQueues:
-    """Holds the queues, runs and tiers of one worker, and makes the decisions that are due.
+    """Holds the queues, runs and ledger of one worker, and makes the decisions that are due.
 
     Args:
         budgets: the bytes of each device; None means no limit.
@@ -85,21 +86,21 @@ class WorkerQueues:
         double_buffering: bool = True,
     ) -> None:
         self.queues = {n: DeviceQueue.of(n, budget) for n, budget in enumerate(budgets)}
-        self.tiers = Tiers(self.queues, host_budget)
+        self.ledger = Ledger(self.queues, host_budget)
         self.runs: dict[int, RunProgress] = {}
         self._rule = rule
         self._double_buffering = double_buffering
-        self._room = Room(self.tiers, self.runs, self.queues)
+        self._evictor = Evictor(self.ledger, self.runs, self.queues)
         self._events = 0
         self._answers: list[Answer] = []
 
     def used(self, place: int) -> int:
         """Return the bytes that are in use on a device, or in DRAM if the place is ``HOST``."""
-        return self.tiers.host_used if place == HOST else self._room.used(self.queues[place])
+        return self.ledger.host_used if place == HOST else self._evictor.used(self.queues[place])
 
     def budget(self, place: int) -> float:
         """Return the bytes that may be in use there."""
-        return self.tiers.host_budget if place == HOST else self.queues[place].budget
+        return self.ledger.host_budget if place == HOST else self.queues[place].budget
 
     # ------------------------------------------------------------------ decisions
 
@@ -119,7 +120,7 @@ class WorkerQueues:
                 self._assign(queue, self.runs[queue.running.run])
         for queue in queues:
             self._advance(queue)
-            self._answers += self._room.demote(queue)
+            self._answers += self._evictor.demote(queue)
         self._finish_runs()
         return len(self._answers) > before
 
@@ -130,12 +131,13 @@ class WorkerQueues:
                 continue
             opened = [r.spec for r in self.runs.values() if r.status == "open"] + [run.spec]
             nbytes = run.spec.host_boundary_bytes
-            need = self.tiers.boundaries + nbytes + self._kept_in_dram(but=run)
+            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=run)
             need += max(spec.host_state_bytes for spec in opened)
-            if need > self.tiers.host_budget or not self._dram(nbytes, -1):
+            if need > self.ledger.host_budget or not self._dram(nbytes, -1):
                 return
-            self.tiers.boundaries += nbytes
-            run.boundary = nbytes
+            if nbytes:
+                places = run.most_open
+                self.ledger.pin_boundaries(run.spec.run, places, nbytes // places)
             run.status = "open"
 
     def _receive(self) -> None:
@@ -144,19 +146,18 @@ class WorkerQueues:
             if run.status != "open":
                 continue
             for shard in sorted(run.absent, key=run.next_use):
-                key = (run.spec.run, shard)
                 nbytes = run.spec.shards[shard].state
                 urgent = bool(run.staying) and run.next_use(shard) == 0
                 if not self._dram(nbytes, -1 if urgent else run.next_use(shard)):
                     break
-                self._answers.append(self.tiers.receive(key, nbytes))
+                self._answers.append(self.ledger.receive(run.spec.run, shard, nbytes))
                 run.absent.remove(shard)
 
     def _dram(self, nbytes: int, beyond: float) -> bool:
         """Return whether DRAM has room; begin to make it by what is used later than ``beyond``."""
-        if self.tiers.host_free < nbytes:
-            self._answers += self._room.in_dram(nbytes, beyond)
-        return self.tiers.host_free >= nbytes
+        if self.ledger.host_free < nbytes:
+            self._answers += self._evictor.in_dram(nbytes, beyond)
+        return self.ledger.host_free >= nbytes
 
     def _assign(self, queue: DeviceQueue, running: RunProgress | None) -> None:
         """Reserve the unit that the rule picks, among idle runs and the running one."""
@@ -192,8 +193,8 @@ class WorkerQueues:
         if run.staying and queue.number not in run.staying and not run.has_places:
             return False
         for key in unit.keys:
-            held = self.tiers.get(key)
-            if held is None or held.home == "receiving":
+            block = self.ledger.get(key)
+            if block is None or block.home == "receiving":
                 return False
         shard = spec.shards[unit.shards[0]]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
@@ -201,8 +202,8 @@ class WorkerQueues:
             nbytes, host_nbytes = run.share_on(queue.number).need, spec.host_state_bytes
             if unit.starts_microbatch and not self._may_stay(queue, run):
                 return False
-        host = host_nbytes + self._kept_in_dram(but=run) + self.tiers.boundaries
-        return host <= self.tiers.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+        host = host_nbytes + self._kept_in_dram(but=run) + self.ledger.host_pinned
+        return host <= self.ledger.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
 
     def _may_stay(self, queue: DeviceQueue, run: RunProgress) -> bool:
         """Return whether a microbatch, or a pipelined window, may begin to stay on its devices.
@@ -236,31 +237,31 @@ class WorkerQueues:
         unit = queue.reserved
         if unit is None:
             return
-        shards = [self._held(*key) for key in unit.keys]
-        if all(held.at_rest and held.device == queue.number for held in shards):
+        states = [self._block(key) for key in unit.keys]
+        if all(state.at_rest and state.device == queue.number for state in states):
             self._begin(queue, unit)
-        for held in shards:
-            self._bring(queue, held)
+        for state in states:
+            self._bring(queue, state)
 
-    def _bring(self, queue: DeviceQueue, held: HeldShard) -> None:
-        """Bring a shard a step closer to a device."""
-        if not held.at_rest:
+    def _bring(self, queue: DeviceQueue, block: Block) -> None:
+        """Bring a block a step closer to a device."""
+        if not block.at_rest:
             return
-        if held.device not in (None, queue.number):
-            self._answers.append(self.tiers.leave_device(held))
-            if not held.at_rest:
+        if block.device not in (None, queue.number):
+            self._answers.append(self.ledger.leave_device(block))
+            if not block.at_rest:
                 return
-        if held.device == queue.number:
+        if block.device == queue.number:
             return
-        if held.home == "disk":
-            if self._dram(held.nbytes, -1):
-                self._answers.append(self.tiers.load_from_disk(held))
-        elif self._device(queue, held.nbytes):
-            self._answers.append(self.tiers.load(held, queue.number))
+        if block.home == "disk":
+            if self._dram(block.nbytes, -1):
+                self._answers.append(self.ledger.load_from_disk(block))
+        elif self._device(queue, block.nbytes):
+            self._answers.append(self.ledger.load(block, queue.number))
 
     def _begin(self, queue: DeviceQueue, unit: Unit) -> None:
         """Start the reserved unit, whose shards are there, if the device is free and has room."""
-        if queue.running is None and self._device(queue, self._room.work(queue, unit)):
+        if queue.running is None and self._device(queue, self._evictor.work(queue, unit)):
             queue.running, queue.reserved = unit, None
             run, newest = self.runs[unit.run], unit.tasks[-1].microbatch or 0
             run.microbatch = max(newest, run.microbatch or 0)
@@ -269,51 +270,46 @@ class WorkerQueues:
 
     def _device(self, queue: DeviceQueue, nbytes: int) -> bool:
         """Return whether the device has room; begin to make it otherwise."""
-        if self._room.free(queue) < nbytes:
-            self._answers += self._room.on_device(queue, nbytes)
-        return self._room.free(queue) >= nbytes
+        if self._evictor.free(queue) < nbytes:
+            self._answers += self._evictor.on_device(queue, nbytes)
+        return self._evictor.free(queue) >= nbytes
 
     def _finish_runs(self) -> None:
         """Publish every shard after its last task, and end runs that are through."""
         for run in list(self.runs.values()):
             if run.status != "open" or not run.is_in_last_window:
                 continue
-            shards = self.tiers.of_run(run.spec.run)
+            states = self.ledger.states_of(run.spec.run)
             if run.spec.graph.training:
-                for held in shards:
-                    self._publish(run, held)
+                for state in states:
+                    self._publish(run, state)
                 finished = len(run.sent) == run.spec.graph.shards
             else:
-                finished = run.done and all(held.at_rest for held in shards)
+                finished = run.done and all(state.at_rest for state in states)
             if finished:
                 self._close(run)
                 run.status = "finished"
                 self._answers.append(RunEnded(run.spec.run, "finished"))
                 if not run.spec.graph.training:
-                    for held in shards:
-                        self._answers += self.tiers.discard(held)
+                    for state in states:
+                        self._answers += self.ledger.discard(state)
                     del self.runs[run.spec.run]
 
-    def _publish(self, run: RunProgress, held: HeldShard) -> None:
-        shard = held.key[1]
-        busy = any(held.key in unit.keys for unit in run.units)
+    def _publish(self, run: RunProgress, state: Block) -> None:
+        shard = state.key.number
+        busy = any(unit.uses(state.key) for unit in run.units)
         if busy or shard in run.sent or run.next_use(shard) < math.inf:
             return
-        if held.at_rest and held.device is not None:
-            self._answers.append(self.tiers.leave_device(held))
-        if held.at_rest:
-            self._answers.append(self.tiers.send(held))
+        if state.at_rest and state.device is not None:
+            self._answers.append(self.ledger.leave_device(state))
+        if state.at_rest:
+            self._answers.append(self.ledger.send(state))
 
     def _close(self, run: RunProgress) -> None:
         """Take the run's units off the queues, but for the one that runs."""
         run.put_back(self._take_back(run))  # what has not begun has no bytes
-        if not run.units:
-            self._give_back_boundary(run)
-
-    def _give_back_boundary(self, run: RunProgress) -> None:
-        """Give back the run's room for boundary values, to which no unit writes any more."""
-        self.tiers.boundaries -= run.boundary
-        run.boundary = 0
+        if not run.units:  # none writes boundary values any more
+            self.ledger.drop_boundaries(run.spec.run)
 
     def _take_back(self, run: RunProgress) -> list[Action]:
         """Take back what is reserved of the run and return the tasks."""
@@ -326,10 +322,10 @@ class WorkerQueues:
                 tasks += unit.tasks
         return tasks
 
-    def _held(self, run: int, shard: int) -> HeldShard:
-        held = self.tiers.get((run, shard))
-        assert held is not None, f"shard {shard} of run {run} is nowhere"
-        return held
+    def _block(self, key: BlockKey) -> Block:
+        block = self.ledger.get(key)
+        assert block is not None, f"the {key.kind} {key.number} of run {key.run} is nowhere"
+        return block
 
 
 class WorkerState(WorkerQueues):
@@ -356,9 +352,11 @@ class WorkerState(WorkerQueues):
         Raises:
             AssertionError: an invariant is broken; the message names it and the object.
         """
-        self.tiers.validate()
-        boundaries = sum(run.boundary for run in self.runs.values())
-        assert self.tiers.boundaries == boundaries, "bytes of boundary values in DRAM"
+        self.ledger.validate()
+        pinned = dict.fromkeys(self.runs, 0)
+        for block in self.ledger:
+            assert block.key.run in self.runs, f"{block.key} is of no run"
+            pinned[block.key.run] += block.nbytes if block.pinned else 0
         for queue in self.queues.values():
             used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
@@ -367,6 +365,8 @@ class WorkerState(WorkerQueues):
         queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
         assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
         for run in self.runs.values():
+            boundary = run.spec.host_boundary_bytes if run.status == "open" or run.units else 0
+            assert pinned[run.spec.run] == boundary, f"boundary values of run {run.spec.run}"
             places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
             assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
             staying = {q.number for q in self.queues.values() if run in q.staying}
@@ -379,7 +379,7 @@ class WorkerState(WorkerQueues):
             case RunAdded():
                 self._add(event)
             case ShardArrived():
-                self.tiers.end(Action(event.run, event.shard, ActionKind.RECV))
+                self.ledger.end(Action(event.run, event.shard, ActionKind.RECV))
                 self._let_go(self.runs[event.run])
             case ActionDone():
                 self._done(event)
@@ -408,7 +408,7 @@ class WorkerState(WorkerQueues):
     def _lacking(self, spec: RunSpec) -> str:
         """Return what a run needs that the worker does not have; "" if nothing is lacking."""
         budgets = [queue.budget for queue in self.queues.values()]
-        shares, host = spec.shares(), self.tiers.host_budget
+        shares, host = spec.shares(), self.ledger.host_budget
         if len(shares) > len(budgets):
             return f"its schedule needs {len(shares)} devices, and there are {len(budgets)}"
         if len(shares) == 1 and spec.device_need > max(budgets):
@@ -427,7 +427,7 @@ class WorkerState(WorkerQueues):
         action = event.action
         run = self.runs[action.trial]
         if not action.kind.computes:
-            self.tiers.end(action)
+            self.ledger.end(action)
             if action.kind is ActionKind.SEND:
                 run.sent.add(action.shard)
             self._let_go(run)
@@ -443,7 +443,7 @@ class WorkerState(WorkerQueues):
         if run.spec.graph.training and (
             action.kind is not ActionKind.F or run.spec.shards[action.shard].forward_writes
         ):
-            self._held(action.trial, action.shard).wrote(task, run.most_open)
+            self._block(state_key(action.trial, action.shard)).wrote(task, run.most_open)
         if not queue.unanswered:
             self._end_unit(queue, run)
 
@@ -472,13 +472,13 @@ class WorkerState(WorkerQueues):
         if run.status not in ("cancelled", "restarting", "released"):
             return
         running = {key for q in self.queues.values() if q.running for key in q.running.keys}
-        for held in self.tiers.of_run(run.spec.run):
-            if held.at_rest and held.key not in running:
-                self._answers += self.tiers.discard(held)
+        for state in self.ledger.states_of(run.spec.run):
+            if state.at_rest and state.key not in running:
+                self._answers += self.ledger.discard(state)
         if run.units:
             return
-        self._give_back_boundary(run)
-        if self.tiers.of_run(run.spec.run):
+        self.ledger.drop_boundaries(run.spec.run)
+        if self.ledger.states_of(run.spec.run):
             return
         for queue in self.queues.values():
             if run in queue.staying:
@@ -505,14 +505,14 @@ class WorkerState(WorkerQueues):
                 redo.setdefault(run.spec.run, []).extend(
                     Action(a.trial, a.shard, a.kind, a.microbatch) for a in undone
                 )
-        for held in self.tiers.on(queue.number):
-            run = self.runs[held.key[0]]
-            if held.dirty:
-                redo.setdefault(run.spec.run, []).extend(held.unsaved)
-                old = held.older_unsaved or not all(map(run.can_redo, held.unsaved))
-                if held.move == "spilling" or old or run.spec.stays:
+        for block in self.ledger.on(queue.number):
+            run = self.runs[block.key.run]
+            if block.dirty:
+                redo.setdefault(run.spec.run, []).extend(block.unsaved)
+                old = block.older_unsaved or not all(map(run.can_redo, block.unsaved))
+                if block.move == "spilling" or old or run.spec.stays:
                     torn.add(run.spec.run)
-            self.tiers.lose(held)
+            self.ledger.lose(block)
         self._answers = [  # it can't take off any more what another loss made useless just now
             each
             for each in self._answers

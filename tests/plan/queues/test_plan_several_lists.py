@@ -140,7 +140,7 @@ def test_nothing_is_taken_off_a_device_that_died_at_the_same_moment() -> None:
     state = simulation.state
     while simulation.next_moment <= 5.0:  # device 1 has ended its window, and is idle
         simulation.step()
-    assert all(state.tiers.on(device) for device in (0, 1))
+    assert all(state.ledger.on(device) for device in (0, 1))
     answers = state.handle([DeviceLost(0), DeviceLost(1)])
     assert RunRestarted(0) in answers
     assert not [each for each in answers if isinstance(each, Action) and each.device in (0, 1)]

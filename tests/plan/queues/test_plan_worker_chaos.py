@@ -22,7 +22,7 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.memory import Room
+from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, ShardSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
@@ -207,9 +207,9 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     timeline = simulation.run()
     check_order(timeline, [spec for spec in runs if spec.run not in numbers])
     assert {timeline.outcome(s.run) for s in runs if s.run not in numbers} <= {"finished"}
-    tiers = simulation.state.tiers
+    ledger = simulation.state.ledger
     assert simulation.state.runs == {}
-    assert (list(tiers), tiers.host_used) == ([], 0)
+    assert (list(ledger), ledger.host_used) == ([], 0)
 
 
 @settings(max_examples=examples(150))
@@ -273,7 +273,7 @@ def test_what_a_task_has_beside_its_shard_counts() -> None:
 
 def test_a_device_that_counts_no_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
-    monkeypatch.setattr(Room, "_activations", lambda room, queue, unit: 0)
+    monkeypatch.setattr(Evictor, "_activations", lambda evictor, queue, unit: 0)
     with pytest.raises(InvalidSchedule, match="13 bytes are resident, but the budget is 9"):
         WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0)).run()
 
@@ -296,7 +296,7 @@ def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
     (load,) = state.handle([ShardArrived(0, 0)])
     (task,) = state.handle([ActionDone(load, 1.0)])
     state.handle([RunCancelled(0)])
-    assert state.tiers.boundaries == 6, "the task writes there"
+    assert state.ledger.host_pinned == 6, "the task writes there"
     state.handle([ActionDone(task, 1.0)])
-    assert state.tiers.boundaries == 0
+    assert state.ledger.host_pinned == 0
     state.validate()

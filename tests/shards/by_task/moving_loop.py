@@ -23,6 +23,7 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     WorkerEvent,
 )
+from cerebro_hydra.plan.queues.ledger import state_key
 from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Candidate
@@ -213,13 +214,13 @@ class MovingLoop:
 
     def _kill(self, device: int) -> list[WorkerEvent]:
         """Let a device die with all that is in its memory."""
-        there = {held.key for held in self._state.tiers.on(device)}
+        there = {block.key for block in self._state.ledger.on(device)}
         for lane in [lane for lane in self._lanes if lane[0] == device]:
             self._lanes[lane].clear()
         for number, mover in enumerate(self.movers):
             if (run := mover.runs.pop(device, None)) is not None:
                 run.cancel()
-            for k in [k for k in mover.on if (number, k) in there]:
+            for k in [k for k in mover.on if state_key(number, k) in there]:
                 mover.on.pop(k).memory.fill(POISON)
                 mover.bound.discard(k)
         return [DeviceLost(device), DeviceJoined(device)]

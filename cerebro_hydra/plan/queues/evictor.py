@@ -1,0 +1,126 @@
+"""The evictor makes room on devices and in DRAM: of what can go, what is used last goes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.device_queue import DeviceQueue
+from cerebro_hydra.plan.queues.ledger import Block, Ledger
+from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit
+
+
+class Evictor:
+    """Moves blocks out of the way of others.
+
+    Each method returns the actions that it has begun. A move that writes gives its bytes back when
+    it has ended, so the caller asks again after the next event.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        runs: Mapping[int, RunProgress],
+        queues: Mapping[int, DeviceQueue],
+    ) -> None:
+        self._ledger = ledger
+        self._runs = runs
+        self._queues = queues
+
+    def used(self, queue: DeviceQueue) -> int:
+        """Return the bytes that are in use on a device, the running task's included."""
+        begun = [run for run in queue.staying if queue.has_begun(run)]
+        kept = sum(run.share_on(queue.number).held for run in begun)
+        working = 0 if queue.running is None else self._activations(queue, queue.running)
+        return self._ledger.used(queue.number) + kept + working
+
+    def work(self, queue: DeviceQueue, unit: Unit) -> int:
+        """Return the bytes that the reserved unit adds to its blocks when it starts."""
+        run = self._runs[unit.run]
+        begins = run in queue.staying and not queue.has_begun(run)
+        held = run.share_on(queue.number).held
+        return self._activations(queue, unit) + (held if begins else 0)
+
+    def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
+        """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
+        run = self._runs[unit.run]
+        joined = unit is queue.reserved or queue.has_begun(run)
+        kept = run.spec.keeps_all and run in queue.staying and joined
+        return 0 if kept else max(run.spec.shards[k].activations for k in unit.shards)
+
+    def free(self, queue: DeviceQueue) -> float:
+        """Return the bytes of a device that nobody has."""
+        return queue.budget - self.used(queue)
+
+    def on_device(self, queue: DeviceQueue, nbytes: int) -> list[Action]:
+        """Move blocks off a device until ``nbytes`` are free, or will be when moves have ended."""
+        ledger = self._ledger
+        coming = sum(b.nbytes for b in ledger.on(queue.number) if b.move == "spilling")
+        actions: list[Action] = []
+        free = self.free(queue) + coming
+        for block in self._furthest_first(self._evictable(queue)):
+            if free >= nbytes:
+                break
+            free += block.nbytes
+            actions.append(ledger.leave_device(block))
+        return actions
+
+    def in_dram(self, nbytes: int, beyond: float) -> list[Action]:
+        """Move blocks to disk whose next use is later than ``beyond``, as ``on_device`` does."""
+        ledger = self._ledger
+        coming = sum(b.nbytes for b in ledger if b.home == "spilling" or b.move == "spilling")
+        movable = [
+            block
+            for block in ledger
+            if block.home == "dram"
+            and block.device is None
+            and block.at_rest
+            and not (block.pinned or self._used(block))
+        ]
+        for queue in self._queues.values():
+            movable += self._evictable(queue)
+        actions: list[Action] = []
+        free = ledger.host_free + coming
+        for block in self._furthest_first(movable):
+            if free >= nbytes or self.next_use(block) <= beyond:
+                break
+            free += block.nbytes
+            if block.device is not None:
+                actions.append(ledger.leave_device(block))
+            if block.at_rest:
+                actions.append(ledger.leave_dram(block))
+        return actions
+
+    def demote(self, queue: DeviceQueue) -> list[Action]:
+        """Write back what a device has changed and does not use next, if not all runs fit there."""
+        if math.isinf(queue.budget):
+            return []
+        changed = [block for block in self._evictable(queue) if block.dirty]
+        if not changed:
+            return []
+        number = queue.number
+        runs = [r for r in self._runs.values() if r.status == "open" and r.list_on(number)]
+        wanted = sum(run.share_on(number).state for run in runs)
+        if wanted + self.used(queue) - self._ledger.used(number) <= queue.budget:
+            return []
+        return [self._ledger.leave_device(block) for block in changed]
+
+    def next_use(self, block: Block) -> float:
+        """Return how far away the next task is that needs a state; infinity if none does."""
+        run = self._runs[block.key.run]
+        return run.next_use(block.key.number) if run.status == "open" else math.inf
+
+    def _furthest_first(self, blocks: Iterable[Block]) -> list[Block]:
+        return sorted(blocks, key=self.next_use, reverse=True)
+
+    def _evictable(self, queue: DeviceQueue) -> list[Block]:
+        kept = {run.spec.run for run in queue.staying if run.spec.keeps_all}
+        return [
+            block
+            for block in self._ledger.on(queue.number)
+            if block.at_rest and not self._used(block) and block.key.run not in kept
+        ]
+
+    def _used(self, block: Block) -> bool:
+        return any(queue.has(block.key) for queue in self._queues.values())

@@ -1,0 +1,251 @@
+"""The ledger of a worker: which block is on a device, in DRAM or on disk.
+
+A block is whatever has bytes and a place: a shard's state, or what the microbatches of a run leave
+in DRAM between two units. DRAM is its home: while a device works on a state, its slab in DRAM stays
+as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a place
+from the moment that a move into it begins to the moment that a move out of it has ended.
+
+The ledger keeps account and decides nothing; `Evictor` says what goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+
+
+class BlockKey(NamedTuple):
+    """Names a block of a run.
+
+    ``number`` is the shard that a state belongs to. Boundary values have those of the places that
+    the run's open microbatches take by turns.
+    """
+
+    run: int
+    number: int
+    kind: Literal["state", "boundary"]
+
+
+def state_key(run: int, shard: int) -> BlockKey:
+    """Return the key of a shard's state."""
+    return BlockKey(run, shard, "state")
+
+
+@dataclass(slots=True)
+class Block:
+    """Tells where the bytes of one block are; a pinned one stays in DRAM until it is dropped."""
+
+    key: BlockKey
+    nbytes: int
+    home: Literal["receiving", "dram", "spilling", "disk", "loading"] = "receiving"
+    pinned: bool = False
+    device: int | None = None
+    move: Literal["loading", "spilling"] | None = None  # to or from the device
+    sending: bool = False
+    on_disk: bool = False  # what DRAM has is on disk too
+    unsaved: list[Action] = field(default_factory=list)  # changes that may be done again
+    older_unsaved: bool = False  # there are changes of microbatches that have left nothing
+
+    @property
+    def at_rest(self) -> bool:
+        """Return whether no move is under way."""
+        return self.move is None and self.home in ("dram", "disk") and not self.sending
+
+    @property
+    def dirty(self) -> bool:
+        """Return whether the device has changes that DRAM has not."""
+        return bool(self.unsaved)
+
+    def wrote(self, task: Action, most_open: int) -> None:
+        """Note that a task changed the state on the device.
+
+        Of so many microbatches there may be boundary values, with which a task can be done again.
+        """
+        oldest = (task.microbatch or 0) - most_open + 1
+        if any((each.microbatch or 0) < oldest for each in self.unsaved):
+            self.older_unsaved = True
+            self.unsaved = [each for each in self.unsaved if (each.microbatch or 0) >= oldest]
+        self.unsaved.append(task)
+
+    def off_device(self) -> None:
+        """Note that the device has the block no longer."""
+        self.device = self.move = None
+        self.unsaved.clear()
+        self.older_unsaved = False
+
+
+class Ledger:
+    """Keeps account of every block's place and of the bytes in each.
+
+    Its methods begin a move and return the action, or end one; they check no budget.
+    """
+
+    def __init__(self, devices: Iterable[int], host_budget: int | None) -> None:
+        self.host_budget = math.inf if host_budget is None else host_budget
+        self._blocks: dict[BlockKey, Block] = {}
+        self._on: dict[int, dict[BlockKey, Block]] = {device: {} for device in devices}
+        self._device_used = dict.fromkeys(self._on, 0)
+        self._host_used = 0
+        self._host_pinned = 0
+
+    def __iter__(self) -> Iterator[Block]:
+        """Return every block, in the order of arrival."""
+        return iter(self._blocks.values())
+
+    def get(self, key: BlockKey) -> Block | None:
+        """Return a block; None of a state before its RECV."""
+        return self._blocks.get(key)
+
+    def states_of(self, run: int) -> list[Block]:
+        """Return the states of a run's shards."""
+        return [block for block in self if block.key.run == run and block.key.kind == "state"]
+
+    def on(self, device: int) -> list[Block]:
+        """Return the blocks on a device, moving ones included."""
+        return list(self._on[device].values())
+
+    def used(self, device: int) -> int:
+        """Return the bytes of the blocks on a device."""
+        return self._device_used[device]
+
+    @property
+    def host_used(self) -> int:
+        """Return the bytes in DRAM."""
+        return self._host_used
+
+    @property
+    def host_pinned(self) -> int:
+        """Return the bytes in DRAM that can't go to disk."""
+        return self._host_pinned
+
+    @property
+    def host_free(self) -> float:
+        """Return the bytes of DRAM that nobody has."""
+        return self.host_budget - self._host_used
+
+    # ------------------------------------------------------------------ moves
+
+    def receive(self, run: int, shard: int, nbytes: int) -> Action:
+        """Make room in DRAM for a shard's state that comes from elsewhere."""
+        key = state_key(run, shard)
+        self._blocks[key] = Block(key, nbytes)
+        self._host_used += nbytes
+        return Action(run, shard, ActionKind.RECV)
+
+    def load(self, block: Block, device: int) -> Action:
+        """Begin to bring a block from DRAM to a device."""
+        assert block.at_rest and block.home == "dram" and block.device is None and not block.pinned
+        block.device, block.move = device, "loading"
+        self._on[device][block.key] = block
+        self._device_used[device] += block.nbytes
+        return _action(block, ActionKind.LOAD, device)
+
+    def leave_device(self, block: Block, discard: bool = False) -> Action:
+        """Begin to take a block off its device; without changes to write it is off at once."""
+        assert block.at_rest and block.device is not None
+        if block.dirty and not discard:
+            block.move, block.on_disk = "spilling", False
+            return _action(block, ActionKind.SPILL, block.device)
+        action = _action(block, ActionKind.DROP, block.device)
+        self._off_device(block)
+        return action
+
+    def load_from_disk(self, block: Block) -> Action:
+        """Begin to bring a block from disk to DRAM."""
+        assert block.at_rest and block.home == "disk"
+        block.home = "loading"
+        self._host_used += block.nbytes
+        return _action(block, ActionKind.LOAD, HOST)
+
+    def leave_dram(self, block: Block) -> Action:
+        """Begin to take a block to disk; it is off at once if disk has it already."""
+        assert block.at_rest and block.home == "dram" and block.device is None and not block.pinned
+        if not block.on_disk:
+            block.home = "spilling"
+            return _action(block, ActionKind.SPILL, HOST)
+        block.home = "disk"
+        self._host_used -= block.nbytes
+        return _action(block, ActionKind.DROP, HOST)
+
+    def send(self, block: Block) -> Action:
+        """Begin to publish a shard's state."""
+        assert block.at_rest and block.device is None
+        block.sending = True
+        return _action(block, ActionKind.SEND)
+
+    def discard(self, block: Block) -> list[Action]:
+        """Forget a shard's state that is at rest, wherever it is."""
+        actions = [] if block.device is None else [self.leave_device(block, discard=True)]
+        del self._blocks[block.key]
+        if block.home == "dram":
+            self._host_used -= block.nbytes
+            actions.append(_action(block, ActionKind.DROP, HOST))
+        return actions
+
+    def end(self, action: Action) -> None:
+        """Note that a move has ended."""
+        block = self._blocks[state_key(action.trial, action.shard)]
+        match action.kind:
+            case ActionKind.RECV:
+                block.home = "dram"
+            case ActionKind.LOAD if action.device == HOST:
+                block.home, block.on_disk = "dram", True
+            case ActionKind.LOAD:
+                block.move = None
+            case ActionKind.SPILL if action.device == HOST:
+                block.home, block.on_disk = "disk", True
+                self._host_used -= block.nbytes
+            case ActionKind.SPILL:
+                self._off_device(block)
+            case _:
+                block.sending = False
+
+    def lose(self, block: Block) -> None:
+        """Note that a block's device died."""
+        self._off_device(block)
+
+    def _off_device(self, block: Block) -> None:
+        assert block.device is not None
+        self._device_used[block.device] -= block.nbytes
+        del self._on[block.device][block.key]
+        block.off_device()
+
+    # ------------------------------------------------------------------ what stays in DRAM
+
+    def pin_boundaries(self, run: int, places: int, nbytes: int) -> None:
+        """Give a run so many blocks for boundary values, each for one microbatch at a time."""
+        for number in range(places):
+            key = BlockKey(run, number, "boundary")
+            self._blocks[key] = Block(key, nbytes, home="dram", pinned=True)
+        self._host_used += places * nbytes
+        self._host_pinned += places * nbytes
+
+    def drop_boundaries(self, run: int) -> None:
+        """Take a run's blocks for boundary values back, if it has any."""
+        for block in [each for each in self if each.pinned and each.key.run == run]:
+            del self._blocks[block.key]
+            self._host_used -= block.nbytes
+            self._host_pinned -= block.nbytes
+
+    def validate(self) -> None:
+        """Check the counted bytes against the blocks, and DRAM against its budget."""
+        for device, used in self._device_used.items():
+            there = {block.key for block in self if block.device == device}
+            assert there == self._on[device].keys(), f"blocks on device {device}"
+            assert used == sum(b.nbytes for b in self.on(device)), f"bytes of device {device}"
+        in_dram = sum(block.nbytes for block in self if block.home != "disk")
+        assert self._host_used == in_dram, "bytes of DRAM"
+        pinned = sum(block.nbytes for block in self if block.pinned)
+        assert self._host_pinned == pinned, "pinned bytes of DRAM"
+        assert self._host_used <= self.host_budget, f"{self._host_used} bytes are in DRAM"
+        for block in self:
+            assert block.device is None or block.home == "dram", f"{block.key} is not at home"
+            assert not block.pinned or (block.home == "dram" and block.at_rest), f"{block.key} left"
+
+
+def _action(block: Block, kind: ActionKind, device: int | None = None) -> Action:
+    return Action(block.key.run, block.key.number, kind, device=device)
