@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, isfinite, nan
+from math import nan
 from random import Random
 from typing import Any, Literal, NamedTuple, overload
 
 from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.hop.ranking import best_epoch
 from cerebro_hydra.plan.hop.trial_status import (
     OVER,
     TRAIN,
@@ -415,19 +416,6 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     return Outcome(TrialStatus.FINISHED, reason)
 
 
-def best_epoch(values: Iterable[float], direction: str) -> int | None:
-    """Return the first epoch with the best finite value, or None if there is none.
-
-    ``direction`` is "min" or "max".
-    """
-    best, at = inf, None
-    for epoch, value in enumerate(values):
-        loss = -value if direction == "max" else value
-        if isfinite(value) and loss < best:
-            best, at = loss, epoch
-    return at
-
-
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
@@ -445,7 +433,7 @@ def _best_epoch(config: HopConfig, trial: TrialProgress, visits: int) -> int | N
     """
     first = first_epoch(trial.base, config.partitions)
     epochs = trial.history[first : visits // config.partitions]
-    best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
+    best = best_epoch(epochs, config.metric, config.direction)
     return None if best is None else first + best
 
 
