@@ -27,6 +27,12 @@ from cerebro_hydra.shards.admission.profile import TrialProfile
 STEPS_OF_AN_AUDIT = 4
 """Steps of training that a trial's first audit is thought to last, beside the factory."""
 
+WRITTEN_LATE = (
+    "the bytes of shards {} changed after they were published, which is right after their last "
+    "update: code that runs later, such as a backward hook of an earlier module, writes to their "
+    "buffers or parameters"
+)
+
 _log = logging.getLogger(__name__)
 
 
