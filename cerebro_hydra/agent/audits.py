@@ -37,6 +37,12 @@ MAPPED_PATIENCE = 10
 
 OVERDUE_AUDIT = "its audit takes too long (audit_share=0 makes none): "
 
+WRITTEN_LATE = (
+    "the bytes of shards {} changed after they were published, which is right after their last "
+    "update: code that runs later, such as a backward hook of an earlier module, writes to their "
+    "buffers or parameters"
+)
+
 _log = logging.getLogger(__name__)
 
 

@@ -133,7 +133,7 @@ class _Agent:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
-        self._server = ShardServer(host, spec.credentials, self._follow)
+        self._server = ShardServer(host, spec.credentials, self._follow, digest)
         self._shard_store.on_change = self._server.look_again
         self._fetch_manager = FetchManager(
             self._incarnation,

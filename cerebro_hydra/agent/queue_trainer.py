@@ -21,7 +21,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cerebro_hydra.agent.audits import MAPPED_PATIENCE, OVERDUE_AUDIT, AuditRoom, Audits
+from cerebro_hydra.agent.audits import (
+    MAPPED_PATIENCE,
+    OVERDUE_AUDIT,
+    WRITTEN_LATE,
+    AuditRoom,
+    Audits,
+)
 from cerebro_hydra.agent.device.messages import (
     Answer,
     Close,
@@ -631,6 +637,10 @@ class QueueTrainer:
         result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
         if (fault := self._planner.fault(run.task, result)) is not None:
             self._fail(run, FailureKind.OTHER, fault)
+            return
+        # Only code that computes in the agent's memory can write to what was published.
+        if run.resident and run.state and (late := self._shard_store.altered(run.state)):
+            self._fail(run, FailureKind.DIFFERENCE, WRITTEN_LATE.format(late))
             return
         run.over = True
         if not run.resident:

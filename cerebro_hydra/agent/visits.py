@@ -339,7 +339,7 @@ class AttemptReports:
         if kind is FailureKind.TRANSFER:
             lacking = lacking or self._fetch_manager.lacking(*name)
             why = self._fetch_manager.error(*name) or why
-            make = events.TransferFailed
+            make = partial(events.TransferFailed, altered=self._fetch_manager.altered(*name))
         elif kind is FailureKind.DIFFERENCE:
             make = events.AuditFailed
         if lacking is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from cerebro_hydra.documents import Count, decode, matching, one_of, unreadable
 from cerebro_hydra.errors import DataError, StoreError
@@ -222,6 +222,15 @@ class Manifest:
             if not whole or bool(ranges) != (self.source is not None):
                 raise unreadable(f"the row ranges of {info.split} partition {info.index}", ranges)
         return self
+
+
+class RowsFound(NamedTuple):
+    """Tells which prepared data rows would become, without having written any."""
+
+    fingerprint: str
+    rows: int
+    compared: str
+    """What of the rows the fingerprint stands for, in words."""
 
 
 def stored_name(position: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import Manifest, RowsFound
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, LossLimits
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
@@ -40,6 +40,24 @@ class Backend(Protocol):
         Raises:
             ConfigurationError: the rows don't have the columns of the spec.
             DataError: rows can't be used (null, NaN, ragged); names column and row.
+        """
+        ...
+
+    def identify(
+        self,
+        store: Store,
+        df: Any,
+        spec: DataSpec,
+        num_partitions: int,
+        tell: Callable[[str], None],
+    ) -> RowsFound:
+        """Find out which prepared data the rows would become in so many partitions.
+
+        Nothing is written; rows whose files have not changed are not read either.
+
+        Raises:
+            ConfigurationError: the rows don't have the columns of the spec.
+            DataError: a column can't be used as it is.
         """
         ...
 

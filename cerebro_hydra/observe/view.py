@@ -6,7 +6,6 @@ and what is returned cannot differ. It knows no clock but the times in the recor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,8 @@ from cerebro_hydra.observe.records import (
     TrialAdmitted,
     records_of,
 )
-from cerebro_hydra.plan.hop.trials import best_epoch, first_epoch
+from cerebro_hydra.plan.hop.ranking import Measured, best_epoch, ranked
+from cerebro_hydra.plan.hop.trials import first_epoch
 from cerebro_hydra.plan.messages import events, instructions
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.messages.device_work import DeviceWork
@@ -150,7 +150,7 @@ class RunView:
 
         Of these, those that have a value so far come first, again by it, and failed ones last.
         """
-        return sorted(self.trials.values(), key=self._rank)
+        return [trial for _, trial in self._ranked()]
 
     @property
     def winner(self) -> TrialView | None:
@@ -161,18 +161,24 @@ class RunView:
     @property
     def leader(self) -> TrialView | None:
         """Return the winner, or before any trial has finished the best one so far."""
-        best = min(self.trials.values(), key=self._rank, default=None)
-        return best if best is not None and self._rank(best)[0] < 2 else None
+        group, best = next(iter(self._ranked()), (_NOT_MEASURED, None))
+        return best if group < _NOT_MEASURED else None
 
-    def _rank(self, trial: TrialView) -> tuple[int, float]:
-        """Return a sort key. Equal trials keep their order, so that the first wins."""
-        value = self.score(trial)
-        if trial.status == "failed":
-            return (5, 0.0)
-        if value is None or math.isnan(value):
-            return (2 if trial.status == "finished" else 4 if trial.worker is None else 3, 0.0)
-        group = 0 if trial.status == "finished" else 1
-        return (group, -value if self.direction == "max" else value)
+    def _ranked(self) -> list[tuple[int, TrialView]]:
+        """Return all trials, best first, each after the number of its group."""
+        groups: dict[int, list[TrialView]] = {}
+        measured: dict[int, list[Measured]] = {}
+        for trial in self.trials.values():
+            epoch = trial.result_epoch or 0
+            found = Measured.of(trial.result_metrics, self.metric, epoch, trial.trial)
+            group = _group(trial, found is not None)
+            groups.setdefault(group, []).append(trial)
+            if found is not None:
+                measured.setdefault(group, []).append(found)
+        for group in groups.keys() & {0, 1}:
+            order = ranked(measured[group], self.direction)
+            groups[group] = [self.trials[each.trial] for each in order]
+        return [(group, trial) for group in sorted(groups) for trial in groups[group]]
 
     def score(self, trial: TrialView) -> float | None:
         """Return the evaluation metric of the trial's result, or of its result so far."""
@@ -268,6 +274,9 @@ class RunView:
                 trial = self.trials[instruction.trial]
                 trial.status, trial.reason = instruction.status, instruction.reason
                 trial.result_visit = instruction.visit
+                if trial.best_epoch is not None and trial.status != "failed":
+                    # As the run decided; another version may have compared by another rule.
+                    trial.best_epoch = instruction.visit // self.document.num_partitions - 1
                 trial.worker = trial.partition = trial.attempt = None
             case instructions.ForkState(number, parent, visit):
                 self._fork(self.trials[number], self.trials[parent], visit)
@@ -303,7 +312,7 @@ class RunView:
             self.audit_seconds += event.audit_seconds
             self.rows["train", task.partition] = event.rows
         else:
-            self.rows["val", task.partition] = max(rows for _, rows in event.sums.values())
+            _, self.rows["val", task.partition] = event.sums["loss"]
             self._rest(trial, event.attempt)
         if task.source.incarnation not in (None, task.incarnation):
             self.totals.add(event.hop)
@@ -341,8 +350,20 @@ class RunView:
         if trial.keep == "best":
             first = first_epoch(trial.base, self.document.num_partitions)
             own = [trial.epochs[e] for e in sorted(trial.epochs) if e >= first]
-            best = best_epoch((e.get(self.metric, math.nan) for e in own), self.direction)
+            best = best_epoch(own, self.metric, self.direction)
             trial.best_epoch = None if best is None else first + best
+
+
+_NOT_MEASURED = 2
+"""The first group of trials that have no number as their metric, and stay in their order."""
+
+
+def _group(trial: TrialView, measured: bool) -> int:
+    if trial.status == "failed":
+        return 5
+    if not measured:
+        return _NOT_MEASURED if trial.status == "finished" else 4 if trial.worker is None else 3
+    return 0 if trial.status == "finished" else 1
 
 
 @dataclass

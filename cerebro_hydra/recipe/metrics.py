@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,23 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.objective import is_likelihood
 
 Direction = Literal["min", "max"]
-MetricFunction = Callable[..., Tensor]
+
+SumOverRows = tuple[float, int]
+"""A mean that can still be merged: a sum of values, mostly one per row, and how many there are."""
+
+
+class BatchSum(NamedTuple):
+    """Holds the sum of what a metric finds in a batch, a scalar, and over how many values.
+
+    A sum of whole numbers is exact in float64, as long as it is below 2^53, so hits give the same
+    share in batches and partitions of every size; a mean in float32 is rounded in each batch.
+    """
+
+    total: Tensor
+    values: int
+
+
+MetricFunction = Callable[..., Tensor | BatchSum]
 
 
 @runtime_checkable
@@ -43,8 +59,9 @@ class StateMetric(Protocol):
 class Metric:
     """Defines a measured value with its name and direction.
 
-    `function(outputs, *labels)` gives the mean of a batch, to be averaged over rows; a
-    `StateMetric` keeps a state instead. With `label`, it sees that prediction and label alone.
+    `function(outputs, *labels)` gives the mean of a batch, to be averaged over rows, or a
+    `BatchSum`; a `StateMetric` keeps a state instead. With `label`, it sees that prediction and
+    label alone.
     """
 
     name: str
@@ -53,8 +70,8 @@ class Metric:
     label: int | None = None
 
 
-def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> Tensor:
-    """Return the share of hits; `loss` tells what an output and a label stand for."""
+def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
+    """Count hits; `loss` tells what an output and a label stand for."""
     if isinstance(loss, nn.CrossEntropyLoss) and labels.shape == outputs.shape:
         hits = outputs.argmax(min(1, outputs.dim() - 1)) == labels.argmax(min(1, labels.dim() - 1))
     elif outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
@@ -65,15 +82,21 @@ def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> Tensor:
         if outputs.shape[:-1] == labels.shape:
             class_dim = -1
         hits = outputs.argmax(class_dim) == labels
-    return hits.to(torch.float32).mean()
+    return BatchSum(hits.sum(), hits.numel())
 
 
-def _mse(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.mean((outputs.reshape(labels.shape) - labels) ** 2)
+def _mse(outputs: Tensor, labels: Tensor) -> BatchSum:
+    errors = _errors(outputs, labels)
+    return BatchSum((errors * errors).sum(), errors.numel())
 
 
-def _mae(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.mean(torch.abs(outputs.reshape(labels.shape) - labels))
+def _mae(outputs: Tensor, labels: Tensor) -> BatchSum:
+    errors = _errors(outputs, labels)
+    return BatchSum(errors.sum(), errors.numel())
+
+
+def _errors(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.abs(outputs.reshape(labels.shape) - labels).to(torch.float64)
 
 
 KNOWN_METRICS = {

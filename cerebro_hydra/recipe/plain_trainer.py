@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
-from cerebro_hydra.recipe.metrics import Metric, merge_metrics
+from cerebro_hydra.recipe.metrics import Metric, SumOverRows, merge_metrics
 from cerebro_hydra.recipe.placement import copy_model
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
 from cerebro_hydra.recipe.recipe import Recipe
@@ -198,10 +198,6 @@ def state_tensors(recipe: Recipe) -> dict[str, Tensor]:
     return found
 
 
-SumOverRows = tuple[float, int]
-"""A mean that can still be merged: the sum of a value over rows, and the number of rows."""
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Holds what the validation rows of one partition gave.
@@ -219,8 +215,7 @@ class RunningEvaluation:
 
     recipe: Recipe
     batches: int = 0
-    rows: int = 0
-    totals: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, SumOverRows] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
 
     def add(self, loss: float, outputs: Any, targets: Sequence[Tensor], rows: int) -> None:
@@ -229,26 +224,27 @@ class RunningEvaluation:
         Raises:
             NonFiniteLoss: the loss is NaN or infinite.
         """
-        values = {"loss": loss} | self.recipe.compute_metrics(outputs, targets)
+        measured = {"loss": (loss * rows, rows)}
+        measured |= self.recipe.compute_metrics(outputs, targets, rows)
         self.recipe.update_states(self.states, outputs, targets)
         if not math.isfinite(loss):
             raise NonFiniteLoss(f"the validation loss of batch {self.batches} is {loss}")
-        for name, value in values.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value * rows
+        for name, (value, count) in measured.items():
+            total, counted = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, counted + count)
         self.batches += 1
-        self.rows += rows
 
     def result(self) -> Evaluation:
         """Return what all batches gave."""
-        return Evaluation({n: (total, self.rows) for n, total in self.totals.items()}, self.states)
+        return Evaluation(self.sums, self.states)
 
 
 def mean(sums: Iterable[SumOverRows]) -> float:
-    """Merge sums over rows, in float64 and in the order given."""
+    """Merge sums over rows, in float64 and in the order given; the mean of nothing is NaN."""
     total, count = 0.0, 0
     for value, rows in sums:
         total, count = total + value, count + rows
-    return total / count
+    return total / count if count else math.nan
 
 
 def merge_evaluations(

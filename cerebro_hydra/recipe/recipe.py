@@ -24,7 +24,14 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
-from cerebro_hydra.recipe.metrics import Metric, StateMetric, as_json, resolve_metrics
+from cerebro_hydra.recipe.metrics import (
+    BatchSum,
+    Metric,
+    StateMetric,
+    SumOverRows,
+    as_json,
+    resolve_metrics,
+)
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import AUTOCAST, RandomKey, autocasting, without_fast_path
@@ -311,21 +318,25 @@ class Recipe:
         """Return the metrics that keep a state."""
         return tuple(m for m in self.metric_list if isinstance(m.function, StateMetric))
 
-    def compute_metrics(self, outputs: Any, targets: Sequence[Tensor]) -> dict[str, float]:
-        """Return each averaged metric's mean over one batch.
+    def compute_metrics(
+        self, outputs: Any, targets: Sequence[Tensor], rows: int
+    ) -> dict[str, SumOverRows]:
+        """Return what each averaged metric adds up to over one batch of so many rows.
 
         Raises:
             ConfigurationError: a metric fails; the message names it.
         """
         labels = self._labels(outputs, targets)
-        values: dict[str, float] = {}
+        sums: dict[str, SumOverRows] = {}
         for metric in self.metric_list:
             if not isinstance(metric.function, StateMetric):
                 with _naming(metric):
-                    values[metric.name] = float(
-                        metric.function(*self._seen_by(metric, outputs, labels))
-                    )
-        return values
+                    found = metric.function(*self._seen_by(metric, outputs, labels))
+                    if isinstance(found, BatchSum):
+                        sums[metric.name] = float(found.total), found.values
+                    else:
+                        sums[metric.name] = float(found) * rows, rows
+        return sums
 
     def update_states(
         self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]

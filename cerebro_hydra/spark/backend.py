@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame, SparkSession
 
-    from cerebro_hydra.data.manifest import Manifest
+    from cerebro_hydra.data.manifest import Manifest, RowsFound
     from cerebro_hydra.data.preparation.existing import ParquetMetadata
 
 _T = TypeVar("_T")
@@ -178,6 +178,23 @@ class SparkBackend:
             no_progress_line(context_of(self.spark_context)),
         ):
             return prepare(df, store, self.num_workers, spec, tell, self._report, recheck)
+
+    def identify(
+        self,
+        store: Store,
+        df: DataFrame,
+        spec: DataSpec,
+        num_partitions: int,
+        tell: Callable[[str], None] = to_nobody,
+    ) -> RowsFound:
+        """Find out which prepared data the rows would become; nothing is written."""
+        from cerebro_hydra.data.preparation.prepare import identify
+
+        with (
+            explained_java(self.spark_context, "comparing rows"),
+            no_progress_line(context_of(self.spark_context)),
+        ):
+            return identify(df, store, num_partitions, spec, tell)
 
     def existing_data(
         self,

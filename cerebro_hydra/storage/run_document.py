@@ -107,6 +107,27 @@ class TrialSpec:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """Says which rows of a DataFrame a search held out: a share of them, those of a column, none.
+
+    With the run's seed, it gives the same rows the fingerprint of the run's data again.
+    """
+
+    share: float | None = None
+    column: str | None = None
+
+    @classmethod
+    def of(cls, validation: float | str | None) -> HeldOut:
+        """Take the `validation` of a search."""
+        return cls(column=validation) if isinstance(validation, str) else cls(validation)
+
+    @property
+    def validation(self) -> float | str | None:
+        """Return what the search was given."""
+        return self.share if self.column is None else self.column
+
+
+@dataclass(frozen=True)
 class RunDocument:
     """Describes what all trials of a run have in common; each has a document of its own.
 
@@ -118,7 +139,8 @@ class RunDocument:
     Audits may take `audit_share` of an agent's training time. `checkpoint` says after what the
     newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
     candidates that are still to be admitted. `device` says on what trials are trained, and
-    `numerics` how its CPU libraries choose kernels, for bits depend on both.
+    `numerics` how its CPU libraries choose kernels, for bits depend on both. `held_out` is None
+    where the data was prepared before the search, perhaps with another seed.
     """
 
     run_id: Name
@@ -145,6 +167,7 @@ class RunDocument:
     admission_seconds: float | None = None
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     numerics: Annotated[str, one_of(*KERNELS)] = "fast"
+    held_out: HeldOut | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

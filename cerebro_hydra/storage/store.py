@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -22,6 +23,10 @@ from cerebro_hydra.storage.names import checked_name
 
 UNFINISHED = ".unfinished-"
 """How the names of files begin that are still written."""
+
+
+_FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a file of this machine
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 class Usage(NamedTuple):
@@ -364,11 +369,14 @@ def _absolute(argument: str, path: Any) -> str:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{argument} is {path!r}; give the path of a folder")
-    text = text.removeprefix("file://")
-    if "://" in text:
+    text = _FILE_URL.sub("", text)
+    if scheme := _SCHEME.match(text):
+        instead = "for hdfs:// there is HDFSStore"
+        if scheme[1].lower() == "dbfs":
+            instead = "dbfs:/x is mounted as /dbfs/x"
         raise ConfigurationError(
             f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "
-            "and all workers see, such as a mounted share; for hdfs:// there is HDFSStore"
+            f"and all workers see, such as a mounted share; {instead}"
         )
     return os.path.abspath(os.path.expanduser(text))
 

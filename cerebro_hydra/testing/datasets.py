@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, RowsFound, stored_name
 from cerebro_hydra.data.preparation.partition_writer import to_arrow
 from cerebro_hydra.data.preparation.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.rows import AffinePermutation, Assignment, ContentDigest
@@ -41,10 +41,7 @@ def write_dataset(
     specs = tuple(ColumnSpec(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items())
     hashes = _row_hashes(list(arrays.values()))
     rows = len(hashes)
-    content = {"rows": rows}
-    for i in range(hashes.shape[1]):
-        content[f"sum_{i}"] = int(hashes[:, i].sum(dtype=np.uint64))
-    fingerprint = fingerprint_of(specs, content, num_partitions, validation, seed)
+    fingerprint = _fingerprint(specs, hashes, num_partitions, validation, seed)
     validation_rows = 0 if validation is None else round(rows * validation)
     assignment = Assignment(rows, validation_rows, num_partitions, validation is not None)
     affine = AffinePermutation.drawn(rows, seed)
@@ -65,6 +62,33 @@ def write_dataset(
         return Manifest(fingerprint, specs, tuple(partitions))
 
     return prepare_once(store, fingerprint, write)
+
+
+def identify(
+    columns: Mapping[str, NDArray[Any]],
+    num_partitions: int,
+    validation: float | None,
+    seed: int = 0,
+) -> RowsFound:
+    """Find out what `write_dataset` would make of arrays; nothing is written."""
+    arrays = {name: _converted(name, array) for name, array in columns.items()}
+    specs = tuple(ColumnSpec(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items())
+    hashes = _row_hashes(list(arrays.values()))
+    fingerprint = _fingerprint(specs, hashes, num_partitions, validation, seed)
+    return RowsFound(fingerprint, len(hashes), f"the values of its {len(hashes):,} rows")
+
+
+def _fingerprint(
+    specs: tuple[ColumnSpec, ...],
+    hashes: NDArray[np.uint64],
+    num_partitions: int,
+    validation: float | None,
+    seed: int,
+) -> str:
+    content = {"rows": len(hashes)}
+    for i in range(hashes.shape[1]):
+        content[f"sum_{i}"] = int(hashes[:, i].sum(dtype=np.uint64))
+    return fingerprint_of(specs, content, num_partitions, validation, seed)
 
 
 def _converted(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from cerebro_hydra.agent.main import run_agent
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import Manifest, RowsFound
 from cerebro_hydra.data.preparation.existing import describe
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import SetupError
@@ -35,7 +35,7 @@ from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store
-from cerebro_hydra.testing.datasets import write_dataset
+from cerebro_hydra.testing.datasets import identify, write_dataset
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
@@ -109,6 +109,18 @@ class LocalBackend:
         columns = {name: df.arrays[name] for name in spec.columns}
         share = spec.validation_share or None
         return write_dataset(store, columns, self.num_workers, share, spec.seed)
+
+    def identify(
+        self,
+        store: Store,
+        df: Arrays,
+        spec: DataSpec,
+        num_partitions: int,
+        tell: Callable[[str], None] = to_nobody,
+    ) -> RowsFound:
+        """Find out which prepared data the arrays would become."""
+        columns = {name: df.arrays[name] for name in spec.columns}
+        return identify(columns, num_partitions, spec.validation_share or None, spec.seed)
 
     def describe(self, store: Store, spec: DataSpec) -> Manifest:
         """Make the existing Parquet files of the store its data."""

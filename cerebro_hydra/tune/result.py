@@ -146,7 +146,10 @@ class SearchResult:
 
     @property
     def best_trial(self) -> Trial:
-        """Return the finished trial whose result's epoch has the best metric; of equals the first.
+        """Return the finished trial whose result's epoch has the best metric.
+
+        Of values that are equal to within one part in 10^12 the better validation loss wins, then
+        the earlier epoch, then the lower trial.
 
         Raises:
             ConfigurationError: no finished trial has a number there.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.data.manifest import Manifest, RowsFound
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.hopper.backend import Factory
@@ -89,6 +89,27 @@ class RunToResume:
                     f"{name} is {value!r}, and the run {self.folder.path!r} has {there!r}; give "
                     "the search what the run was begun with"
                 )
+
+    def require_rows(self, found: RowsFound) -> str:
+        """Refuse other rows than the run trains on; return in words what was compared.
+
+        Raises:
+            ConfigurationError: the rows are others, or held out in another way.
+        """
+        if found.fingerprint == self.document.fingerprint:
+            return f"the DataFrame has the rows of the run: {found.compared} were compared"
+        rows = sum(info.rows for info in self.manifest.partitions)
+        if self.document.held_out is not None or found.rows != rows:
+            others = " with other values" if found.rows == rows else ""
+            raise ConfigurationError(
+                f"the DataFrame has {found.rows:,} rows{others}, and the run {self.folder.path!r} "
+                f"was begun on {rows:,}; give the rows of the run, or begin a new run without "
+                f"resume ({found.compared} were compared; cerebro-hydra resume needs no DataFrame)"
+            )
+        return (
+            f"the DataFrame has as many rows as the run, {rows:,}; no more was compared, because "
+            "the run was begun on data that had been prepared before"
+        )
 
     def find_factory(self, given: Factory | str | None, trust: bool) -> Factory:
         """Return the run's `estimator_gen_fn`; raises as `estimator_factories.find` does."""

@@ -12,6 +12,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, HeldOut, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
 from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
@@ -188,13 +189,16 @@ class Search(ABC):
         that was written, else from its best one.
 
         Args:
-            df: the rows; those that the run was begun with.
+            df: the rows; those that a run to go on with was begun with. They are compared with the
+                run's by the sum of a hash of each row, for which they are read once, or by names,
+                sizes and times of files that were prepared before.
             resume: the folder of a run to go on with, `<store>/runs/<run id>`; None begins one.
             recheck: read all rows again, even if those of these files were prepared before and no
                 file has another name, size or time since.
 
         Raises:
-            ConfigurationError: the data, the metric or the run does not fit the arguments.
+            ConfigurationError: the data, the metric or the run does not fit the arguments, or `df`
+                has other rows than the run that is to go on.
             SetupError: Spark can't run the agents.
             DataError: rows can't be used.
             StoreError: the store can't be read or written; says what to do.
@@ -211,12 +215,12 @@ class Search(ABC):
         folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
         with interruptible():
             if RunToResume.begun(folder):
-                return self._resume(folder)
+                return self._resume(folder, df)
             with loading_exporter(), Waiting(self._surroundings.report) as waiting:
                 manifest = self.backend.prepare(
                     self.store, df, self.data_spec, waiting.now, recheck
                 )
-            return self._fit(manifest, folder)
+            return self._fit(manifest, folder, HeldOut.of(self.data_spec.validation))
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
         """Train every candidate on data that is there already.
@@ -262,7 +266,7 @@ class Search(ABC):
             )
         return RunFolder(self.store, folder.run_id)
 
-    def _resume(self, folder: RunFolder) -> SearchResult:
+    def _resume(self, folder: RunFolder, df: DataFrame) -> SearchResult:
         run = RunToResume(folder)
         run.require_same(
             seed=self.seed,
@@ -274,11 +278,24 @@ class Search(ABC):
             checkpoint=self.checkpoint,
             keep=self.keep,
         )
+        if run.manifest.source is None:
+            held_out, partitions = run.document.held_out, run.manifest.num_partitions
+            spec = self.data_spec
+            if held_out is not None:
+                spec = replace(spec, validation=held_out.validation)
+            with Waiting(self._surroundings.report) as waiting:
+                found = self.backend.identify(self.store, df, spec, partitions, waiting.now)
+            self._surroundings.report(run.require_rows(found))
         limits = {name: getattr(self, name) for name in LIMITS}
         go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs, **limits)
         return self._watched(folder, go_on)
 
-    def _fit(self, manifest: Manifest, folder: RunFolder | None = None) -> SearchResult:
+    def _fit(
+        self,
+        manifest: Manifest,
+        folder: RunFolder | None = None,
+        held_out: HeldOut | None = None,
+    ) -> SearchResult:
         folder = folder or RunFolder(self.store, _new_run_id())
         with run_claim(folder):
             with _removed_on_error(folder):
@@ -291,6 +308,7 @@ class Search(ABC):
                 trials.admit_first()
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)
+                document = replace(document, held_out=held_out)
                 folder.write_json(RUN_FILE, document.to_json())
             parts = (folder, document, trials, manifest)
             return self._watched(folder, partial(run_trials, self._surroundings, *parts))

@@ -31,12 +31,16 @@ class RunOver(ControlFailed):
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """Asks the agent process that owns a state of a trial for some of its shards."""
+    """Asks the agent process that owns a state of a trial for some of its shards.
+
+    With `verify` it asks what digests the bytes of these shards have there now, and for no bytes.
+    """
 
     trial: int
     visit: int
     incarnation: str
     shards: tuple[int, ...]
+    verify: bool = False
 
     def __str__(self) -> str:
         """Return the request as error messages show it."""
@@ -60,9 +64,10 @@ class ShardRequest:
                     "visit": int(visit),
                     "incarnation": str(incarnation),
                     "shards": [int(), *_] as shards,
+                    **more,
                 }
             } if all(type(number) is int and number >= 0 for number in shards):
-                return cls(trial, visit, incarnation, tuple(shards))
+                return cls(trial, visit, incarnation, tuple(shards), more.get("verify") is True)
         raise ValueError(
             f"{line[:200]!r} is no request for shards; run the same version everywhere"
         )

@@ -12,6 +12,12 @@ A receiver writes lines, and the owner answers each at once or when it can:
 The owner offers each shard when it is published, whichever comes first. The receiver names the
 segments that it does not hold, so no list of what it holds has to travel. After the last shard the
 receiver may ask for other ones. Whatever goes wrong is said in a goodbye: {"bye": "…"}.
+
+A receiver whose bytes have another digest than was announced asks, on a connection of its own, what
+digest the owner's have: on the way they may be damaged, or at the owner, by a late write.
+
+    receiver    {"fetch": {…, "shards": [1], "verify": true}}
+    owner       {"digests": {"1": {"frozen": "<digest>", "trainable": "<digest>"}}}
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -55,6 +62,14 @@ _STALL_SECONDS = 60.0  # seconds in which a receiver must answer an offer, or ta
 _IDLE_SECONDS = 600.0  # seconds after which a connection without a request is closed
 
 _KEPT_SECONDS = 60.0  # seconds that an idle connection is kept, by far less than its owner keeps it
+
+
+class DigestDiffers(TransferError):
+    """A segment has arrived with another digest than its owner had announced."""
+
+    def __init__(self, message: str, shard: int, segment: str, announced: str) -> None:
+        super().__init__(message)
+        self.shard, self.segment, self.announced = shard, segment, announced
 
 
 class ShardClient:
@@ -105,6 +120,30 @@ class ShardClient:
             self.close()
             if self._cancelled:
                 raise Cancelled(f"the fetch of {request} from {self.uri} was cancelled") from None
+            said = f"{request} from {self.uri}: {_words(error)}"
+            if isinstance(error, DigestDiffers):
+                where = (error.shard, error.segment, error.announced)
+                raise DigestDiffers(said, *where) from error
+            raise TransferError(said) from error
+
+    def verify(self, request: ShardRequest) -> dict[int, dict[str, str]]:
+        """Return the digests of what the owner has: by shard, those of its segments by name.
+
+        Raises:
+            TransferError: the owner refused (with its words), or died.
+            Cancelled: `cancel()` was called.
+        """
+        self.reusable = False
+        try:
+            owner = self._socket or self._dial()
+            owner.sendall(encode("fetch", vars(replace(request, verify=True))))
+            found = _digests(_read_line(owner))
+            self.reusable = not self._cancelled
+            return found
+        except (OSError, TransferError) as error:
+            self.close()
+            if self._cancelled:
+                raise Cancelled(f"the question for {request} was cancelled") from None
             raise TransferError(f"{request} from {self.uri}: {_words(error)}") from error
 
     def cancel(self) -> None:
@@ -173,14 +212,13 @@ class ShardClient:
             segments[name] = (digest, buffer)
         seconds = time.perf_counter() - begun
         for name in missing:
-            self._check(name, *segments[name])
+            self._check(number, name, *segments[name])
         return FetchedShard(number, segments, cursor, moved, saved, seconds)
 
-    def _check(self, name: str, announced: str, buffer: Bytes) -> None:
+    def _check(self, number: int, name: str, announced: str, buffer: Bytes) -> None:
         if self._digest is not None and (found := self._digest(buffer)) != announced:
-            raise TransferError(
-                f"segment {name!r} arrived with digest {found}, announced was {announced}"
-            )
+            said = f"segment {name!r} arrived with digest {found}, announced was {announced}"
+            raise DigestDiffers(said, number, name, announced)
 
 
 def _read_line(owner: socket.socket) -> bytes:
@@ -205,6 +243,19 @@ def _offer(line: bytes) -> tuple[int, dict[str, tuple[str, int]], dict[str, Any]
             case {"shard": {"number": int(number), "segments": dict(segments), "cursor": cursor}}:
                 sizes = {name: (str(digest), int(n)) for name, (digest, n) in segments.items()}
                 return number, sizes, dict(cursor)
+    except (TypeError, ValueError):
+        pass
+    raise TransferError(f"the owner's answer can't be read: {line[:200]!r}")
+
+
+def _digests(line: bytes) -> dict[int, dict[str, str]]:
+    """Return the digests that an owner tells."""
+    try:
+        match json.loads(line):
+            case {"bye": str(reason)}:
+                raise TransferError(reason)
+            case {"digests": dict(shards)}:
+                return {int(number): dict(found) for number, found in shards.items()}
     except (TypeError, ValueError):
         pass
     raise TransferError(f"the owner's answer can't be read: {line[:200]!r}")
@@ -247,7 +298,8 @@ class ShardServer:
     certificate in `credentials` the server speaks TLS; `Listener` says what holds before the
     secret.
 
-    A receiver that does not go on for a minute is hung up on, and an idle one after ten.
+    A receiver that does not go on for a minute is hung up on, and an idle one after ten. `digest`,
+    if given, answers those who ask what the owner's own bytes have become.
 
     Raises:
         ConfigurationError: if `host` means all addresses.
@@ -255,9 +307,14 @@ class ShardServer:
     """
 
     def __init__(
-        self, host: str, credentials: Credentials, follow: Callable[[ShardRequest], Look]
+        self,
+        host: str,
+        credentials: Credentials,
+        follow: Callable[[ShardRequest], Look],
+        digest: Callable[[Any], str] | None = None,
     ) -> None:
         self._follow = follow
+        self._digest = digest
         self._changed = asyncio.Event()
         self._closing = False
         self._listener = Listener(host, credentials, self._admit, self._leave, "wire-shards")
@@ -295,6 +352,11 @@ class ShardServer:
         while True:
             request = ShardRequest.from_line(await connection.next_line(_IDLE_SECONDS))
             look, missing = self._follow(request), list(request.shards)
+            if request.verify:
+                published = {n: each for n in missing if (each := look(n)) is not None}
+                found = await asyncio.to_thread(self._verified, published)
+                connection.write(encode("digests", found))
+                continue
             while missing:
                 if self._closing:
                     raise TransferError("the owner has closed")
@@ -306,6 +368,16 @@ class ShardServer:
                         break
                 else:
                     await changed.wait()
+
+    def _verified(self, published: Mapping[int, Publication]) -> dict[int, dict[str, str]]:
+        """Return the digests that the bytes of publications have now."""
+        digest = self._digest
+        if digest is None:
+            raise TransferError("the owner computes no digests")
+        return {
+            number: {name: digest(buffer) for name, (_, buffer) in each.segments.items()}
+            for number, each in published.items()
+        }
 
 
 class _ShardConnection(Connection):

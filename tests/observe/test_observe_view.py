@@ -230,3 +230,28 @@ def test_progress_of_a_worker_that_the_trial_has_left_is_ignored() -> None:
     for worker, loss in ((0, 0.5), (1, 9.0)):
         view.apply(Progress(worker, trial=0, epoch=0, partition=0, step=1, steps=4, loss=loss))
     assert view.trials[0].loss == 0.5
+
+
+def test_of_equal_trials_the_better_loss_wins_then_the_earlier_epoch_then_the_first() -> None:
+    """One suite says so of epochs and trials: tests/plan/hop/test_plan_ranking.py."""
+    found = [(0.5, 0.9), (0.4, 0.9 - 1e-14), (0.4, 0.9), (0.4, 0.9)]
+    for extra, expected in ((0, [1, 2, 3, 0]), (1, [2, 3, 1, 0])):
+        view = fold([*begin(4, evaluation_metric="accuracy"), JOIN])
+        for trial, (loss, accuracy) in enumerate(found):
+            measured = {"train_loss": 1.0, "val_loss": loss, "val_accuracy": accuracy}
+            epochs = 1 + extra * (trial == 1)
+            ends = [ended(trial, epoch, **measured) for epoch in range(epochs)]
+            finish = ins.FinishTrial(trial, "finished", "", 2 * epochs)
+            view.apply(journal(ev.TrialStopped(trial, ""), *ends, finish))
+        assert [t.trial for t in view.best_first()] == expected
+        assert view.winner is view.trials[expected[0]]
+
+
+def test_the_result_of_a_run_is_the_state_that_it_decided_for() -> None:
+    """A run of another version may have kept another of two equal epochs."""
+    view = fold([*begin(1, keep="best", evaluation_metric="accuracy"), JOIN])
+    for epoch, loss in enumerate((0.5, 0.4)):
+        measured = {"train_loss": 1.0, "val_loss": loss, "val_accuracy": 0.9}
+        view.apply(journal(ev.TrialStopped(0, ""), ended(0, epoch, **measured)))
+    view.apply(journal(ev.TrialStopped(0, ""), ins.FinishTrial(0, "finished", "", 2)))
+    assert view.trials[0].result_epoch == 0 and view.trials[0].result_metrics["val_loss"] == 0.5

@@ -63,7 +63,8 @@ def test_a_dict_of_outputs_is_matched_by_the_names_of_the_label_columns() -> Non
     kind, size = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 7.0])
     outputs = {"size": size + 3, "logits": size, "kind": kind + 1}
     assert recipe.compute_loss(outputs, (kind, size)).item() == 1 + 9
-    assert recipe.compute_metrics(outputs, (kind, size)) == {"kind_mae": 1, "size_mae": 3}
+    sums = recipe.compute_metrics(outputs, (kind, size), 2)
+    assert sums == {"kind_mae": (2, 2), "size_mae": (6, 2)}
     assert [t.tolist() for t in recipe.predictions(outputs)] == [[2, 3], [8, 10]]
 
 
@@ -105,7 +106,8 @@ def accuracy(loss: Any, outputs: list[Any], labels: list[Any], name: str = "accu
     recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), loss, metrics=[name])
     recipe.bind(Columns(("features",), ("label",)))
     targets = (torch.tensor(labels),)
-    return recipe.compute_metrics(torch.tensor(outputs), targets)[name]
+    hits, count = recipe.compute_metrics(torch.tensor(outputs), targets, len(labels))[name]
+    return hits / count
 
 
 @pytest.mark.parametrize("loss", [nn.BCELoss(), torch.nn.functional.binary_cross_entropy])
@@ -131,5 +133,5 @@ def test_each_label_column_has_the_accuracy_of_its_loss() -> None:
     recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), losses, metrics=["accuracy"])
     recipe.bind(Columns(("features",), ("a", "b")))
     outputs = (torch.tensor([0.4]), torch.tensor([0.4]))
-    found = recipe.compute_metrics(outputs, (torch.tensor([0.0]), torch.tensor([0.0])))
-    assert found == {"a_accuracy": 1.0, "b_accuracy": 0.0}
+    found = recipe.compute_metrics(outputs, (torch.tensor([0.0]), torch.tensor([0.0])), 1)
+    assert found == {"a_accuracy": (1, 1), "b_accuracy": (0, 1)}

@@ -70,11 +70,29 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("", "prefix_path is ''; give the path"),
         (b"/tmp", "prefix_path is b'/tmp'; give"),
         ("hdfs://node:9000/x", "'hdfs://node:9000/x'; a LocalStore takes a path of a file system"),
+        ("s3://bucket/x", "'s3://bucket/x'; a LocalStore takes .* such as a mounted share"),
+        (Path("s3://bucket/x"), "a LocalStore takes a path of a file system"),
+        ("S3A://bucket/x", "a LocalStore takes a path of a file system"),
+        ("file://other-machine/x", "a LocalStore takes a path of a file system"),
+        ("dbfs:/x", "'dbfs:/x'; a LocalStore takes .*dbfs:/x is mounted as /dbfs/x"),
     ],
 )
-def test_what_is_no_path_is_refused(prefix: Any, said: str) -> None:
+def test_what_is_no_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: Any, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=said):
         LocalStore(prefix)
+    if prefix:
+        said = said.replace("prefix_path is ", "train_path is ")
+        with pytest.raises(ConfigurationError, match=said):
+            LocalStore(tmp_path / "store", train_path=prefix)
+    assert set(os.listdir(tmp_path)) <= {"store"}
+
+
+@pytest.mark.parametrize("scheme", ["", "file:", "file://"])
+def test_a_file_url_is_the_path_that_it_names(tmp_path: Path, scheme: str) -> None:
+    assert LocalStore(f"{scheme}{tmp_path}/a: b").prefix == f"{tmp_path}/a: b"
 
 
 def test_prefix_that_reads_as_a_url_is_refused(tmp_path: Path) -> None:

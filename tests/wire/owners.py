@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -22,6 +23,10 @@ class Published:
 
 def noise(nbytes: int) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def sha(buffer: np.ndarray) -> str:
+    return hashlib.sha256(buffer).hexdigest()
 
 
 def empty(nbytes: int) -> np.ndarray:
@@ -51,7 +56,7 @@ class Owner:
     def __init__(self, credentials: Credentials, *shards: Published | Exception) -> None:
         self.shards: dict[int, Published | Exception] = dict(enumerate(shards))
         self.asked: SimpleQueue[ShardRequest] = SimpleQueue()
-        self.server = ShardServer("127.0.0.1", credentials, self._follow)
+        self.server = ShardServer("127.0.0.1", credentials, self._follow, sha)
         self.uri = self.server.uri
 
     def publish(self, number: int, shard: Published | Exception) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
@@ -20,16 +19,12 @@ from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.wire import shards as shard_server
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.messages import ShardRequest
-from cerebro_hydra.wire.shards import ClientPool, ShardClient
-from tests.wire.owners import Owner, Published, empty, fetch, noise, nothing, request
+from cerebro_hydra.wire.shards import ClientPool, DigestDiffers, ShardClient
+from tests.wire.owners import Owner, Published, empty, fetch, noise, nothing, request, sha
 
 GUARD = 60  # seconds; only a hang comes near it
 PLAIN = new_credentials()
 SMALL = Published({"trainable": ("t", noise(1000))})
-
-
-def sha(buffer: np.ndarray) -> str:
-    return hashlib.sha256(buffer).hexdigest()
 
 
 @contextmanager
@@ -353,3 +348,18 @@ def test_an_owner_that_is_not_there_is_named() -> None:
         uri = owner.uri
     with pytest.raises(TransferError, match=re.escape(uri)):
         fetch(ShardClient(uri, PLAIN))
+
+
+def test_an_owner_says_what_its_bytes_have_become_since_they_were_published() -> None:
+    content = noise(100_000)
+    with serving(Published({"trainable": (sha(content), content)})) as owner:
+        client = ShardClient(owner.uri, PLAIN, sha)
+        assert fetch(client)[0].bytes_moved == len(content)
+        assert client.verify(request(0)) == {0: {"trainable": sha(content)}}
+        announced, content[7] = sha(content), content[7] ^ 1
+        with pytest.raises(DigestDiffers, match="announced was") as caught:
+            fetch(client)
+        found = (caught.value.shard, caught.value.segment, caught.value.announced)
+        assert found == (0, "trainable", announced)
+        there = ShardClient(owner.uri, PLAIN, sha).verify(request(0))
+        assert there == {0: {"trainable": sha(content)}} != {0: {"trainable": announced}}

@@ -12,6 +12,7 @@ from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.plan.hop.checkpoints import wait_after
 from cerebro_hydra.plan.messages.events import CheckpointFailed
+from cerebro_hydra.storage.digest import digest as content_digest
 from cerebro_hydra.storage.run_folder import RunFolder
 
 
@@ -22,12 +23,20 @@ def write_segments(
 
     Raises:
         TransferError: some of the state is not on this agent.
-        StoreError: the store refuses a file; those that are there are whole.
+        StoreError: the store refuses a file, or one would not be what was published; those that are
+            there are whole.
     """
     entries = []
     for number in range(shard_store.num_shards(trial, visit)):
         shard = shard_store.wait(trial, visit, number, given_up=lambda: True)
-        for digest, buffer in shard.segments.values():
+        for name, (digest, buffer) in shard.segments.items():
+            if folder.has_object(digest):
+                continue
+            if (found := content_digest(buffer)) != digest:
+                raise StoreError(
+                    f"segment {name!r} of shard {number} was written to after it was published: it "
+                    f"has digest {found}, announced was {digest}"
+                )
             folder.write_object(digest, buffer.data)
         frozen, trainable = shard.digests
         entries.append({"frozen": frozen, "trainable": trainable, "cursor": dict(shard.cursor)})

@@ -18,7 +18,7 @@ from cerebro_hydra.plan.messages.events import Hop
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
-from cerebro_hydra.wire.shards import ShardClient
+from cerebro_hydra.wire.shards import DigestDiffers, ShardClient
 
 Connect = Callable[[str], AbstractContextManager[ShardClient]]
 
@@ -30,6 +30,10 @@ STORE_PAUSES = (1.0, 4.0, 16.0)
 """Seconds between tries to read from the store, which may be away for a moment."""
 
 _log = logging.getLogger(__name__)
+
+
+class StateAltered(TransferError):
+    """The bytes of a published shard are no longer what its owner had announced."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Fetch:
     on_hop: Callable[[Hop], None]
     on_whole: Callable[[int, int], None]
     error: str | None = None
+    altered: bool = False
+    """Whether it failed because the owner's own bytes are not what it had published."""
     lacking: str | None = None
     """What memory the state did not fit into, if that is why it failed."""
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -92,6 +98,7 @@ class Fetch:
                 self._from_peer(state, request.uri)
         except Exception as error:
             self.error = str(error) or type(error).__name__
+            self.altered = isinstance(error, StateAltered)
             self.lacking = memory_that_ran_out(error)
             self.shard_store.retract(state)
             return
@@ -109,10 +116,35 @@ class Fetch:
                     missing.remove(shard.number)
                     tries = 0
                     del shard  # while the next one is waited for, these bytes may be spilled
-            except TransferError:
+            except TransferError as error:
+                if isinstance(error, DigestDiffers):
+                    self._ask_owner(uri, error)
                 tries += 1
                 if tries == TRIES or self._cancelled.wait(RETRY_SECONDS):
                     raise
+
+    def _ask_owner(self, uri: str, differs: DigestDiffers) -> None:
+        """Ask the owner of a damaged shard for the digest of its own bytes.
+
+        Raises:
+            StateAltered: they were damaged there, so that to ask for them again is in vain.
+        """
+        request, incarnation = self.request, self.request.incarnation or ""
+        asked = ShardRequest(request.trial, request.visit, incarnation, (differs.shard,))
+        with self.connect(uri) as client:
+            try:
+                self._use(client)
+                there = client.verify(asked).get(differs.shard, {}).get(differs.segment)
+            except TransferError:
+                return  # whether it is there at all is found when it is asked for again
+            finally:
+                self._use(None)
+        if there not in (None, differs.announced):
+            raise StateAltered(
+                f"{asked} from {uri}: its owner says that segment {differs.segment!r} was written "
+                f"to after it was published: it has digest {there}, announced was "
+                f"{differs.announced}"
+            ) from differs
 
     def _ask(self, uri: str, missing: Iterable[int]) -> Iterator[FetchedShard]:
         request = self.request
@@ -221,6 +253,12 @@ class FetchManager:
         with self._lock:
             fetch = self._fetches.get((trial, visit))
             return None if fetch is None else fetch.error
+
+    def altered(self, trial: int, visit: int) -> bool:
+        """Return whether a state did not come because its owner has other bytes than it told."""
+        with self._lock:
+            fetch = self._fetches.get((trial, visit))
+            return fetch is not None and fetch.altered
 
     def lacking(self, trial: int, visit: int) -> str | None:
         """Return what memory a state did not fit into; None if nothing or something else failed."""

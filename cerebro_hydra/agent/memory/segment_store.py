@@ -125,6 +125,13 @@ class SegmentStore:
         with self._moving:
             return self._read_back(segment)
 
+    def is_altered(self, digest: str) -> bool:
+        """Return whether somebody has written to a segment that is in memory."""
+        with self._lock:
+            segment = self._segments.get(digest)
+            buffer = None if segment is None else segment.buffer
+        return buffer is not None and digest_of(buffer) != digest
+
     def read(self, digest: str) -> Bytes:
         """Return the bytes of a segment.
 

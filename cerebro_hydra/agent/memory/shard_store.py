@@ -183,6 +183,12 @@ class ShardStore:
                 raise TransferError(f"state {visit} of trial {trial} is not here")
             return len(state.shards)
 
+    def altered(self, state: State) -> list[int]:
+        """Return the shards of a state whose trainable segment was written to after `put`."""
+        with self._changed:
+            held = [(n, shard.digests[1]) for n, shard in enumerate(state.shards) if shard]
+        return [number for number, digest in held if self.segments.is_altered(digest)]
+
     def knows(self, trial: int, visit: int) -> bool:
         """Return whether a state is here or on its way."""
         with self._changed:

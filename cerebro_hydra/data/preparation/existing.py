@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -207,13 +208,16 @@ class _Folder:
     @staticmethod
     def open(path: str, what: str) -> _Folder:
         if os.path.isfile(path):
+            _refuse_tables([path], f"{what} {path!r}")
             return _Folder(path, (path,))
         if not os.path.isdir(path):
             raise ConfigurationError(
                 f"{what} {path!r} does not exist: check the path; what backend.prepare_data writes "
                 "lies in the store's own folder, and is found by a store without train_path"
             )
-        return _Folder(path, tuple(list_files(path)))
+        files = list_files(path)
+        _refuse_tables(files, f"{what} {path!r}")
+        return _Folder(path, tuple(files))
 
     def described(self, store: Store) -> list[SourceFile]:
         """Describe the files; those in the store by relative paths, so that the store can move."""
@@ -223,6 +227,29 @@ class _Folder:
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
             for path in self.files
         ]
+
+
+def _refuse_tables(files: Iterable[str], what: str) -> None:
+    """Refuse files of a table whose own log says which rows count: others lie there, too."""
+    folders = dict.fromkeys(map(os.path.dirname, files))
+    places = [Path(seen(each)) for seen in (os.path.realpath, os.path.abspath) for each in folders]
+    for folder in dict.fromkeys(each for at in places for each in (at, *at.parents)):
+        if (kind := _table_format(folder)) is not None:
+            name, read_as = kind
+            raise DataError(
+                f"{what} has files of the {name} table {str(folder)!r}, which may hold deleted "
+                f"rows beside those that count; read it by spark.read.format({read_as!r}).load("
+                f"{str(folder)!r}), and give that to backend.prepare_data"
+            )
+
+
+def _table_format(folder: Path) -> tuple[str, str] | None:
+    """Return the name of the format whose table has this root, and what Spark calls it."""
+    if os.path.isdir(folder / "_delta_log"):
+        return "Delta", "delta"
+    if any((folder / "metadata").glob("*.metadata.json*")):
+        return "Iceberg", "iceberg"
+    return None
 
 
 def _folders(store: Store, spec: DataSpec) -> tuple[_Folder, list[_Folder]]:

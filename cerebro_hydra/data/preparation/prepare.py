@@ -28,7 +28,7 @@ from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from cerebro_hydra.data import decoder
-from cerebro_hydra.data.manifest import ColumnSpec, Manifest, stored_name
+from cerebro_hydra.data.manifest import ColumnSpec, Manifest, RowsFound, stored_name
 from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan, validation_flag
 from cerebro_hydra.data.preparation.partition_writer import (
     CHUNK,
@@ -115,6 +115,61 @@ def prepare(
     return manifest
 
 
+def identify(
+    df: DataFrame,
+    store: Store,
+    num_partitions: int,
+    spec: DataSpec,
+    tell: Callable[[str], None] = to_nobody,
+) -> RowsFound:
+    """Find out what `prepare` would make of a DataFrame; nothing is written, shuffled or kept.
+
+    Rows are read once and added up, unless they are of unchanged files that were prepared before.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        DataError: a column can't be used as it is.
+    """
+    _check_arguments(df, num_partitions, spec)
+    files = source_files(df)
+    if files is not None and (known := CheckedSource(store, *files, num_partitions, spec).find()):
+        manifest, _ = known
+        rows = sum(info.rows for info in manifest.partitions)
+        compared = f"the query, and names, sizes and times of its {len(files.files)} files"
+        return RowsFound(manifest.fingerprint, rows, compared)
+    tell("comparing rows")
+    plans, packs, converted = _converted(df, spec)
+    width = row_bytes(converted, plans, reads_files_only(df))
+    with batches_for(df.sparkSession, width):
+        content = RowFacts(packed_rows(converted, packs, spec.seed), packs, plans).content()
+    _, fingerprint = _identity(df, plans, content, num_partitions, spec)
+    return RowsFound(fingerprint, content.rows, f"the values of its {content.rows:,} rows")
+
+
+def _converted(
+    df: DataFrame, spec: DataSpec
+) -> tuple[Sequence[ColumnPlan], Sequence[PackPlan], DataFrame]:
+    """Return the columns, their packs, and the rows as they are stored, with their marks."""
+    plans = [ColumnPlan.of(df, name, stored_name(i)) for i, name in enumerate(spec.columns)]
+    marker = spec.validation_column
+    flag = F.lit(False) if marker is None else validation_flag(df, marker)
+    rows = df.select(*(plan.converted.alias(plan.stored) for plan in plans), flag.alias(FLAG))
+    return plans, PackPlan.of(plans), rows
+
+
+def _identity(
+    df: DataFrame,
+    plans: Sequence[ColumnPlan],
+    content: Content,
+    num_partitions: int,
+    spec: DataSpec,
+) -> tuple[tuple[ColumnSpec, ...], str]:
+    """Return the columns as they are stored, and the fingerprint of the data."""
+    columns = tuple(ColumnSpec(plan.name, plan.dtype, _shape(df, plan, content)) for plan in plans)
+    found = fingerprint_of(columns, content.sums, num_partitions, spec.validation, spec.seed)
+    return columns, found
+
+
 def _prepared(
     df: DataFrame,
     store: Store,
@@ -122,11 +177,8 @@ def _prepared(
     spec: DataSpec,
     tell: Callable[[str], None],
 ) -> Manifest:
-    plans = [ColumnPlan.of(df, name, stored_name(i)) for i, name in enumerate(spec.columns)]
-    packs = PackPlan.of(plans)
+    plans, packs, rows = _converted(df, spec)
     marker = spec.validation_column
-    flag = F.lit(False) if marker is None else validation_flag(df, marker)
-    rows = df.select(*(plan.converted.alias(plan.stored) for plan in plans), flag.alias(FLAG))
     tell("checking rows")
     with ExitStack() as stack:
         rereadable = reads_files_only(df)
@@ -141,16 +193,11 @@ def _prepared(
         row_facts = stack.enter_context(RowFacts(packed, packs, plans))
         content = row_facts.content()
         _refuse_faults(df, rows, plans, content, marker)
-        columns = tuple(
-            ColumnSpec(plan.name, plan.dtype, _shape(df, plan, content)) for plan in plans
-        )
+        columns, fingerprint = _identity(df, plans, content, num_partitions, spec)
         marked = None if marker is None else sum(content.counts[True])
         held_back = round(content.rows * spec.validation_share) if marked is None else marked
         has_validation = spec.validation is not None
         assignment = Assignment(content.rows, held_back, num_partitions, has_validation)
-        fingerprint = fingerprint_of(
-            columns, content.sums, num_partitions, spec.validation, spec.seed
-        )
 
         def write(attempt: str) -> Manifest:
             tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")

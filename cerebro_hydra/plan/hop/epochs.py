@@ -40,6 +40,7 @@ from cerebro_hydra.plan.hop.trial_status import (
 )
 from cerebro_hydra.plan.hop.trials import (
     MOST_FAILED_TRANSFERS,
+    MOST_VOID_STATES,
     Attempt,
     Outcome,
     TrialProgress,
@@ -85,7 +86,17 @@ UNREADABLE = (
     "whether every worker sees the store, and check its files with cerebro-hydra verify"
 )
 
+USELESS = (
+    "its state was useless to everybody {} times in a row, each time that it was made again:\n{}\n"
+    "Look for code that writes to parameters or buffers after the update of a step, such as hooks "
+    "and threads; if other trials end like this, look at memory, network and disks of the workers"
+)
+
 PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
+
+
+def _numbered(trial: TrialProgress) -> str:
+    return "\n".join(f"  {n}. {reason}" for n, reason in enumerate(trial.void_states, 1))
 
 
 class TrialCourse:
@@ -194,14 +205,16 @@ class TrialCourse:
         self.stop(index, PAUSED_AT_THE_END)
         return []
 
-    def transfer_failed(self, attempt: Attempt, error: str) -> Instructions:
+    def transfer_failed(self, attempt: Attempt, error: str, altered: bool = False) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
 
-        Where agents alone hold the state, one of them writes it to the store (``advance``).
+        Where agents alone hold the state, one of them writes it to the store (``advance``). One
+        that says itself that its bytes were altered is no source from then on.
         """
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
         visit, place = attempt.source.visit, attempt.source.incarnation or STORE
         failures = 1 + trial.failed_transfers.get((visit, place), 0)
+        failures = MOST_FAILED_TRANSFERS if altered else failures
         trial.failed_transfers[visit, place] = failures
         number = f"attempt {attempt.number}"
         self._tables.log(index, f"{number}: no transfer of state {visit} from {place}: {error}")
@@ -219,13 +232,19 @@ class TrialCourse:
             return told
         if visit == trial.base:
             return told + self.fail(index, UNREADABLE.format(visit, error))
-        reason = f"state {visit} can't be fetched from anywhere"
+        reason = f"state {visit} can't be fetched from anywhere: {error}"
         return told + self._void_state(index, trial, visit, reason)
 
     def _void_state(
         self, index: int, trial: TrialProgress, visit: int, reason: str
     ) -> Instructions:
-        """Go back to a state before this one, which nobody can use."""
+        """Go back to a state before this one, which nobody can use, or end the trial.
+
+        What makes such a state again and again would do so for ever.
+        """
+        trial.void_states.append(reason)
+        if len(trial.void_states) >= MOST_VOID_STATES:
+            return self.fail(index, USELESS.format(len(trial.void_states), _numbered(trial)))
         told = self._drop_everywhere(index, visit)
         fallback = self._retention.fallback(index, trial)
         return told + self._roll_back(index, trial, fallback, reason)

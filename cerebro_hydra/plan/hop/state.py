@@ -303,7 +303,7 @@ class HopState:
             case AuditFailed():
                 return self._course.audit_failed(attempt, event.difference)
             case TransferFailed():
-                return self._course.transfer_failed(attempt, event.error)
+                return self._course.transfer_failed(attempt, event.error, event.altered)
         return []
 
     def _task_failed(self, event: TaskFailed, attempt: Attempt) -> Instructions:

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, isfinite, nan
+from math import nan
 from random import Random
 from typing import Any, Literal, NamedTuple, overload
 
 from cerebro_hydra.plan.bits import mask_of
+from cerebro_hydra.plan.hop.ranking import best_epoch
 from cerebro_hydra.plan.hop.trial_status import (
     OVER,
     TRAIN,
@@ -30,8 +31,14 @@ from cerebro_hydra.plan.seeds import seed_of
 MOST_FAILED_TRANSFERS = 3  # of a state from one place, which is no source of it any more then
 STORY_LINES = 100  # of a trial that are kept; the journal has all of them
 
+MOST_VOID_STATES = 3
+"""How often in a row a state of one trial may be useless to everybody; with the last it fails."""
+
 MOST_LOST_AGENTS = 3
 """How many agents in a row may be lost while one trial runs on them; with the last it fails."""
+
+MOST_LOST_AGAIN = 4 * MOST_LOST_AGENTS
+"""How many agents may be lost in one task that is done again, and forgiven for work in between."""
 
 _CAUSES = (
     "likely causes: the trial calls os._exit, a native library crashes (segmentation fault), "
@@ -148,10 +155,13 @@ class TrialProgress:
     evaluating: int = 0  # the partitions of ``evaluations``, as a mask
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
     failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
+    void_states: list[str] = field(default_factory=list)  # why in a row, without getting further
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
     void_tasks: dict[tuple[TaskKind, int], int] = field(default_factory=dict)
     """The partitions of tasks that were done, and whose results were lost, by kind and epoch."""
+    lethal_tasks: dict[tuple[TaskKind, int, int], int] = field(default_factory=dict)
+    """How many agents were lost by kind, epoch and partition, since the trial got further."""
     furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
     # (visit, incarnation) of states that arrived before they were committed, and of each cancelled
     # fetch, whose ``StateReceived`` may still arrive, late.
@@ -217,21 +227,25 @@ class TrialProgress:
         """
         if ran.number >= self.innocent_below:
             self.innocent_below = next_attempt
-            again = self.void_tasks.get((ran.kind, ran.epoch), 0) >> ran.partition & 1 == 1
+            task = (ran.kind, ran.epoch, ran.partition)
+            self.lethal_tasks[task] = deaths = self.lethal_tasks.get(task, 0) + 1
+            done_before = self.void_tasks.get((ran.kind, ran.epoch), 0) >> ran.partition & 1 == 1
+            again = done_before and deaths <= MOST_LOST_AGAIN
             where = (ran.worker, lost.host, ran.kind, ran.epoch, ran.partition)
             self.lost_agents.append(LostAgent(*where, lost.reason, again))
 
     def note_progress(self) -> None:
-        """Clear the trial of the agents lost with it, if it is now further than it ever was.
+        """Clear the trial of agents and states lost with it, if it is further than it ever was.
 
         Doing again what a loss has undone is no progress, or a trial that kills each agent at the
         same place would do so for ever. It clears the trial only of agents that were lost in such
-        tasks, which it did not kill when it did them before.
+        tasks, which it did not kill when it did them before, and not of ever more in one of them.
         """
         reached = (len(self.visits), self.evaluation.done.bit_count())
         if reached > self.furthest:
             self.furthest = reached
-            self.lost_agents, self.void_tasks = [], {}
+            self.lost_agents, self.void_states = [], []
+            self.void_tasks, self.lethal_tasks = {}, {}
         else:
             self.lost_agents = [lost for lost in self.lost_agents if not lost.again]
 
@@ -415,19 +429,6 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     return Outcome(TrialStatus.FINISHED, reason)
 
 
-def best_epoch(values: Iterable[float], direction: str) -> int | None:
-    """Return the first epoch with the best finite value, or None if there is none.
-
-    ``direction`` is "min" or "max".
-    """
-    best, at = inf, None
-    for epoch, value in enumerate(values):
-        loss = -value if direction == "max" else value
-        if isfinite(value) and loss < best:
-            best, at = loss, epoch
-    return at
-
-
 def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
     """Return the visit of the best state among the epochs that the first ``visits`` complete.
 
@@ -445,7 +446,7 @@ def _best_epoch(config: HopConfig, trial: TrialProgress, visits: int) -> int | N
     """
     first = first_epoch(trial.base, config.partitions)
     epochs = trial.history[first : visits // config.partitions]
-    best = best_epoch((metrics[config.metric] for metrics in epochs), config.direction)
+    best = best_epoch(epochs, config.metric, config.direction)
     return None if best is None else first + best
 
 

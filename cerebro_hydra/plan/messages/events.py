@@ -184,12 +184,14 @@ class TransferFailed:
     """Shards could not be fetched, which is not the trial's fault.
 
     An agent reports it after its own retries, which last longer than it takes to notice a dead
-    owner. Otherwise one slow ``WorkerLost`` would use up the trial's chances.
+    owner. Otherwise one slow ``WorkerLost`` would use up the trial's chances. Where the owner says
+    that its own bytes were ``altered`` after they were published, it is no source of them any more.
     """
 
     attempt: int
     incarnation: str
     error: str
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.shard_store import Shard
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -35,3 +35,18 @@ def test_an_agent_that_wakes_up_late_changes_no_state(tmp_path: Path) -> None:
     assert folder.read_state(0, 3)["shards"] == []
     assert all(folder.has_object(name) for name, _ in late.values())
     assert written["shards"][0]["cursor"] == {"step": 1}
+
+
+def test_what_was_written_to_after_it_was_published_is_not_stored(tmp_path: Path) -> None:
+    """Its name would be that of other bytes, which nobody could read."""
+    folder, store = RunFolder(LocalStore(str(tmp_path)), "run"), empty_store()
+    words = {name: np.array([1, len(name)], np.uint8) for name in ("frozen", "trainable")}
+    segments = {name: (digest(word), word) for name, word in words.items()}
+    state = store.expect(0, 3, 1)
+    store.put(state, 0, Shard(segments, {"step": 1}))
+    assert store.altered(state) == []
+    words["trainable"][0] = 7
+    assert store.altered(state) == [0]
+    with pytest.raises(StoreError, match="'trainable' of shard 0 was written to after it was"):
+        write_segments(folder, store, 0, 3)
+    assert not folder.has_object(segments["trainable"][0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -84,7 +84,10 @@ def test_a_shard_that_comes_late_is_not_taken_for_one_of_the_next_fetch(bench: B
 def serving(shard_store: ShardStore) -> Iterator[ShardServer]:
     """Serve a shard store as an agent does."""
     server = ShardServer(
-        "127.0.0.1", CREDENTIALS, lambda request: shard_store.follow(request.trial, request.visit)
+        "127.0.0.1",
+        CREDENTIALS,
+        lambda request: shard_store.follow(request.trial, request.visit),
+        digest,
     )
     shard_store.on_change = server.look_again
     yield server
@@ -105,7 +108,7 @@ def made(*key: int) -> Shard:
 class Receiver:
     """A FetchManager over the real wire, which notes the states that are whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, digest_of: Callable[[Any], str] = digest) -> None:
         self.shard_store = empty_store()
         self.whole: SimpleQueue[tuple[int, int]] = SimpleQueue()
         folder: Any = None
@@ -113,7 +116,7 @@ class Receiver:
             "me",
             self.shard_store,
             folder,
-            ClientPool(CREDENTIALS, digest).client,
+            ClientPool(CREDENTIALS, digest_of).client,
             lambda trial, visit: self.whole.put((trial, visit)),
         )
 
@@ -238,3 +241,32 @@ def test_frozen_bytes_that_nobody_wrote_to_are_not_read_again(damaged: DamagedHo
     segment[5] = 3
     damaged.fetch_manager.mend([damaged.home])  # the store has none to read
     assert damaged.shard_store.segments.get(damaged.frozen) is not None
+
+
+def test_an_owner_is_asked_before_a_state_is_called_damaged(receiver: Receiver) -> None:
+    """It is not asked for the bytes again, which are others there than it has told."""
+    held, changed = empty_store(), SimpleQueue[None]()
+    receiver.shard_store.on_change = lambda: changed.put(None)
+    with serving(held) as server:
+        publish(held, 1)
+        held.wait(0, 1, 2).segments["trainable"][1][1] ^= 1
+        receiver.fetch(server.uri, 1)
+        while (error := receiver.fetch_manager.error(0, 1)) is None:
+            changed.get(timeout=SECONDS)
+    assert "its owner says that segment 'trainable' was written to after it was publ" in error
+    assert receiver.fetch_manager.altered(0, 1)
+
+
+def test_bytes_that_were_damaged_on_the_way_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cerebro_hydra.agent.memory.fetch.RETRY_SECONDS", 0.0)
+    damages = iter(["damaged"])
+    receiver, held = Receiver(lambda buffer: next(damages, None) or digest(buffer)), empty_store()
+    with serving(held) as server:
+        publish(held, 1)
+        receiver.fetch(server.uri, 1)
+        assert receiver.whole.get(timeout=SECONDS) == (0, 1)
+        receiver.fetch_manager.close()
+    assert not receiver.fetch_manager.altered(0, 1)
+    assert next(damages, None) is None

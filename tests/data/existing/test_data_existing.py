@@ -385,3 +385,38 @@ def test_metadata_of_existing_and_of_prepared_data(tmp_path: Path, root: Path) -
     assert (found.train_rows, found.val_rows, list(found.metadata)) == (40, 10, ["x"])
     assert found.metadata["x"].shape == (4,)
     assert 4 < found.avg_row_size < 100
+
+
+def delta(root: Path) -> Path:
+    """Lay a log beside the files, which removes the second of them."""
+    log = root / "_delta_log"
+    log.mkdir()
+    (log / "00000000000000000001.json").write_text('{"remove":{"path":"part-00001.parquet"}}')
+    return root
+
+
+def iceberg(root: Path) -> Path:
+    """Move the files to where Iceberg has them, below a folder with its metadata."""
+    (root / "data").mkdir()
+    for path in [each for each in root.iterdir() if each.is_file()]:
+        path.rename(root / "data" / path.name)
+    (root / "metadata").mkdir()
+    (root / "metadata" / "v1.metadata.json").write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize(("make", "kind"), [(delta, "delta"), (iceberg, "iceberg")])
+def test_a_table_whose_log_says_which_rows_count_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], kind: str
+) -> None:
+    root = make(write_plain(tmp_path / "tables" / "t", TABLE))
+    part = next(path for path in sorted(root.rglob("*.parquet")))
+    (link := tmp_path / "link").symlink_to(part.parent)
+    said = rf"{kind.title()} table '{root}'.* spark\.read\.format\('{kind}'\)\.load\('{root}'\)"
+    plain = write_plain(tmp_path / "plain", TABLE)
+    for path in (root, root.parent, part.parent, part, link):
+        for store in (open_store(tmp_path, path), open_store(tmp_path, plain, path)):
+            with pytest.raises(DataError, match=f"{said}, and give that to backend.prepare_data"):
+                describe(store, ["id"], 2, None if store.val_path is None else 0.2)
+            with pytest.raises(DataError, match=said):
+                metadata_from(store, ["id"])

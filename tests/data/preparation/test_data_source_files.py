@@ -11,8 +11,8 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.preparation.prepare import prepare
+from cerebro_hydra.data.manifest import Manifest, RowsFound
+from cerebro_hydra.data.preparation.prepare import identify, prepare
 from cerebro_hydra.data.preparation.source_files import reads_files_only, source_files
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.storage import LocalStore
@@ -157,3 +157,27 @@ def test_only_queries_that_give_the_same_again_count(spark: SparkSession, tmp_pa
     cached.count()
     assert source_files(spark.read.parquet(str(tmp_path / "rows")).where("y < 100")) is None
     cached.unpersist()
+
+
+def test_rows_are_told_from_others_without_preparing_them(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    """What a run goes on with is compared with the rows that it was begun on."""
+    write(spark, tmp_path / "rows", 50)
+    df = spark.read.parquet(str(tmp_path / "rows"))
+    first = preparation(df)
+    others = (
+        (df, "the query, and names, sizes and times of its 1 files"),
+        (df.orderBy(F.desc("y")).repartition(3), "the values of its 50 rows"),
+        (spark.createDataFrame(df.toPandas()), "the values of its 50 rows"),
+    )
+    for rows, compared in others:
+        found = identify(rows, preparation.store, 2, SPEC)
+        assert found == RowsFound(first.fingerprint, 50, compared)
+    for rows in (
+        df.withColumn("y", F.col("y") + 1),
+        df.where("y < 98"),
+        df.withColumn("y", F.col("x")),
+    ):
+        assert identify(rows, preparation.store, 2, SPEC).fingerprint != first.fingerprint
+    assert len(preparation.store.list(f"{preparation.store.prefix}/data")) == 1

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cerebro_hydra.data.claim import CLAIMS
@@ -23,7 +24,8 @@ from cerebro_hydra.observe.records import NotSaved
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import read_document
-from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.testing.datasets import write_dataset
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import run_claim
@@ -291,3 +293,53 @@ def test_a_store_that_refuses_for_some_seconds_costs_nothing(tmp_path: Path) -> 
     ).fit(rows())
     assert "the journal" in {each.what for each in told}
     assert bits(found.run_path) == calm(tmp_path)
+
+
+def other_rows(change: str) -> Arrays:
+    """Return rows of the same columns, types and shapes as `rows`."""
+    arrays = {name: array.copy() for name, array in rows().arrays.items()}
+    match change:
+        case "one value":
+            arrays["features"][17, 3] += 0.5
+        case "labels of other rows":
+            arrays["label"] = np.roll(arrays["label"], 1)
+        case "a row less":
+            arrays = {name: array[1:] for name, array in arrays.items()}
+        case "another order":
+            arrays = {name: array[::-1] for name, array in arrays.items()}
+    return Arrays(arrays)
+
+
+def test_a_run_goes_on_with_its_own_rows_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        search(place, 2, num_epochs=1, observers=[Signals(3)]).fit(rows())
+    run = interrupt.value.result.run_path
+    before = files(run)
+    for change, said in (
+        ("one value", "has 200 rows with other values, and the run .* was begun on 200; give"),
+        ("labels of other rows", "has 200 rows with other values"),
+        ("a row less", "has 199 rows, and the run .*the values of its 199 rows were compared"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            search(place, 2, num_epochs=1, observers=[]).fit(other_rows(change), resume=run)
+    assert files(run) == before
+    options = {"num_epochs": 1, "observers": [], "verbose": 1, "validation": 0.4}
+    search(place, 1, **options).fit(other_rows("another order"), resume=run)
+    assert "has the rows of the run: the values of its 200 rows were" in capsys.readouterr().out
+
+
+def test_a_run_on_data_that_was_prepared_before_is_compared_by_its_rows_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which rows it held out, and by which seed, may be known to nobody any more."""
+    place = str(tmp_path)
+    begun = search(place, 2, num_epochs=1, observers=[])
+    write_dataset(begun.store, rows().arrays, 2, 0.25, seed=5)
+    run = begun.fit_on_prepared_data().run_path
+    with pytest.raises(ConfigurationError, match=r"has 199 rows, and the run .* was begun on 200"):
+        search(place, 2, num_epochs=2, observers=[]).fit(other_rows("a row less"), resume=run)
+    search(place, 2, num_epochs=2, observers=[], verbose=1).fit(rows(), resume=run)
+    assert "as many rows as the run, 200; no more was compared" in capsys.readouterr().out

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite, nan
+from math import inf, nan
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cerebro_hydra.plan.hop.trials import best_epoch
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from tests.plan.driver import Driver, in_order, of
@@ -21,20 +18,6 @@ def patient(patience: int = 2, epochs: int = EPOCHS, **more) -> Driver:
     """Make one trial that visits a, then b, in each of its first three epochs."""
     fixed = {"order": "seeded", "seed": SEED, "evaluate": False}
     return Driver(epochs=epochs, patience=patience, **fixed, **more)
-
-
-@given(
-    st.lists(st.sampled_from([nan, inf, -inf, -1.0, 0.0, 0.5, 2.0])),
-    st.sampled_from(["min", "max"]),
-)
-def test_the_best_epoch_is_the_first_with_the_best_finite_value(values, direction) -> None:
-    finite = [value for value in values if isfinite(value)]
-    best = best_epoch(values, direction)
-    if best is None:
-        assert not finite
-    else:
-        assert values[best] == (min if direction == "min" else max)(finite)
-        assert values[best] not in values[:best]
 
 
 def test_a_better_state_is_saved_while_training_goes_on() -> None:

@@ -101,11 +101,13 @@ def surviving_commits(
 def expected_result(config: HopConfig, trial: TrialProgress) -> tuple[int, str]:
     """Return a trial's result by its own history, without the code that is tested."""
     patience, sign = trial.config.patience, -1 if config.direction == "max" else 1
-    best, waited = None, 0
+    best, waited, reached = None, 0, None
     for epoch, metrics in enumerate(trial.history):
         assert patience is None or waited < patience, "it goes on after its patience ended"
         value = metrics[config.metric]
-        better = isfinite(value) and (best is None or sign * value < sign * best[1])
+        found = (sign * value, metrics.get("val_loss", 0.0))
+        better = isfinite(value) and (reached is None or found < reached)
+        reached = found if better else reached
         best, waited = ((epoch, value), 0) if better else (best, waited + 1)
     last, keeps_best = len(trial.visits), trial.config.keep == "best"
     if trial.status == "stopped":

@@ -1,0 +1,75 @@
+"""Metrics are the same figures however rows are parted into batches and partitions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.plan.hop.ranking import EQUAL_WITHIN
+from cerebro_hydra.plan.hop.trials import Evaluation, epoch_metrics
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, merge_evaluations
+
+ROWS, HITS = 359, 344
+PARTINGS = [(size, parts) for size in (1, 7, 32, 100, ROWS) for parts in (1, 2, 3, 5)]
+
+
+def measured(
+    outputs: Tensor, labels: Tensor, loss: Any, metric: str, size: int, parts: int
+) -> float:
+    """Evaluate a model that gives these outputs; replay and the run must agree on the figure."""
+    model = nn.Sequential(nn.Identity(), nn.Linear(1, 1))[:1]
+    model.unused = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, loss, metrics=[metric])
+    trainer = PlainTrainer(recipe.bind(Columns(("x",), ("y",))), 0, 1)
+    borders = [len(labels) * part // parts for part in range(parts + 1)]
+    found = []
+    for first, last in pairwise(borders):
+        ends = [*range(first, last, size), last]
+        batches = [Batch((outputs[a:b],), (labels[a:b],), b - a) for a, b in pairwise(ends)]
+        found.append(trainer.evaluate(batches))
+    evaluation = Evaluation()
+    for partition in reversed(range(parts)):  # in any order
+        evaluation.add(partition, found[partition].sums, None)
+    of_run = epoch_metrics([], evaluation, {})[f"val_{metric}"]
+    assert repr(merge_evaluations([], found)[metric]) == repr(of_run)
+    return of_run
+
+
+def rows(seed: int, *shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("size", "parts"), PARTINGS)
+def test_accuracy_is_hits_over_rows_in_any_batches_and_partitions(size: int, parts: int) -> None:
+    outputs = rows(0, 3)
+    labels = outputs.argmax(1)
+    wrong = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - HITS]
+    labels[wrong] = (labels[wrong] + 1) % 3
+    found = measured(outputs, labels, nn.CrossEntropyLoss(), "accuracy", size, parts)
+    assert found == HITS / ROWS
+
+
+@pytest.mark.parametrize("metric", ["mse", "mae"])
+def test_errors_differ_by_less_than_what_counts_as_better(metric: str) -> None:
+    outputs, labels = rows(2, 1), rows(3, 1)
+    exact = Fraction(0)
+    for error in (outputs - labels).abs().flatten().tolist():
+        exact += Fraction(error) ** 2 if metric == "mse" else Fraction(error)
+    loss = nn.MSELoss()
+    for size, parts in PARTINGS:
+        found = measured(outputs, labels, loss, metric, size, parts)
+        assert math.isclose(found, exact / ROWS, rel_tol=EQUAL_WITHIN / 10)
+
+
+def test_accuracy_of_no_label_is_no_number() -> None:
+    outputs, labels = torch.zeros(2, 3, 0), torch.zeros(2, 0, dtype=torch.int64)
+    loss = lambda outputs, labels: outputs.sum()  # noqa: E731
+    assert math.isnan(measured(outputs, labels, loss, "accuracy", 2, 1))
