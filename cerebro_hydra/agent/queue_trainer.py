@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -62,6 +61,7 @@ from cerebro_hydra.agent.queued_run import HostMoves, QueuedRun
 from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, WorkerLoop
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import FetchShards
@@ -588,7 +588,7 @@ class QueueTrainer:
 
     def _raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""
-        kind, why = FailureKind.of(error), "".join(traceback.format_exception(error))
+        kind, why = FailureKind.of(error), traceback_text(error)
         if kind is FailureKind.SCRATCH_FULL:
             why = f"{described(run.task)}: {error}"
         self._fail(run, kind, why, memory_that_ran_out(error))
