@@ -116,7 +116,8 @@ def run_trials(
         error.add_note(how_to_resume(folder))
         raise
     finally:
-        observer.close()
+        with suppress(OSError):  # the terminal may be closed
+            observer.close()
         if report.path:
             around.report(f"report: {report.path}")
         around.report(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
