@@ -10,6 +10,7 @@ from functools import partial
 
 from cerebro_hydra import __version__
 from cerebro_hydra.errors import CerebroHydraError, StoreError
+from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.kernels import KERNELS
 
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.command(arguments)
     except CerebroHydraError as error:
         notes: list[str] = getattr(error, "__notes__", [])
-        print(f"cerebro-hydra: {error}", *notes, sep="\n", file=sys.stderr)
+        print(visible("\n".join([f"cerebro-hydra: {error}", *notes])), file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
         print(f"cerebro-hydra: {str(interrupt) or 'interrupted'}", file=sys.stderr)
@@ -203,8 +204,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.verification import verify
 
-    report = verify(arguments.path, on_part=partial(print, flush=True))
-    print(report.summary)
+    report = verify(arguments.path, on_part=lambda part: print(visible(str(part)), flush=True))
+    print(visible(report.summary))
     return 0 if report.ok else 1
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
+
+from cerebro_hydra.foreign_text import visible
 
 FIRST_LINE_SECONDS = 1.5
 
@@ -56,7 +59,8 @@ class Waiting:
 
 def to_stderr(line: str) -> None:
     """Print a line at once where it does not mix with a program's output."""
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # its terminal may be closed
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 def to_nobody(line: str) -> None:

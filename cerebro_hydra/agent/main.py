@@ -40,6 +40,7 @@ from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.errors import SetupError, TransferError
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, AgentStart
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.codec import from_json, to_json
@@ -275,7 +276,7 @@ class _Agent:
 
     def _fail(self, error: Exception) -> None:
         """End the run, because a new agent in this one's place would meet the same error."""
-        self._report_fatal(error, str(error))
+        self._report_fatal(error, error_text(error))
         self._stopping.set()
         self._ready.set()
         self._control.close()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -66,6 +65,7 @@ from cerebro_hydra.agent.queued_run import Arrivals, HostMoves, QueuedRun
 from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, UnitGate, WorkerLoop
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import FetchShards
@@ -596,7 +596,7 @@ class QueueTrainer:
 
     def _raised(self, run: QueuedRun, error: Exception) -> None:
         """End a run because of an error of this process."""
-        kind, why = FailureKind.of(error), "".join(traceback.format_exception(error))
+        kind, why = FailureKind.of(error), traceback_text(error)
         if kind is FailureKind.SCRATCH_FULL:
             why = f"{described(run.task)}: {error}"
         self._fail(run, kind, why, memory_that_ran_out(error))

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import Store
@@ -31,6 +32,10 @@ CLAIMS = "claims"
 _RENEWALS = 6  # in CLAIM_SECONDS, so that a slow store or a busy machine loses no claim
 _LOOKS = 60
 _GIVEN_UP = b"given up"
+_NAME = re.compile(r"\d{6,}")
+_OWNER = re.compile(
+    r"process (\d+) on [^,]+, begun at tick (\d+) of (boot [0-9a-f-]+ in pid:\[\d+\])"
+)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -41,7 +46,8 @@ class Claims:
         store: has the data set or run.
         folder: of the data set or run.
         seconds: how long a claim holds without being renewed; the same in all programs. One whose
-            program has ended on this machine does not hold.
+            program has ended does not hold, if that is seen from here: in the same boot and PID
+            namespace, because a host's name and a process id come again elsewhere.
         waiting: what another program does that has the claim, and how long this one waits.
     """
 
@@ -69,14 +75,12 @@ class Claims:
         A clock is compared with itself alone, so that programs on machines with different times
         agree.
         """
-        names = self._store.list(self._folder)
         number = 0
-        if names:
-            latest = f"{self._folder}/{names[-1]}"
-            if not self._has_ended(latest):
+        if (latest := _latest(self._store, self._folder)) is not None:
+            if not self._has_ended(f"{self._folder}/{latest}"):
                 time.sleep(self._seconds / _LOOKS)
                 return None
-            number = int(names[-1]) + 1
+            number = int(latest) + 1
         path = f"{self._folder}/{number:06d}"
         try:
             self._store.create(path, _owner())
@@ -130,29 +134,66 @@ class Claims:
 
 def is_claimed(store: Store, folder: str) -> bool:
     """Return whether a program works on what lies in a folder, by this machine's clock."""
-    names = store.list(f"{folder}/{CLAIMS}")
-    if not names:
+    if (latest := _latest(store, f"{folder}/{CLAIMS}")) is None:
         return False
-    path = f"{folder}/{CLAIMS}/{names[-1]}"
+    path = f"{folder}/{CLAIMS}/{latest}"
     modified = store.usage(path).modified
     if modified is None or time.time() - modified > CLAIM_SECONDS:
         return False
     return store.read(path) != _GIVEN_UP
 
 
+def forget_claims(store: Store, folder: str) -> None:
+    """Delete the claims on a data set or run, and nothing that others left among them.
+
+    Raises:
+        StoreError: they can't be deleted.
+    """
+    claims = f"{folder}/{CLAIMS}"
+    for name in store.list(claims):
+        if _NAME.fullmatch(name):
+            store.delete(f"{claims}/{name}")
+    if not store.list(claims):
+        store.delete(claims)
+
+
+def _latest(store: Store, claims: str) -> str | None:
+    """Return the name of the highest claim, if there is one; others' files are none."""
+    names = filter(_NAME.fullmatch, store.list(claims))
+    return max(names, key=int, default=None)
+
+
 def _owner() -> bytes:
-    return f"process {os.getpid()} on {socket.gethostname()}".encode()
+    said = f"process {os.getpid()} on {socket.gethostname()}"
+    with suppress(OSError):  # without Linux's files nobody can see that this process has ended
+        said += f", begun at tick {_begun('self')} of {_boot()}"
+    return said.encode()
+
+
+def _boot() -> str:
+    """Return which boot of a machine this is, and whose process ids this process sees."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"boot {boot} in {os.readlink('/proc/self/ns/pid')}"
+
+
+def _begun(process: str) -> str | None:
+    """Return when a process began, in ticks since the boot; None for one that is a mere entry."""
+    # What is between the brackets before is a name, which may hold anything.
+    fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def _is_gone(content: bytes) -> bool:
-    """Say whether the program of a claim ran on this machine and has ended."""
-    owner = re.match(rb"process (\d+) on ([^,]+)", content)
-    if owner is None or owner[2] != socket.gethostname().encode():
-        return False
+    """Say whether the program of a claim has ended, where its process would be seen from here."""
+    owner = _OWNER.match(content.decode(errors="replace"))
     try:
-        os.kill(int(owner[1]), 0)
+        if owner is None or owner[3] != _boot():
+            return False
+        with suppress(PermissionError):
+            os.kill(int(owner[1]), 0)
+        # The files may be those of an outer namespace, where the number is another process's.
+        return os.readlink("/proc/self") == str(os.getpid()) and _begun(owner[1]) != owner[2]
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass
-    return False
+    except OSError:
+        return False

@@ -98,7 +98,7 @@ class Launcher(Protocol):
         """Start the agents and return at once.
 
         Each runs `agent.main.run_agent(spec, start, factory)`, with an `AgentStart` that the
-        launcher makes. A dead agent is started again for the same worker.
+        launcher makes, `in_own_group`. A dead agent is started again for the same worker.
 
         Args:
             spec: what every agent is told.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from cerebro_hydra.errors import (
     SetupError,
     StoreError,
 )
+from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.hopper.agents import Absences, Roster, WorkerDocuments
 from cerebro_hydra.hopper.backend import Factory, Launcher
 from cerebro_hydra.hopper.journal import Journal, RunWriter
@@ -469,5 +469,5 @@ class MetricMerger:
                     "return one value for each"
                 )
             return MetricsMerged(*named, {name: float(values[name]) for name in names})
-        except Exception:
-            return MetricsMergeFailed(*named, traceback.format_exc())
+        except Exception as error:
+            return MetricsMergeFailed(*named, traceback_text(error))

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.observe.records import (
     Decision,
     Observer,
@@ -182,7 +183,9 @@ class PlainLines:
 
     def _print(self, line: str) -> None:
         # Neither markup nor emoji nor colours nor wrapping: the lines are for grep.
-        self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            visible(line), markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
 
 
 class LiveTable:
@@ -210,9 +213,9 @@ class LiveTable:
                 self.close()
                 self._console.print(final_table(self.view, self._console.width))
                 lines = [summary(self.view), winner_line(self.view), *not_saved(self.view)]
-                self._console.print("\n".join(lines), highlight=False, markup=False)
+                self._console.print(visible("\n".join(lines)), highlight=False, markup=False)
         for trouble in troubles(record):
-            self._console.print(Text(trouble))
+            self._console.print(Text(visible(trouble)))
         now = time.monotonic()
         if self._screen is not None and now - self._drawn >= _SECONDS_BETWEEN_FRAMES:
             self._drawn = now
@@ -239,7 +242,9 @@ def frame(view: RunView, width: int, height: int) -> Group:
         notes.insert(0, f"and {len(trials) - len(shown)} more trials")
     if left_out:
         notes.append(left_out)
-    below = [Text(f" {note}", style="dim", no_wrap=True, overflow="ellipsis") for note in notes]
+    below = [
+        Text(f" {visible(note)}", style="dim", no_wrap=True, overflow="ellipsis") for note in notes
+    ]
     return Group(table, _bar(view), *below)
 
 
@@ -339,11 +344,11 @@ def table_of(
     table = Table(title=heading, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for column in chosen:
         justify = "right" if column.right else "left"
-        table.add_column(Text(column.heading), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(Text(visible(column.heading)), justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for trial in trials:
         cells = (column.cell(trial) for column in chosen)
         # Text, because rich would read brackets in a string as markup.
-        row = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        row = (Text(visible(cell)) if isinstance(cell, str) else cell for cell in cells)
         table.add_row(*row, style="bold" if trial is bold else "")
     return table, len(in_full) - len(chosen)
 

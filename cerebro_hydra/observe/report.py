@@ -16,6 +16,7 @@ from cerebro_hydra import __version__
 from cerebro_hydra.data.claim import is_claimed
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
+from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.text import (
     counted,
@@ -82,6 +83,7 @@ def page() -> Template:
     environment = Environment(
         loader=PackageLoader("cerebro_hydra.observe", "page"),
         autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -236,9 +238,22 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
             for absence in timeline.absences
         ],
     }
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_visible(content), allow_nan=False, separators=(",", ":"))
     # The only characters with which text could leave a script element, or begin a comment in it.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _visible(content: Any) -> Any:
+    """Return JSON whose texts and names have no control characters."""
+    match content:
+        case str():
+            return visible(content)
+        case dict():
+            return {visible(name): _visible(value) for name, value in content.items()}
+        case list() | tuple():
+            return [_visible(value) for value in content]
+        case _:
+            return content
 
 
 def _lane(lane: DeviceLane, places: Mapping[int, int]) -> dict[str, Any]:

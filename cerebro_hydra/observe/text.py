@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from cerebro_hydra.foreign_text import undecorated, visible
 from cerebro_hydra.observe.records import (
     Decision,
     NotSaved,
@@ -41,7 +42,7 @@ def prefixed(output: OutputLine) -> str:
     """Return a line of a user's code with the trial, or else the worker, that it came from."""
     trial = output.trial
     source = f"worker-{output.worker}" if trial is None else f"trial-{trial:03d}"
-    return f"[{source}] {output.line}"
+    return f"[{source}] {undecorated(output.line)}"
 
 
 def slowness(slow: SlowBatch) -> str:
@@ -152,12 +153,12 @@ def parameter_names(view: RunView) -> list[str]:
 
 def value_text(value: Any) -> str:
     """Format a parameter's value, a float in four significant digits."""
-    return number(value) if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else visible(str(value))
 
 
 def parameters(params: Mapping[str, Any]) -> str:
     """Format parameter values with their names, in the order of the search space."""
-    return ", ".join(f"{name}={value_text(value)}" for name, value in params.items())
+    return ", ".join(f"{visible(name)}={value_text(value)}" for name, value in params.items())
 
 
 def duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import error_text
 
 INTERVALS = ("step", "epoch")
 
@@ -59,7 +60,7 @@ class LRSchedule:
         except Exception as error:
             raise ConfigurationError(
                 f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error_text(error)}"
             ) from error
         if made is not None and not callable(getattr(made, "step", None)):
             raise ConfigurationError(

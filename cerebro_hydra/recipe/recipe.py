@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
@@ -386,7 +387,7 @@ def _naming(metric: Metric) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error}"
+            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error_text(error)}"
         ) from error
 
 

@@ -22,6 +22,7 @@ from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
 from cerebro_hydra.wire.credentials import TLS, new_credentials
+from cerebro_hydra.worker_imports import by_own_workers
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -259,7 +260,7 @@ class SparkBackend:
 
     def _mapped(self, function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         tasks = max(1, min(len(items), _TASKS_PER_WORKER * self.num_workers))
-        return self.spark_context.parallelize(items, tasks).map(function).collect()
+        return by_own_workers(self.spark_context.parallelize(items, tasks).map(function)).collect()
 
     def _gpu_memory(self, share: float) -> list[int]:
         """Return the bytes that shards and tasks may have on each GPU of the workers.

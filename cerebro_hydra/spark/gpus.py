@@ -124,7 +124,7 @@ def ask(addresses: Sequence[str], allowed: str | None) -> GpuFacts:
         problem, _, remedy = str(error).partition("; ")
         return GpuFacts(host, (), problem, remedy)
     environment = {**os.environ, VISIBLE: shown, ORDER: BY_BUS}
-    command = [sys.executable, "-c", _ASK]
+    command = [sys.executable, "-P", "-c", _ASK]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_SECONDS

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.agent.device.watchdog import LEFT_LATE
+from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.errors import Cancelled, ConfigurationError, JobStopped, SetupError
 from cerebro_hydra.hopper.backend import Factory, OnExit
 from cerebro_hydra.hopper.protocol.agent_spec import (
@@ -300,7 +301,8 @@ def run_task(
     )
     with pinned(start.gpus):
         factory.loaded  # noqa: B018  # what it refers to is missing here, or nowhere
-        work = partial(agent, AgentSpec.from_json(json.loads(spec)), start, factory)
+        of_run = AgentSpec.from_json(json.loads(spec))
+        work = partial(in_own_group, partial(agent, of_run, start, factory))
         if context.attemptNumber() < last_attempt:
             work()
         else:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.spark.checks import DAEMON_MODULE
+from cerebro_hydra.worker_imports import by_own_workers
 
 if TYPE_CHECKING:
     from pyspark import RDD, SparkContext
 
 _T = TypeVar("_T")
-
-_taking_variables = threading.Lock()
-"""Held while a SparkContext has the variables of one RDD."""
 
 LOCAL_IP = "SPARK_LOCAL_IP"
 """Spark's own variable for the one address of a machine that its servers shall use."""
@@ -48,17 +45,10 @@ def with_kernels(rdd: RDD[_T], numerics: str) -> RDD[_T]:
     variables = dict(KERNELS[numerics])
     if numerics == "fast":
         if context.getConf().get("spark.python.daemon.module") == DAEMON_MODULE:
-            return rdd
-        variables = {name: os.environ.get(name, value) for name, value in variables.items()}
-        variables |= context.environment
-    with _taking_variables:
-        kept = context.environment
-        context.environment = {**kept, **variables}
-        try:
-            rdd._jrdd  # noqa: B018  # it takes them now
-        finally:
-            context.environment = kept
-    return rdd
+            return by_own_workers(rdd)
+        chosen = {**os.environ, **context.environment}
+        variables = {name: chosen.get(name, value) for name, value in variables.items()}
+    return by_own_workers(rdd, variables)
 
 
 def driver_host(spark_context: SparkContext) -> str:

@@ -18,6 +18,7 @@ from cerebro_hydra.spark.java import explained_java, has_ended
 from cerebro_hydra.spark.worker_checks import StoreProbe
 from cerebro_hydra.storage import HDFSStore, LocalStore, Store, require_store
 from cerebro_hydra.waits import Waiting, to_stderr
+from cerebro_hydra.worker_imports import by_own_workers
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -166,7 +167,8 @@ def _driver_checks(
 
 def _gpu_check(context: SparkContext, workers: int) -> Check:
     """Look at what each worker's CUDA says."""
-    facts = context.parallelize(range(workers), workers).map(gpus.gpu_facts).collect()
+    job = context.parallelize(range(workers), workers).map(gpus.gpu_facts)
+    facts = by_own_workers(job).collect()
     has = [f"{nbytes / 2**30:.1f} GiB" for each in facts for nbytes in each.memory]
     return Check("GPUs", f"for shards and tasks {', '.join(has)}", [*gpus.check_gpu_facts(facts)])
 

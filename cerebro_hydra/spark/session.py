@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark import java as java_heap
@@ -29,6 +28,7 @@ from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.java import archive_options, has_ended
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
+from cerebro_hydra.worker_imports import SAFE_PATH, driver_path
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -172,17 +172,11 @@ def defaults(workers: int) -> dict[str, str]:
         "spark.sql.shuffle.partitions": str(workers),
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         "spark.python.daemon.module": DAEMON_MODULE,
-        "spark.executorEnv.PYTHONPATH": _python_path(),
+        "spark.executorEnv.PYTHONPATH": driver_path(),
+        f"spark.executorEnv.{SAFE_PATH}": "1",
         # Spark SQL sets it for its own Python; with equal environments both share one daemon.
         "spark.executorEnv.SPARK_SIMPLIFIED_TRACEBACK": "1",
     }
-
-
-def _python_path() -> str:
-    """Return the folders that the driver imports from: its workers run on the same machine."""
-    root = str(Path(cerebro_hydra.__file__).resolve().parents[1])
-    folders = [root, *(str(Path(entry or ".").resolve()) for entry in sys.path)]
-    return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
 
 
 def _setting(value: object) -> str:

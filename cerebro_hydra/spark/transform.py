@@ -27,6 +27,7 @@ from cerebro_hydra.spark import outputs as arrow_columns
 from cerebro_hydra.spark.gpus import VISIBLE
 from cerebro_hydra.spark.java import explained_java
 from cerebro_hydra.spark.outputs import Outputs
+from cerebro_hydra.worker_imports import own_workers
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -132,7 +133,9 @@ class Inference:
             outputs=outputs,
             batch_size=self.batch_size if batch_size is None else batch_size,
         )
-        return numbered.mapInArrow(job.predict, schema).toDF(*df.columns, *outputs.names)
+        with own_workers(df.sparkSession.sparkContext):
+            mapped = numbered.mapInArrow(job.predict, schema)
+        return mapped.toDF(*df.columns, *outputs.names)
 
     def _broadcast_once(self, context: SparkContext) -> Broadcast[Predictor]:
         if self._broadcast is None or self._broadcast[0] is not context:

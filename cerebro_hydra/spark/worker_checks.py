@@ -40,6 +40,7 @@ from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, with_kernels
 from cerebro_hydra.storage import Store
 from cerebro_hydra.wire.address import own_host
+from cerebro_hydra.worker_imports import by_own_workers
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -300,7 +301,7 @@ def dial_everybody(
             yield reach(worker, driver, secret, probe, BarrierTaskContext.get().allGather)
 
         tasks = spark_context.parallelize(range(num_workers), num_workers).barrier()
-        return _text(driver), tasks.mapPartitionsWithIndex(task).collect()
+        return _text(driver), by_own_workers(tasks.mapPartitionsWithIndex(task)).collect()
 
 
 def reach(

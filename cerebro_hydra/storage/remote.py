@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit, urlunsplit
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
-from cerebro_hydra.storage.store import UNFINISHED, Store, Usage, explained
+from cerebro_hydra.storage.store import UNFINISHED, UNFINISHED_NAME, Store, Usage, explained
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -112,7 +112,7 @@ class RemoteStore(Store):
         """Delete what writers below a folder left when they were killed; nobody may write there."""
         with explained("delete unfinished files in", path):
             for found in self._files.find(self._path(path)):
-                if str(found).rpartition("/")[2].startswith(UNFINISHED):
+                if UNFINISHED_NAME.fullmatch(str(found).rpartition("/")[2]):
                     self._files.rm_file(found)
 
     def usage(self, path: str) -> Usage:

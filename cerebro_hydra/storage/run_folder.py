@@ -27,11 +27,12 @@ from cerebro_hydra.storage.run_document import (
     TrialDocument,
     TrialSpec,
 )
-from cerebro_hydra.storage.store import Store, explained
+from cerebro_hydra.storage.store import Store, explained, require_memory
 
 READ_BYTES = 4 << 20
 """How much of an object is read at once."""
 
+_OBJECT = re.compile(r"([0-9a-f]{32})\.safetensors")
 _TRIAL = re.compile(r"trial-(\d{3,})")
 _STATE = re.compile(r"state-(\d{6,})\.json")
 
@@ -112,6 +113,7 @@ class RunFolder:
             file.seek(0, os.SEEK_END)
             size = file.tell()
             file.seek(0)
+            require_memory(size, path)
             buffer = allocate(size)
             rest = memoryview(buffer)
             # Not readinto, which the files of HDFS lack.
@@ -312,7 +314,7 @@ class RunFolder:
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
         """Delete unfinished files, all states but those to keep, and objects that no state names.
 
-        Nobody may be writing to the run.
+        Nobody may be writing to the run. What others put there stays.
 
         Args:
             kept: visits to keep by trial; trials that are not in it keep all their states.
@@ -328,7 +330,8 @@ class RunFolder:
                 for shard in self.read_state(trial, visit)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
         for name in self.store.list(f"{self.path}/objects"):
-            if name.removesuffix(".safetensors") not in named:
+            found = _OBJECT.fullmatch(name)
+            if found and found[1] not in named:
                 self.store.delete(f"{self.path}/objects/{name}")
 
     def _document(self, name: str) -> str:

@@ -10,19 +10,24 @@ import os
 import re
 import shutil
 import socket
+import stat
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
+from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
 from cerebro_hydra.storage.names import checked_name
 
 UNFINISHED = ".unfinished-"
 """How the names of files begin that are still written."""
+
+UNFINISHED_NAME = re.compile(rf"{re.escape(UNFINISHED)}[0-9a-f]{{32}}")
+
+_SMALL = 64 << 20  # bytes that are read without a look at how much memory there is
 
 
 _FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a file of this machine
@@ -107,7 +112,13 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Delete a file, or a folder with all in it; nothing happens if it is absent."""
+        """Delete a file, or a folder with all in it; nothing happens if it is absent.
+
+        A link that lies below `data` or `runs` is deleted itself, and nothing behind it.
+
+        Raises:
+            StoreError: the path leads through such a link, or it can't be deleted.
+        """
 
     @abstractmethod
     def delete_unfinished(self, path: str) -> None:
@@ -296,8 +307,9 @@ class LocalStore(Store):
 
     def read(self, path: str) -> bytes:
         """Return the whole content of a file; StoreError if there is none."""
-        with explained("read", path):
-            return Path(path).read_bytes()
+        with self.open(path) as file, explained("read", path):
+            require_memory(os.fstat(file.fileno()).st_size, path)
+            return file.read()
 
     def write(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Write a file atomically: write beside it, flush that to the disk, rename it."""
@@ -326,6 +338,7 @@ class LocalStore(Store):
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all in it; nothing happens if it is absent."""
         with explained("delete", path), suppress(FileNotFoundError):
+            self._require_no_link_above(path)
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             else:
@@ -334,10 +347,26 @@ class LocalStore(Store):
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers below a folder left when they were killed; nobody may write there."""
         with explained("delete unfinished files in", path):
+            self._require_no_link_above(f"{path}/{UNFINISHED}")
             for at, _, names in os.walk(path):
                 for name in names:
-                    if name.startswith(UNFINISHED):
+                    if UNFINISHED_NAME.fullmatch(name):
                         os.unlink(os.path.join(at, name))
+
+    def _require_no_link_above(self, path: str) -> None:
+        """Raise StoreError if a folder on the way to a path of the store is a link.
+
+        The store itself may lie behind links, and so may its folders `data` and `runs`.
+        """
+        folders = os.path.relpath(path, self.prefix).split(os.sep)[:-1]
+        for depth in range(2, len(folders) + 1):
+            folder = os.path.join(self.prefix, *folders[:depth])
+            if os.path.islink(folder):
+                raise StoreError(
+                    f"{path!r} is not deleted, because {folder!r} is a link to "
+                    f"{os.path.realpath(folder)!r}: put a folder in its place, or delete what lies "
+                    "there yourself"
+                )
 
     def usage(self, path: str) -> Usage:
         """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
@@ -351,9 +380,17 @@ class LocalStore(Store):
         return Usage(size, modified)
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file to read parts of it; StoreError if there is none."""
+        """Open a file to read parts of it; StoreError if there is none, or it is no plain file."""
         with explained("read", path):
-            return Path(path).open("rb")
+            _require_plain(os.stat(path), path)  # because opening a device may do something
+            # Not blocking, should it be a FIFO by now.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                _require_plain(os.fstat(descriptor), path)
+                return os.fdopen(descriptor, "rb")
+            except BaseException:
+                os.close(descriptor)
+                raise
 
     def url(self, path: str) -> str:
         """Return what Spark calls the same file or folder."""
@@ -379,6 +416,28 @@ def _absolute(argument: str, path: Any) -> str:
             f"and all workers see, such as a mounted share; {instead}"
         )
     return os.path.abspath(os.path.expanduser(text))
+
+
+def require_memory(nbytes: int, path: str) -> None:
+    """Refuse to read a file for which there is no memory, before any of it is read.
+
+    Raises:
+        StoreError: there is none.
+    """
+    if nbytes > _SMALL and nbytes > available_memory():
+        raise StoreError(
+            f"{path!r} has {nbytes:,} bytes, and this process may take {available_memory():,.0f} "
+            "bytes of memory: restore the file from a copy, or read it on a larger machine"
+        )
+
+
+def _require_plain(found: os.stat_result, path: str) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
+        raise StoreError(f"{path!r} is {kind} and no plain file: restore it from a copy")
 
 
 @contextmanager

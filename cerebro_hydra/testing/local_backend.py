@@ -8,12 +8,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from numpy.typing import NDArray
 
+from cerebro_hydra.agent.device.process import ORPHANED_SERVER
 from cerebro_hydra.agent.main import run_agent
+from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
 from cerebro_hydra.data.preparation.existing import describe
 from cerebro_hydra.data.spec import DataSpec
@@ -145,7 +148,7 @@ _starting = threading.Lock()
 def fork_server(preloaded: Sequence[str] = ()) -> Any:
     """Return a context whose processes are forked from one that has loaded what agents need."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *_OURS, *preloaded])
+    context.set_forkserver_preload([ORPHANED_SERVER, *PRELOADED, *_OURS, *preloaded])
     return context
 
 
@@ -258,7 +261,8 @@ class LocalLauncher:
                 return
 
     def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
-        process: BaseProcess = self._context.Process(target=run_agent, args=(spec, start, factory))
+        agent = partial(run_agent, spec, start, factory)
+        process: BaseProcess = self._context.Process(target=in_own_group, args=(agent,))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):

@@ -14,7 +14,6 @@ import re
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,6 +27,7 @@ from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.preparation.prepared import Range, value_ranges
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import error_text, traceback_text
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
@@ -134,7 +134,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Refused(traceback.format_exc()) from error
+        raise Refused(traceback_text(error)) from error
 
 
 class Admission:
@@ -472,8 +472,8 @@ def _check(
     if isinstance(error, ConfigurationError):  # it has its own remedy
         raise ConfigurationError(f"{story}{error}") from error
     raise ConfigurationError(
-        f"{story}{part} fails at {value}: {type(error).__name__}: {error}; give the model "
-        f"{remedy or 'an output for every class'}, or correct the column"
+        f"{story}{part} fails at {value}: {type(error).__name__}: {error_text(error)}; give the "
+        f"model {remedy or 'an output for every class'}, or correct the column"
     ) from error
 
 
@@ -496,7 +496,7 @@ def _failure(recipe: Recipe, example: Example) -> tuple[str, Exception] | None:
             part = f"the loss{shape}"
             recipe.compute_loss(outputs, targets)
     except Exception as error:
-        return (part, error) if _OUT_OF_RANGE.search(str(error)) else None
+        return (part, error) if _OUT_OF_RANGE.search(error_text(error)) else None
     return None
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import ConfigurationError, JournalError, ReplayError, StoreError
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot, plot_devices
 from cerebro_hydra.observe.text import number
@@ -293,7 +294,8 @@ def print_replays(
         try:
             report = replay(run_path, trial.trial_id, factory, trust)
         except StoreError as error:  # the files of one trial say nothing of the others'
-            line = Text.assemble(trial.trial_id, ("  NOT REPLAYED", "bold red"), f"  {error}")
+            why = f"  {error_text(error)}"
+            line = Text.assemble(trial.trial_id, ("  NOT REPLAYED", "bold red"), why)
             console.print(line, soft_wrap=True)
             continue
         seconds = time.perf_counter() - begun

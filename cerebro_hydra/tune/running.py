@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from cerebro_hydra.data.claim import CLAIM_SECONDS, CLAIMS, Claims
+from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend, Factory
@@ -116,7 +116,8 @@ def run_trials(
         error.add_note(how_to_resume(folder))
         raise
     finally:
-        observer.close()
+        with suppress(OSError):  # the terminal may be closed
+            observer.close()
         if report.path:
             around.report(f"report: {report.path}")
         around.report(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
@@ -156,7 +157,7 @@ def run_claim(folder: RunFolder) -> Iterator[None]:
             yield
     finally:
         with suppress(StoreError):
-            folder.store.delete(f"{folder.path}/{CLAIMS}")
+            forget_claims(folder.store, folder.path)
 
 
 class WinnerArchive:

@@ -1,6 +1,6 @@
 """The base of all searches: checks the arguments, and runs the trials that a searcher proposes.
 
-Ctrl-C ends a run whatever has become of Spark, and SIGTERM does as Ctrl-C.
+Ctrl-C ends a run whatever has become of Spark, and SIGTERM and SIGHUP do as Ctrl-C.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Search(ABC):
         `result.trials`, which has the candidates in the order in which they were proposed. So does
         one that ends its agents' processes or
         locks Python: after three agents in a row, with what became of them. Ctrl-C, a notebook's
-        stop button and SIGTERM end the run and its agents within ten seconds; what was reached is
-        in `result` of the error, and of this search.
+        stop button, SIGTERM and SIGHUP end the run and its agents within ten seconds; what was
+        reached is in `result` of the error, and of this search.
 
         A run that was killed, interrupted or ended by an error goes on from its checkpoints, on as
         many workers as there are now. A run that is over is extended: finished trials go on if
@@ -406,33 +406,39 @@ def _checked_metric(metric: Any, validation: Any) -> str:
 
 Handler = Callable[[int, FrameType | None], object]
 
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""What somebody who ends a program, or closes its terminal, sends it."""
+
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM and Ctrl-C while the body runs, so that no agent is left.
+    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP while the body runs.
 
-    A handler that the program has set for SIGTERM stays; one for Ctrl-C, which mostly is pyspark's,
-    is asked first. Only the main thread can set any.
+    So no agent is left. What the program has set for the last two stays, as `nohup` does; a handler
+    for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    term, ctrl_c = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    if term is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
+    ctrl_c = signal.getsignal(signal.SIGINT)
+    unset = [each for each in _ENDS if signal.getsignal(each) is signal.SIG_DFL]
+    for each in unset:
+        signal.signal(each, _interrupt)
     if callable(ctrl_c):
         signal.signal(signal.SIGINT, _interrupting(ctrl_c))
     try:
         yield
     finally:
-        if term is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, term)
+        for each in unset:
+            signal.signal(each, signal.SIG_DFL)
         if callable(ctrl_c):
             signal.signal(signal.SIGINT, ctrl_c)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt("SIGTERM")
+    if number == signal.SIGHUP:  # a shell sends it as its terminal is closed, and then the kernel
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _interrupting(handler: Handler) -> Handler:

@@ -119,7 +119,7 @@ def test_write_over_a_folder_is_refused_and_leaves_nothing(tmp_path: Path) -> No
 def test_unfinished_write_of_a_crashed_process_is_not_listed(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     store.write(f"{store.run_path('r')}/file", b"x")
-    Path(store.run_path("r"), ".unfinished-0123").write_bytes(b"half")
+    Path(store.run_path("r"), f".unfinished-{'01' * 16}").write_bytes(b"half")
     assert store.list(store.run_path("r")) == ["file"]
     store.delete_unfinished(store.prefix)
     assert os.listdir(store.run_path("r")) == ["file"]

@@ -64,7 +64,7 @@ def test_a_merge_that_ends_anywhere_loses_and_repeats_nothing(tmp_path: Path, st
         folder.merge_segments(1, 4)
         assert names(folder) == ["00000000.jsonl", "00000001-00000004.jsonl", "00000005.jsonl"]
     except KeyboardInterrupt:
-        Path(folder.path, "journal", ".unfinished-1").write_text("{")
+        Path(folder.path, "journal", f".unfinished-{'01' * 16}").write_text("{")
     assert all_lines(folder) == whole
 
 

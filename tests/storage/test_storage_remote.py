@@ -53,7 +53,7 @@ def test_unfinished_write_of_a_crashed_process_is_not_listed(
     store: SharedStore, tmp_path: Path
 ) -> None:
     store.write(f"{store.prefix}/data/file", b"x")
-    (tmp_path / "store" / "data" / ".unfinished-0123").write_bytes(b"half")
+    (tmp_path / "store" / "data" / f".unfinished-{'01' * 16}").write_bytes(b"half")
     assert store.list(f"{store.prefix}/data") == ["file"]
     store.delete_unfinished(store.prefix)
     assert os.listdir(tmp_path / "store" / "data") == ["file"]

@@ -57,10 +57,25 @@ def test_a_programs_own_handlers_stay() -> None:
     assert told == [signal.SIGINT, signal.SIGTERM]
 
 
-def test_sigterm_is_an_interrupt_while_the_body_runs() -> None:
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_program_is_an_interrupt_while_the_body_runs(number: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt, match=number.name), interruptible():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_closed_terminal_interrupts_once_and_nothing_if_the_program_is_detached() -> None:
+    with interruptible():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_another_thread_sets_no_handler() -> None:

@@ -20,7 +20,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +51,7 @@ from cerebro_hydra.agent.device.task_watch import Task
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.pool import POISON
 from cerebro_hydra.errors import Cancelled, StepDiffers
+from cerebro_hydra.foreign_text import error_text, traceback_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -283,14 +283,14 @@ class Device:
         A device that is lost ends. That is no fault of the trial unless an assertion of its own
         failed there; what else it may be is found out when the run begins again.
         """
-        story = "".join(traceback.format_exception(error))
+        story = traceback_text(error)
         lost = self._memory.runtime.is_lost()
         if lost and not _is_assertion(error):
             _log.error("the device is lost, and starts again: %s", story)
             self._end()
             return
         if isinstance(error, StepDiffers):
-            story = str(error)
+            story = error_text(error)
         if number is not None:
             task = self._live.pop(number, None)
             self._put_outside(partial(self._close, Close(number, cancelled=True), task))
@@ -470,7 +470,7 @@ class Device:
 
 
 def _is_assertion(error: BaseException) -> bool:
-    return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in str(error)
+    return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in error_text(error)
 
 
 class DeviceMemory:

@@ -55,7 +55,10 @@ from cerebro_hydra.recipe.randomness import compute_deterministically
 _log = logging.getLogger(__name__)
 
 _LOST = 1  # the exit code of a device that can't compute any more
-_PRELOADED = ("cerebro_hydra.agent.device.runs", "torch._dynamo")  # the latter for optimizers
+ORPHANED_SERVER = "cerebro_hydra.agent.device.orphaned_server"
+"""What a server of forks loads before all else."""
+
+_PRELOADED = (ORPHANED_SERVER, "cerebro_hydra.agent.device.runs", "torch._dynamo")  # of optimizers
 
 
 def fork_server() -> Any:
@@ -145,7 +148,10 @@ class DeviceProcess:
         _limit_sends(self._connection, settings.limits.silence_seconds)
         given = replace(settings, context=None)
         self._process = context.Process(
-            target=run_device, args=(theirs, given), daemon=True, name="cerebro-hydra-device"
+            target=run_device,
+            args=(theirs, given, os.getpgrp()),
+            daemon=True,
+            name="cerebro-hydra-device",
         )
         self._process.start()
         theirs.close()
@@ -216,8 +222,9 @@ def _limit_sends(connection: Any, seconds: float) -> None:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def run_device(connection: Any, settings: DeviceSettings) -> None:
-    """Be the process of a device until the agent closes its end, or is gone."""
+def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
+    """Be the process of a device until the agent closes its end, or is gone; in this group."""
+    os.setpgid(0, group)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     watchdog.watch_parent()
     lock = threading.Lock()

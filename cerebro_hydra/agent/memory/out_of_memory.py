@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from cerebro_hydra.foreign_text import error_text
+
 _CUDA_MEMORY_ALLOCATION = 2  # `cudaErrorMemoryAllocation`, where torch's own allocator didn't ask
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # torch has no type for this one
 _CUBLAS = "CUBLAS_STATUS_ALLOC_FAILED"
@@ -20,7 +22,7 @@ def memory_that_ran_out(error: BaseException) -> str | None:
     An error that was raised while this one was handled, or because of it, counts too.
     """
     for each in _chain(error):
-        words = str(each)
+        words = error_text(each)
         torch_error = isinstance(each, RuntimeError)
         code = getattr(each, "error_code", None)
         if isinstance(each, torch.OutOfMemoryError) or (

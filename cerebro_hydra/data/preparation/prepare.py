@@ -57,6 +57,7 @@ from cerebro_hydra.data.spec import DataSpec, column_problem, require_dataframe
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.waits import to_nobody
+from cerebro_hydra.worker_imports import own_workers
 
 _CHUNK_BYTES = 256 << 20  # a sort of more takes memory that grows with them
 _MANY_TASKS = 256  # each costs Spark and its Python workers some 50 ms
@@ -357,13 +358,14 @@ def _written(
     tasks = math.ceil(len(job.chunks) / of_a_task)
     keys = F.expr(f"array({', '.join(map(str, shuffle_keys(tasks)))})")
     task = F.floor(F.col(CHUNK) / of_a_task).cast("int")
-    outcomes = (
+    chunks = (
         packed.select(*(pack.name for pack in packs), *HASHES, chunk.alias(CHUNK))
         .repartition(tasks, keys[task])
         .sortWithinPartitions(CHUNK, *HASHES)
-        .mapInArrow(job.outcome, OUTCOME)
-        .collect()
     )
+    with own_workers(packed.sparkSession.sparkContext):
+        written = chunks.mapInArrow(job.outcome, OUTCOME)
+    outcomes = written.collect()
     for outcome in outcomes:
         if outcome["error"] is not None:
             raise StoreError(outcome["error"])

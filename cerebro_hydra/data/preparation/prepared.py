@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
+from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
 from cerebro_hydra.data.decoder import is_vector
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.parquet import check_file, metadata_of
@@ -24,6 +25,8 @@ from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import decode_document, encode_document
+
+_ATTEMPT = re.compile(r"attempt-[0-9a-f]{12}")
 
 
 def fingerprint_of(
@@ -133,14 +136,16 @@ def finish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _clear_leftovers(store: Store, manifest: Manifest) -> None:
-    """Delete what is not the manifest's: claims, and what programs left that did not finish.
+    """Delete claims, and the folders of attempts that are not the manifest's.
 
     No other manifest can be created any more, so nobody's work is lost.
     """
     folder = store.data_path(manifest.fingerprint)
-    kept = {MANIFEST_NAME, *(info.path.partition("/")[0] for info in manifest.partitions)}
+    kept = {info.path.partition("/")[0] for info in manifest.partitions}
+    with suppress(StoreError):
+        forget_claims(store, folder)
     for name in store.list(folder):
-        if name not in kept:
+        if _ATTEMPT.fullmatch(name) and name not in kept:
             with suppress(StoreError):
                 store.delete(f"{folder}/{name}")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
@@ -190,7 +191,7 @@ def _admit(
 
 
 def _raised(error: Exception) -> str:
-    return f"a step failed: {type(error).__name__}: {error}"
+    return f"a step failed: {type(error).__name__}: {error_text(error)}"
 
 
 def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import (
     Evaluation,
     PlainTrainer,
@@ -332,8 +333,8 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
         features, labels = (None, None) if columns is None else (columns.features, columns.targets)
         raise ConfigurationError(
             f"the {trainer.phase} failed on a batch with features ({_forms(example[0], features)}) "
-            f"and labels ({_forms(example[1], labels)}): {type(error).__name__}: {error}"
-            f"{_remedy(trainer.phase, error)}"
+            f"and labels ({_forms(example[1], labels)}): {type(error).__name__}: "
+            f"{error_text(error)}{_remedy(trainer.phase, error)}"
         ) from error
 
 
@@ -341,7 +342,8 @@ def _remedy(phase: str, error: Exception) -> str:
     # torch raises these for what a batch holds; any other is about the code that raised it.
     if phase not in _REMEDIES or not isinstance(error, RuntimeError | ValueError | IndexError):
         return _OF_CODE
-    about_type = "dtype" in str(error) or "scalar type" in str(error)
+    words = error_text(error)
+    about_type = "dtype" in words or "scalar type" in words
     return _OF_TYPE if about_type else _REMEDIES[phase]
 
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe.randomness import FORWARD, unit_hooks
 from cerebro_hydra.shards.cut.export import ExportFailed, Guards, export_program, length_held_fixed
 from cerebro_hydra.shards.cut.regions import inline_regions
@@ -135,7 +136,7 @@ def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> F
         ):
             program = export_program(model, args, kwargs, shapes, ConstantValues)
     except ExportFailed as error:
-        raise CutFailed(f"torch.export failed ({error})") from error
+        raise CutFailed(f"torch.export failed ({error_text(error)})") from error
     if watch.found is not None:
         raise CutFailed(f"its graph does not hold {watch.found}")
     guards = Guards.of(model, sample.call, program)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cerebro_hydra.data.claim import CLAIMS, Claims
+from cerebro_hydra.data.claim import CLAIMS, Claims, forget_claims, is_claimed
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.partition import check_partitions
 from cerebro_hydra.data.preparation import prepared
@@ -136,21 +136,97 @@ def test_program_that_is_killed_blocks_nobody(
     assert_whole(store, manifest, tmp_path)
 
 
+CLAIMER = """
+import sys
+from cerebro_hydra.data.claim import Claims
+from cerebro_hydra.storage import LocalStore
+
+store = LocalStore(sys.argv[1])
+print(Claims(store, store.data_path("f"), 30).take(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program that has taken a claim, and is killed at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIMER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip().endswith(f"{CLAIMS}/000000")
+        yield process
+        process.kill()
+
+
+def is_free(store: Store) -> bool:
+    """Whether the claim can be taken at the first look."""
+    return Claims(store, store.data_path("f"), 30).take() is not None
+
+
 def test_claim_of_a_program_that_is_gone_from_this_machine_is_free_at_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    claims = f"{store.data_path('f')}/{CLAIMS}"
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+    with claimed(tmp_path) as other:
+        assert not is_free(store)
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it stays a mere entry
+        assert is_free(store)
+
+
+@pytest.mark.parametrize(
+    ("part", "another", "free"),
+    [
+        (rb"process \d+", b"process %d" % os.getpid(), True),  # its number was given again
+        (rb"boot [0-9a-f]", b"boot x", False),
+        (rb"pid:\[\d", b"pid:[9", False),
+        (rb", begun.*", b"", False),
+    ],
+)
+def test_claim_is_free_at_once_only_if_its_program_would_be_seen(
+    tmp_path: Path, part: bytes, another: bytes, free: bool
+) -> None:
+    store = LocalStore(tmp_path)
+    with claimed(tmp_path):
         pass
-    for number, (owner, free) in enumerate(
-        [
-            (f"process {ended.pid} on {socket.gethostname()}, renewed 3 times", True),
-            (f"process {ended.pid} on elsewhere", False),
-            (f"process {os.getpid()} on {socket.gethostname()}", False),
-        ]
-    ):
-        store.write(f"{claims}/{number:06d}", owner.encode())
-        assert (Claims(store, store.data_path("f"), 30).take() is not None) == free
-        store.delete(claims)
+    path = f"{store.data_path('f')}/{CLAIMS}/000000"
+    told, count = re.subn(part, another, store.read(path))
+    assert count == 1
+    store.write(path, told)
+    assert is_free(store) == free
+
+
+OTHER_NAMESPACE = ("unshare", "--pid", "--fork")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*OTHER_NAMESPACE, "true"], capture_output=True).returncode != 0,
+    reason="this user may make no PID namespace",
+)
+def test_claim_of_a_program_in_another_pid_namespace_holds(tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        other = subprocess.run(
+            [*OTHER_NAMESPACE, sys.executable, "-c", CLAIMER, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            input="",
+            capture_output=True,
+            text=True,
+        )
+    assert other.stdout == "None\n"
+
+
+def test_what_others_put_among_claims_is_no_claim_and_stays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    folder = store.data_path("f")
+    store.write(f"{folder}/{CLAIMS}/notes.txt", b"mine")
+    assert not is_claimed(store, folder)
+    assert Claims(store, folder, 30).take() == f"{folder}/{CLAIMS}/000000"
+    assert is_claimed(store, folder)
+    forget_claims(store, folder)
+    assert store.list(f"{folder}/{CLAIMS}") == ["notes.txt"]
 
 
 @pytest.mark.parametrize("kind", ["remote"])

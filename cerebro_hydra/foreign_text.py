@@ -1,0 +1,65 @@
+"""Makes text harmless that others wrote: errors of a user's code, what it prints, forged documents.
+
+An exception may raise when it is asked for its words, or have 50 MB of them, and a terminal obeys
+what it is sent.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+LONGEST_TEXT = 16 << 10
+"""The most bytes that are kept of an error's words, in UTF-8."""
+
+# What a terminal or browser would carry out: all but tab and line feed, and what turns text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+# Colours, and the way back to a line's begin that bars of progress take.
+_DECORATION = re.compile("\x1b\\[[0-9;]*m|\r")
+
+
+def visible(text: str) -> str:
+    r"""Return text with its control characters spelt out, as \x1b; tabs and line feeds stay."""
+    return _CONTROL.sub(_spelt, text)
+
+
+def undecorated(line: str) -> str:
+    """Return a printed line without its colours, and with other control characters spelt out."""
+    return visible(_DECORATION.sub("", line))
+
+
+def error_text(error: BaseException) -> str:
+    """Return what an error says, visible and no longer than `LONGEST_TEXT`."""
+    try:
+        words = str(error)
+    except Exception as failure:
+        return f"<its __str__ raised {type(failure).__name__}>"
+    return _shortened(words)
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback of an error and of those that led to it, as `error_text` does."""
+    try:
+        return _shortened("".join(traceback.format_exception(error)))
+    except Exception as failure:
+        named = f"{type(error).__module__}.{type(error).__qualname__}"
+        return visible(f"{named}: <its traceback raised {type(failure).__name__}>\n")
+
+
+def _shortened(text: str) -> str:
+    """Return text as it may be kept: its begin and its end, and how much there was between."""
+    total = len(text)
+    if total > LONGEST_TEXT:  # before anything is made of many MB
+        text = f"{text[:LONGEST_TEXT]}{text[-LONGEST_TEXT:]}"
+    shown = visible(text).encode("utf-8", "replace")
+    if total <= LONGEST_TEXT and len(shown) <= LONGEST_TEXT:
+        return shown.decode()
+    half = LONGEST_TEXT // 2 - 64
+    begin, end = shown[:half].decode("utf-8", "ignore"), shown[-half:].decode("utf-8", "ignore")
+    return f"{begin} [... of {total:,} characters, those between are left out ...] {end}"
+
+
+def _spelt(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -1,0 +1,80 @@
+"""Keeps Spark's Python workers from importing what lies in the folder that they start in.
+
+Spark starts them with `python -m`, which looks in the current folder before anywhere else: on
+local Spark that is the driver's, whoever may write there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from pyspark import RDD, SparkContext
+
+_T = TypeVar("_T")
+
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Python's own variable: if it is set, the current folder is no place to import from."""
+
+_taking_variables = threading.Lock()
+"""Held while a SparkContext has the variables of one job."""
+
+
+def driver_path() -> str:
+    """Return a PYTHONPATH by which others on this machine import from where this process does."""
+    folders = [str(Path(entry or ".").resolve()) for entry in sys.path]
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in folders:
+        folders.insert(0, root)
+    return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
+
+
+@contextmanager
+def own_workers(
+    context: SparkContext, variables: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Give the Python workers of what is built in the block variables, and a safe path.
+
+    On a master of this machine they import from where the driver does, in its order, if they are
+    of its Python; elsewhere from what is installed and shipped there. Who has set PYTHONSAFEPATH
+    for the session decides instead. Spark keeps Python workers by their variables, so that other
+    jobs keep theirs.
+    """
+    wanted = {**_safe_path(context), **(variables or {})}
+    if not wanted:
+        yield
+        return
+    with _taking_variables:
+        kept = context.environment
+        context.environment = {**kept, **wanted}
+        try:
+            yield
+        finally:
+            context.environment = kept
+
+
+def by_own_workers(rdd: RDD[_T], variables: Mapping[str, str] | None = None) -> RDD[_T]:
+    """Let such workers compute an RDD; see `own_workers`."""
+    with own_workers(rdd.context, variables):
+        rdd._jrdd  # noqa: B018  # it takes the variables now
+    return rdd
+
+
+def _safe_path(context: SparkContext) -> dict[str, str]:
+    if SAFE_PATH in context.environment:
+        return {}
+    variables = {SAFE_PATH: "1"}
+    if re.fullmatch(r"local(\[.*\])?", str(context.master)):
+        python = shutil.which(context.pythonExec)
+        if python is not None and os.path.dirname(python) == os.path.dirname(sys.executable):
+            own = context.environment.get("PYTHONPATH")
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [own, driver_path()]))
+    return variables

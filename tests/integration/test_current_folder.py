@@ -1,0 +1,115 @@
+"""Nothing that lies in the folder where a command or a driver starts is imported by our processes.
+
+A module stands there under each name that Python or an installed package has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cerebro_hydra
+
+pytestmark = pytest.mark.slow
+
+RAN = "what-ran"
+"""The file, in the planted folder, that every planted module adds its name to."""
+
+MODELS = """
+import torch
+from torch import nn
+from cerebro_hydra.recipe import Recipe
+
+def build(params):
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=params["lr"])
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=16)
+"""
+
+# A user's own session with Spark's own settings: a run is trained, and two others are stopped.
+DRIVER = """
+import os, signal, sys
+sys.path.append(os.getcwd())
+import my_models
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra.observe import Decision
+from cerebro_hydra.spark.session import started
+
+class Interrupter:
+    def on_record(self, record):
+        if isinstance(record, Decision) and record.seq == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+
+def search(**options):
+    return GridSearch(
+        backend=SparkBackend(spark, num_workers=2, devices_per_worker=2),
+        store=LocalStore(sys.argv[1]),
+        estimator_gen_fn=my_models.build,
+        search_space={"lr": hp_choice([0.1])},
+        verbose=0,
+        **options,
+    )
+
+spark = started({"spark.master": "local[3,8]", "spark.ui.enabled": "false"})
+# Not createDataFrame, which starts Python workers that are the user's own.
+frame = spark.range(64).selectExpr("array(id / 64, id % 3.0D) AS features", "id % 2 AS label")
+assert cerebro_hydra.doctor(spark, num_workers=2).ok
+result = search(num_epochs=1).fit(frame)
+assert len(result.transform(frame).collect()) == 64
+for _ in range(2):
+    try:
+        search(num_epochs=9, observers=[Interrupter()]).fit(frame)
+    except cerebro_hydra.errors.Interrupted as stopped:
+        print(stopped.result.run_path)
+spark.stop()
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder of such modules, and a user's own one."""
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    code = f"open({str(folder / RAN)!r}, 'a').write(__name__ + ' ')\nraise ImportError('planted')\n"
+    names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    for name in names - {"__main__"}:
+        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+            (folder / f"{name}.py").write_text(code)
+    assert (folder / "numpy.py").exists() and (folder / "socket.py").exists()
+    (folder / "my_models.py").write_text(MODELS)
+    return folder
+
+
+def run_in(folder: Path, *command: str) -> str:
+    """Run a command there, and return what it printed."""
+    root = Path(cerebro_hydra.__file__).resolve().parents[1]
+    variables = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    ran = (folder / RAN).read_text() if (folder / RAN).exists() else ""
+    assert not ran, f"{command[:2]} ran planted modules: {ran}"
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_doctor_imports_nothing_from_the_folder_it_is_started_in(planted: Path) -> None:
+    command = str(Path(sys.executable).with_name("cerebro-hydra"))
+    assert "PROBLEM" not in run_in(planted, command, "doctor", "--workers", "1")
+
+
+@pytest.mark.long
+def test_a_factory_of_the_current_folder_trains_and_nothing_else_there_is_imported(
+    planted: Path,
+) -> None:
+    printed = run_in(planted, sys.executable, "-P", "-c", DRIVER, str(planted.parent / "store"))
+    stopped = [line for line in printed.splitlines() if line.startswith(str(planted.parent))]
+    command = str(Path(sys.executable).with_name("cerebro-hydra"))
+    for run, master in zip(stopped, ([], ["--master", "local[2,8]"]), strict=True):
+        given = ["--factory", "my_models:build", "--workers", "1", *master]
+        assert "finished" in run_in(planted, command, "resume", run, *given)

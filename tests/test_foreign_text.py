@@ -1,0 +1,98 @@
+"""A trial may raise what can't be said, or what is far too long: it fails alone, and is told of."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.foreign_text import LONGEST_TEXT, error_text, traceback_text
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from tests.end_to_end import models
+
+ESCAPE = "\x1b]0;owned\x07\x9b31m\u202egnol"
+FAULTS = ("none", "mute", "huge", "huge at once")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("nothing to say")
+
+
+def raising(fault: str) -> None:
+    if fault == "mute":
+        raise Mute
+    raise ValueError(ESCAPE + "x" * (50 << 20) + ESCAPE)
+
+
+def factory(params: dict[str, Any]) -> Recipe:
+    """Trials that raise while they train, or at once, and one that prints."""
+    recipe = models.feed_forward({"lr": 0.01})
+    plain, fault = recipe.loss, params["fault"]
+    if fault == "huge at once":
+        raising(fault)
+    calls = itertools.count(1)
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen = next(calls)
+        if seen == 2 and os.getpid() != params["driver"]:  # in an agent
+            print(f"here is {ESCAPE}")
+        if seen > 20 and fault != "none":  # in training, as admission computes fewer losses
+            raising(fault)
+        return plain(outputs, labels)
+
+    return replace(recipe, loss=loss)
+
+
+def controls(text: str) -> set[str]:
+    return {each for each in text if each in ESCAPE and not each.isprintable()}
+
+
+@pytest.mark.slow
+def test_errors_without_words_or_with_too_many_cost_their_trial_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(7)
+    labels = random.integers(0, 4, 600)
+    features = random.normal(size=(600, 16)).astype(np.float32)
+    driver = {"driver": hp_choice([os.getpid()])}
+    result = GridSearch(
+        backend=LocalBackend(1),
+        store=LocalStore(str(tmp_path)),
+        estimator_gen_fn=factory,
+        search_space={"fault": hp_choice([*FAULTS]), "note": hp_choice([ESCAPE]), **driver},
+        num_epochs=1,
+        verbose=1,
+    ).fit(Arrays({"features": features, "label": labels}))
+    told = {trial.params["fault"]: trial.error or "" for trial in result.trials}
+    assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 3]
+    assert "Mute" in told["mute"] and "in raising" in told["mute"]
+    for fault in ("huge", "huge at once"):
+        assert "ValueError: \\x1b]0;owned" in told[fault]
+        assert "left out" in told[fault] and "52,4" in told[fault]
+        assert len(told[fault].encode()) <= LONGEST_TEXT
+    run = Path(result.run_path)
+    assert sum(file.stat().st_size for file in (run / "journal").iterdir()) < 1 << 20
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert len(report) < 1 << 20
+    assert controls(report) == set() and "\\x1b]0;owned" in report
+    out, err = capfd.readouterr()
+    assert "here is \\x1b]0;owned" in out
+    assert controls(out + err) == set() and len(out + err) < 1 << 20
+
+
+@pytest.mark.parametrize("words", [error_text, traceback_text])
+def test_whatever_an_error_says_is_short_and_visible(words: Any) -> None:
+    for message in (ESCAPE * 9999, "ü" * 40_000, "\x00" * 20_000, "\ud800" * 9, "a\nb\tc"):
+        told = words(ValueError(message))
+        assert len(told.encode()) <= LONGEST_TEXT and controls(told) == set()
+    assert "a\nb\tc" in told
+    assert "Mute" in traceback_text(Mute()) and "RuntimeError" in error_text(Mute())
