@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,6 @@ from cerebro_hydra.plan.messages import instructions as ins
 from tests.observe.conftest import begin, fold
 
 GOLDEN = Path(__file__).with_name("golden")
-
-
-def assert_golden(name: str, parts: Mapping[str, str]) -> None:
-    """Compare texts with a golden file; `WRITE_GOLDEN=1 pytest tests/observe` writes them all."""
-    text = "".join(f"=== {title}\n{part}\n" for title, part in parts.items())
-    text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-    path = GOLDEN / f"{name.replace(' ', '_')}.txt"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
 
 
 def terminal(width: int = 160) -> Console:

@@ -34,8 +34,9 @@ from cerebro_hydra.observe.text import duration, summary
 from cerebro_hydra.observe.view import human_bytes
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from tests.golden import assert_golden
 from tests.observe.conftest import CRASHES, Simulate, begin, fold
-from tests.observe.consoles import assert_golden, crowd, drawn, page, pipe, printed, terminal
+from tests.observe.consoles import GOLDEN, crowd, drawn, page, pipe, printed, terminal
 from tests.observe.test_observe_devices import folded
 
 QUIET, FIRST = ev.TrialStopped(0, ""), ins.StateSource(0, None)
@@ -108,7 +109,8 @@ def test_what_is_told_of_a_run_in_every_view(
     shown = printed(scrolled)
     assert all(line.rstrip() in printed(screen) for line in shown.splitlines()), "above the table"
     log = "".join(f"{record.levelname}: {record.getMessage()}\n" for record in caplog.records)
-    assert_golden(f"told of {story}", {"lines": printed(lines), "table": shown, "log": log})
+    parts = {"lines": printed(lines), "table": shown, "log": log}
+    assert_golden(GOLDEN / f"told_of_{story.replace(' ', '_')}.txt", parts)
 
 
 def at_work() -> RunView:
@@ -156,7 +158,8 @@ def test_frames_and_final_tables_at_any_width(name: str) -> None:
         parts[f"final table of {width}"] = drawn(final_table(view, width), width)
         for part in (text, parts[f"final table of {width}"]):
             assert all(len(line) <= width for line in part.splitlines())
-    assert_golden(f"shown of {name}", {**parts, "summary": summary(view)})
+    parts["summary"] = summary(view)
+    assert_golden(GOLDEN / f"shown_of_{name.replace(' ', '_')}.txt", parts)
 
 
 def test_view_suits_where_it_is_watched_from() -> None:
@@ -229,8 +232,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5 * 10**12, "5.0 TB")],
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5 * 10**12, "5.0 TB")]
 )
 def test_bytes_read_well(count: int, text: str) -> None:
     assert human_bytes(count) == text

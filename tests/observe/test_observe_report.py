@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +22,7 @@ from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.tune.running import run_claim
 from tests.journals import cut_journal, rewrite_journal
 from tests.observe.hostile import HOSTILE
+from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -214,15 +212,7 @@ def test_the_page_is_found_where_spark_ships_the_package_as_a_zip(tmp_path: Path
         "assert 'run report' in report.page().environment.loader.get_source("
         "report.page().environment, 'page.html.j2')[0]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "shipped.zip")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "shipped.zip"))
 
 
 @pytest.mark.parametrize(

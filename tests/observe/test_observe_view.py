@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe import Decision, Progress, RunView, records_of
+from cerebro_hydra.observe import (
+    Decision,
+    Observers,
+    Progress,
+    Record,
+    RunEnded,
+    RunView,
+    records_of,
+)
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.events import TrialStopped
 from cerebro_hydra.plan.simulate.run import WorkerCrash
 from tests.observe.conftest import CRASHES, begin, fold, written
 
@@ -194,3 +204,32 @@ def test_progress_of_a_worker_that_the_trial_has_left_is_ignored() -> None:
     for worker, loss in ((0, 0.5), (1, 9.0)):
         view.apply(Progress(worker, trial=0, epoch=0, partition=0, step=1, steps=4, loss=loss))
     assert view.trials[0].loss == 0.5
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_record(self, record: Record) -> None:
+        self.records.append(record)
+
+
+class Broken(Recorder):
+    def on_record(self, record: Record) -> None:
+        super().on_record(record)
+        raise RuntimeError("no room on the screen")
+
+
+def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    before, broken, after = Recorder(), Broken(), Recorder()
+    observers = Observers([before, broken, after])
+    decision = Decision(0, 1.0, TrialStopped(0, "enough"), ())
+    records: list[Record] = [*begin(1), decision, RunEnded(1.0)]
+    with caplog.at_level(logging.ERROR):
+        for record in records:
+            observers.on_record(record)
+    assert before.records == after.records == records
+    assert broken.records == records[:1]
+    assert len(caplog.records) == 1
+    assert "Broken failed on a RunStarted record" in caplog.text
+    assert "no room on the screen" in caplog.text
