@@ -14,10 +14,8 @@ from torch import nn
 
 import cerebro_hydra
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.model_case import Shards
-from cerebro_hydra.testing.run_in_process import run_in_process
-from tests.replay.test_replay_trial import Small
+from tests.replay.test_replay_trial import Small, trained
 
 
 class Dropping(Small):
@@ -34,13 +32,6 @@ def build(params: Mapping[str, Any]) -> Recipe:
     return Dropping().make(params["shards"])
 
 
-def trained(path: Path, seed: int) -> RunFolder:
-    (features,), (labels,) = Dropping().batch(400, seed)
-    arrays = {"features": features.numpy(), "label": labels.numpy()}
-    store = LocalStore(str(path))
-    return run_in_process(store, arrays, Dropping.columns, Dropping().start(2), {"shards": 2})
-
-
 @pytest.fixture
 def busy_switching() -> Iterator[None]:
     """Let threads take turns as often as Python can."""
@@ -52,7 +43,7 @@ def busy_switching() -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy_switching")
 def test_replays_of_several_threads_are_all_identical(tmp_path: Path) -> None:
-    runs = [trained(tmp_path / str(seed), seed) for seed in range(2)]
+    runs = [trained(tmp_path / str(seed), Dropping(), 400, seed) for seed in range(2)]
     with ThreadPoolExecutor(4) as pool:
         replays = [
             pool.submit(cerebro_hydra.replay, runs[number % 2].path, "trial-000", build)
@@ -63,7 +54,7 @@ def test_replays_of_several_threads_are_all_identical(tmp_path: Path) -> None:
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_replayed(tmp_path: Path) -> None:
-    run = trained(tmp_path, 0)
+    run = trained(tmp_path, Dropping(), 400)
     torch.manual_seed(7)
     before = torch.get_rng_state()
     threads = torch.get_num_threads()

@@ -38,17 +38,11 @@ def build(params: Mapping[str, Any]) -> Recipe:
     return Small().make(params["shards"])
 
 
-def trained(path: Path) -> RunFolder:
-    (features,), (labels,) = Small().batch(20, 0)
+def trained(path: Path, case: ModelCase | None = None, rows: int = 20, seed: int = 0) -> RunFolder:
+    case = case or Small()
+    (features,), (labels,) = case.batch(rows, seed)
     arrays = {"features": features.numpy(), "label": labels.numpy()}
-    store = LocalStore(str(path))
-    return run_in_process(store, arrays, Small.columns, Small().start(2), {"shards": 2})
-
-
-def test_a_run_is_found_identical(tmp_path: Path) -> None:
-    report = cerebro_hydra.replay(trained(tmp_path).path, "trial-000", build)
-    assert report.identical, str(report)
-    assert report.visits == 2
+    return run_in_process(LocalStore(str(path)), arrays, case.columns, case.start(2), {"shards": 2})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
