@@ -21,10 +21,7 @@ from cerebro_hydra.data.partition import CachedPartition
 ROWS, WIDTH = 3000, 700  # 2.8 kB a row
 
 
-@given(
-    st.lists(st.integers(0, 40 * mmap.PAGESIZE), max_size=30),
-    st.integers(1, 3 * mmap.PAGESIZE),
-)
+@given(st.lists(st.integers(0, 40 * mmap.PAGESIZE), max_size=30), st.integers(1, 3 * mmap.PAGESIZE))
 def test_runs_are_the_pages_of_all_ranges_each_once_and_in_order(
     starts: list[int], nbytes: int
 ) -> None:
