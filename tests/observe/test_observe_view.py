@@ -94,7 +94,7 @@ def test_only_moves_between_workers_count_as_hops(simulate) -> None:
 
 
 def test_best_is_the_highest_accuracy_and_nan_never_wins() -> None:
-    scores = [0.5, 0.9, float("nan"), 0.9]
+    scores = [float("nan"), 0.5, 0.9, 0.9]
     view = fold([*begin(4, evaluation_metric="accuracy"), JOIN])
     for trial, score in enumerate(scores):
         view.apply(
@@ -105,7 +105,7 @@ def test_best_is_the_highest_accuracy_and_nan_never_wins() -> None:
                 ins.FinishTrial(trial, "finished", "", 4),
             )
         )
-    assert [t.trial for t in view.best_first()] == [1, 3, 0, 2]
+    assert [t.trial for t in view.best_first()] == [2, 3, 1, 0]
 
 
 LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
