@@ -18,8 +18,8 @@ PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-co
 MODERN_TESTS := $(addprefix tests/plan/,test_plan_seeds.py messages/test_plan_actions.py \
   messages/test_plan_codec.py hop/test_plan_holders.py hop/test_plan_hop_state.py \
   schedules/test_plan_schedules.py sizing/test_plan_balance.py) \
-  $(addprefix tests/data/test_data_,assignment.py cache.py column_decoder.py manifest.py \
-  row_ranges.py readers.py row_ids.py) tests/data/existing/test_data_existing.py \
+  $(addprefix tests/data/test_data_,cache.py column_decoder.py manifest.py \
+  readers.py rows.py) tests/data/existing/test_data_existing.py \
   tests/storage tests/wire tests/observe/test_observe_view.py \
   tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
   tests/end_to_end/drivers/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms

@@ -15,6 +15,8 @@ from hypothesis import settings
 
 import cerebro_hydra  # before a test calls MKL
 
+pytest.register_assert_rewrite("tests.golden")  # so that what differs is shown
+
 # Before anything imports torch: one thread against two gives other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -8,6 +8,14 @@ from typing import Any
 from cerebro_hydra.storage import RunFolder
 
 
+def cut_journal(folder: RunFolder, last: Callable[[list[Any]], int]) -> list[Any]:
+    """Leave a run's journal up to the line whose number `last` returns; return the lines after."""
+    lines = [line for segment in folder.read_segments() for line in segment]
+    folder.store.delete(f"{folder.path}/journal")
+    folder.write_segment(0, lines[: last(lines) + 1])
+    return lines[last(lines) + 1 :]
+
+
 def rewrite_journal(folder: RunFolder, change: Callable[[dict[str, Any]], object]) -> None:
     """Let `change` change every instruction of a run's journal."""
     segments = [*folder.read_segments()]

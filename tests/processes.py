@@ -1,8 +1,50 @@
-"""Finds the processes that another one has started."""
+"""Runs Python in other processes, and finds the processes that another one has started."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def run_python(
+    *arguments: object,
+    around: Sequence[str] = (),
+    given: str | None = None,
+    code: int = 0,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python, which finds our package and the tests, until it ends with an exit code.
+
+    Args:
+        arguments: of Python, such as "-c" and a program.
+        around: what the command is preceded by.
+        given: what the program reads on its standard input.
+        code: the exit code that is expected.
+        options: `cwd`, and variables of the environment.
+    """
+    folder = options.pop("cwd", CHECKOUT)
+    done = subprocess.run(
+        [*around, sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), **options},
+        input=given, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def start_python(*arguments: object) -> subprocess.Popen[str]:
+    """Start Python as `run_python` does, to be talked to."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def children_of(pid: int | None) -> list[int]:

@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from cerebro_hydra.data.reader import read_columns
 from cerebro_hydra.errors import DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
+from tests.processes import run_python, start_python
 from tests.small_disk import on_small_disk
 
 ROWS = 5003
@@ -53,10 +53,6 @@ def file_of(store: LocalStore, manifest: Manifest, split: str = "train", index: 
     folder = Path(store.data_path(manifest.fingerprint), manifest.partition(split, index).path)
     (file,) = folder.glob("*.parquet")
     return file
-
-
-def rewrite(file: Path, change) -> None:
-    pq.write_table(change(pq.read_table(file, partitioning=None)), file)
 
 
 def test_all_rows_come_back_once_with_type_and_shape(store: LocalStore, manifest: Manifest) -> None:
@@ -116,21 +112,75 @@ def test_other_seed_content_or_count_is_other_data(store: LocalStore) -> None:
     assert labels[0] != labels[1]
 
 
-def test_lost_row_is_seen_in_the_footers(store: LocalStore, manifest: Manifest) -> None:
-    rewrite(file_of(store, manifest), lambda table: table.slice(1))
-    rows = manifest.rows("train", 0)
-    with pytest.raises(DataError, match=rf"train partition 0 .*count {rows - 1} rows.*{rows}"):
+def one_value_changed(table: pa.Table, number: int) -> pa.Table:
+    """The table with the lowest bit of one value of a column flipped."""
+    column = stored_name(number)
+    old = table[column].combine_chunks()
+    flat = old.flatten() if pa.types.is_list(old.type) else old
+    values = flat.to_numpy(zero_copy_only=False).copy()
+    values.view(np.uint8)[values.nbytes // 2] ^= 1
+    changed = pa.array(values, flat.type)
+    if pa.types.is_list(old.type):
+        changed = pa.ListArray.from_arrays(old.offsets, changed)
+    return with_column(table, column, changed)
+
+
+def exchanged(table: pa.Table) -> pa.Table:
+    values = table["column_004"].to_numpy().copy()
+    values[[3, 700]] = values[[700, 3]]
+    return with_column(table, "column_004", pa.array(values))
+
+
+def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return table.set_column(table.schema.get_field_index(name), name, values)
+
+
+def rewriting(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
+    return lambda file: pq.write_table(change(pq.read_table(file, partitioning=None)), file)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a row is lost": (rewriting(lambda t: t.slice(1)), r"train partition 0 .*count \d+ rows"),
+    "a row is lost and another repeated": (
+        rewriting(lambda t: pa.concat_tables([t.slice(0, 5), t.slice(4, 1), t.slice(6)])),
+        "lost, repeated or exchanged",
+    ),
+    "rows are in another order": (
+        rewriting(lambda t: t.take(list(range(len(t)))[::-1])),
+        "not ascending after row 0",
+    ),
+    "a column is narrower": (
+        rewriting(lambda t: with_column(t, "column_001", t["column_001"].cast("int32"))),
+        r"'class' holds int32.*int64",
+    ),
+    "two values are exchanged": (rewriting(exchanged), "column 'weight' has other values"),
+    **{
+        f"a value of {name} is changed": (
+            rewriting(lambda table, number=number: one_value_changed(table, number)),  # type: ignore[misc]
+            rf"train partition 0 .*partition=00000.*column '{name}' has other values.*prepare",
+        )
+        for number, name in enumerate(COLUMNS)
+    },
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_rows_that_were_harmed_are_seen_and_cost_no_other_partition(
+    store: LocalStore, manifest: Manifest, harm: str
+) -> None:
+    change, said = HARMS[harm]
+    change(file_of(store, manifest))
+    with pytest.raises(DataError, match=said):
         build(store, manifest)
-    assert os.listdir(Path(store.prefix, "c", manifest.fingerprint)) == []
-
-
-def test_lost_row_hidden_by_a_repeated_one_is_seen(store: LocalStore, manifest: Manifest) -> None:
-    def hide(table: pa.Table) -> pa.Table:
-        return pa.concat_tables([table.slice(0, 5), table.slice(4, 1), table.slice(6)])
-
-    rewrite(file_of(store, manifest), hide)
-    with pytest.raises(DataError, match="lost, repeated or exchanged"):
-        build(store, manifest)
+    cache = Path(store.prefix, "c", manifest.fingerprint)
+    assert not cache.exists() or os.listdir(cache) == []
+    assert build(store, manifest, "train", 1).rows == manifest.rows("train", 1)
 
 
 def test_rows_of_another_partition_are_seen(store: LocalStore, manifest: Manifest) -> None:
@@ -139,71 +189,6 @@ def test_rows_of_another_partition_are_seen(store: LocalStore, manifest: Manifes
     one.write_bytes(other.read_bytes())
     with pytest.raises(DataError, match=r"val partition 0 .*checksum"):
         build(store, manifest, "val", 0)
-
-
-def test_rows_in_another_order_are_seen(store: LocalStore, manifest: Manifest) -> None:
-    rewrite(file_of(store, manifest), lambda table: table.take(list(range(len(table)))[::-1]))
-    with pytest.raises(DataError, match="not ascending after row 0"):
-        build(store, manifest)
-
-
-def test_truncated_file_is_named(store: LocalStore, manifest: Manifest) -> None:
-    file = file_of(store, manifest)
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DataError, match=f"{file.name}.*not a whole Parquet file"):
-        build(store, manifest)
-
-
-def test_file_damaged_in_the_middle_is_named(store: LocalStore, manifest: Manifest) -> None:
-    file = file_of(store, manifest)
-    content = bytearray(file.read_bytes())
-    content[4:2000] = b"\xff" * 1996
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=r"can't read .*partition=00000"):
-        build(store, manifest)
-
-
-def test_column_of_another_type_is_named(store: LocalStore, manifest: Manifest) -> None:
-    def narrowed(table: pa.Table) -> pa.Table:
-        return table.set_column(
-            table.schema.get_field_index("column_001"),
-            "column_001",
-            table["column_001"].cast("int32"),
-        )
-
-    rewrite(file_of(store, manifest), narrowed)
-    with pytest.raises(DataError, match=r"'class' holds int32.*int64"):
-        build(store, manifest)
-
-
-def test_folder_with_a_pickled_schema_is_refused(store: LocalStore, manifest: Manifest) -> None:
-    file_of(store, manifest).with_name("_common_metadata").write_bytes(b"")
-    with pytest.raises(DataError, match="unpickle"):
-        build(store, manifest)
-
-
-def one_value_changed(table: pa.Table, column: str) -> pa.Table:
-    """The table with the lowest bit of one value of a column flipped."""
-    position = table.schema.get_field_index(column)
-    old = table[column].combine_chunks()
-    flat = old.flatten() if pa.types.is_list(old.type) else old
-    values = flat.to_numpy(zero_copy_only=False).copy()
-    values.view(np.uint8)[values.nbytes // 2] ^= 1
-    changed = pa.array(values, flat.type)
-    if pa.types.is_list(old.type):
-        changed = pa.ListArray.from_arrays(old.offsets, changed)
-    return table.set_column(position, column, changed)
-
-
-@pytest.mark.parametrize("position", range(len(COLUMNS)))
-def test_one_changed_value_is_seen(store: LocalStore, manifest: Manifest, position: int) -> None:
-    rewrite(file_of(store, manifest), lambda t: one_value_changed(t, stored_name(position)))
-    name = manifest.columns[position].name
-    said = rf"train partition 0 .*partition=00000.*column '{name}' has other values.*prepare"
-    with pytest.raises(DataError, match=said):
-        build(store, manifest)
-    assert os.listdir(Path(store.prefix, "c", manifest.fingerprint)) == []
-    assert build(store, manifest, "train", 1).rows == manifest.rows("train", 1)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2.5, -2.5), (0.0, -0.0)])
@@ -227,88 +212,47 @@ def test_one_flipped_bit_in_a_page_is_seen(store: LocalStore, old: float, new: f
         build(store, manifest, cache="other")
 
 
-def test_exchanged_values_are_seen(store: LocalStore, manifest: Manifest) -> None:
-    def exchange(table: pa.Table) -> pa.Table:
-        values = table["column_004"].to_numpy().copy()
-        values[[3, 700]] = values[[700, 3]]
-        return table.set_column(
-            table.schema.get_field_index("column_004"), "column_004", pa.array(values)
-        )
+def change_digests(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        digests = json.loads((folder / "digests.json").read_text())
+        change(digests)
+        (folder / "digests.json").write_text(json.dumps(digests))
 
-    rewrite(file_of(store, manifest), exchange)
-    with pytest.raises(DataError, match="column 'weight' has other values"):
-        build(store, manifest)
+    return rewrite
 
 
-def flip(folder: Path) -> None:
-    content = bytearray((folder / "column_000.npy").read_bytes())
-    content[-5] ^= 1
-    (folder / "column_000.npy").write_bytes(content)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda folder: flip(folder / "column_000.npy"),
+    "a cut file": lambda folder: os.truncate(folder / "column_000.npy", 1000),
+    "an empty file": lambda folder: os.truncate(folder / "column_000.npy", 0),
+    "a lost file": lambda folder: (folder / "column_003.npy").unlink(),
+    "lost digests": lambda folder: (folder / "digests.json").unlink(),
+    "no digests": lambda folder: (folder / "digests.json").write_text("[]"),
+    "deep digests": lambda folder: (folder / "digests.json").write_text("[" * 100_000),
+    "digests of another partition": change_digests(
+        lambda digests: digests["partition"].update(index=digests["partition"]["index"] + 1)
+    ),
+    "a lost folder": shutil.rmtree,
+}
 
 
-def cut(folder: Path) -> None:
-    array = folder / "column_000.npy"
-    array.write_bytes(array.read_bytes()[:1000])
-
-
-def empty(folder: Path) -> None:
-    (folder / "column_000.npy").write_bytes(b"")
-
-
-def lose(folder: Path) -> None:
-    (folder / "column_003.npy").unlink()
-
-
-def lose_digests(folder: Path) -> None:
-    (folder / "digests.json").unlink()
-
-
-def forget_digests(folder: Path) -> None:
-    (folder / "digests.json").write_text("[]")
-
-
-def exchange_partitions(folder: Path) -> None:
-    """Put a whole cache with the digests that it was written with in the place of another."""
-    digests = json.loads((folder / "digests.json").read_text())
-    digests["partition"]["index"] += 1
-    (folder / "digests.json").write_text(json.dumps(digests))
-
-
-def nest_digests(folder: Path) -> None:
-    (folder / "digests.json").write_text("[" * 100_000)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flip,
-        cut,
-        empty,
-        lose,
-        lose_digests,
-        forget_digests,
-        exchange_partitions,
-        nest_digests,
-        shutil.rmtree,
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_cache_that_was_damaged_or_deleted_is_decoded_again(
-    store: LocalStore,
-    manifest: Manifest,
-    damage: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
+    store: LocalStore, manifest: Manifest, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = build(store, manifest)
     seen = {name: column.copy() for name, column in first.columns.items()}
     folder = Path(store.prefix, "c", manifest.fingerprint, "train-00000")
     held = {path: path.read_bytes() for path in folder.iterdir()}
-    damage(folder)
+    DAMAGES[damage](folder)
+    left = {path: path.read_bytes() for path in folder.glob("*")}
+    assert left != held
     again = build(store, manifest)
     for name, column in again.columns.items():
         np.testing.assert_array_equal(column, seen[name])
     assert {path: path.read_bytes() for path in folder.iterdir()} == held
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (damage is not shutil.rmtree)
+    assert len(told) == (damage != "a lost folder")
     assert all("train-00000' is damaged" in line and "decoded again" in line for line in told)
 
 
@@ -336,17 +280,8 @@ print(json.dumps(part.columns["class"].tolist()))
 
 
 def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: Manifest) -> None:
-    command = [sys.executable, "-c", BUILDER, store.prefix]
-    builders = [
-        subprocess.Popen(
-            [*command, os.path.join(store.prefix, "raced")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for _ in range(2)
-    ]
+    raced = Path(store.prefix, "raced")
+    builders = [start_python("-c", BUILDER, store.prefix, raced) for _ in range(2)]
     for builder in builders:
         builder.stdin.write(json.dumps(manifest.to_json()) + "\n")
         builder.stdin.flush()
@@ -357,7 +292,7 @@ def test_processes_that_build_the_same_cache_agree(store: LocalStore, manifest: 
         builder.stdin.flush()
     seen = [json.loads(builder.communicate()[0]) for builder in builders]
     assert seen == [build(store, manifest).columns["class"].tolist()] * 2
-    assert os.listdir(Path(store.prefix, "raced", manifest.fingerprint)) == ["train-00000"]
+    assert os.listdir(raced / manifest.fingerprint) == ["train-00000"]
 
 
 def test_full_scratch_disk_is_named(store: LocalStore, manifest: Manifest, tmp_path: Path) -> None:
@@ -365,15 +300,8 @@ def test_full_scratch_disk_is_named(store: LocalStore, manifest: Manifest, tmp_p
     scratch.mkdir()
     if not (around := on_small_disk(scratch, 20 << 10)):
         pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
-    done = subprocess.run(
-        [*around, sys.executable, "-c", BUILDER, store.prefix, str(scratch)],
-        input=json.dumps(manifest.to_json()) + "\ngo\n",
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-    )
-    assert done.returncode == 1, "it was ended by a signal"
+    command, given = ("-c", BUILDER, store.prefix, scratch), json.dumps(manifest.to_json())
+    done = run_python(*command, around=around, given=f"{given}\ngo\n", code=1)
     assert "StoreError: can't decode rows into the scratch folder" in done.stderr
     assert f"'{scratch}': [Errno 28] No space left on device; free space there" in done.stderr
 
@@ -400,7 +328,7 @@ def test_prepared_data_is_reused_and_its_files_are_checked(
     written = file.stat().st_mtime_ns
     assert write_dataset(store, COLUMNS, 3, 0.25) == manifest
     assert file.stat().st_mtime_ns == written
-    rewrite(file, lambda table: table.slice(1))
+    rewriting(lambda table: table.slice(1))(file)
     with pytest.raises(StoreError, match=r"doesn't match its manifest.*prepare the data again"):
         write_dataset(store, COLUMNS, 3, 0.25)
 

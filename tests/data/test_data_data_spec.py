@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.data.spec import DataSpec
-from cerebro_hydra.errors import ConfigurationError
+from tests.golden import assert_golden, refusal
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "feature_columns": ("x", [], ["a", "a"]),
+    "label_columns": ("y", [1], ["x"]),
+    "sample_weight_column": (3, "x"),
+    "validation": (0.0, 1.0, 1.5, True, "", [0.2]),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"feature_columns": "x"}, r"feature_columns is 'x'; give a list: \['x'\]"),
-        ({"feature_columns": []}, r"feature_columns is \[\]; give a list of column names"),
-        ({"feature_columns": ["a", "a"]}, "feature_columns names 'a' more than once"),
-        ({"label_columns": "y"}, r"label_columns is 'y'; give a list: \['y'\]"),
-        ({"label_columns": [1]}, "label_columns holds 1; column names are strings"),
-        ({"label_columns": ["x"]}, "'x' is in feature_columns and in label_columns; leave it in"),
-        ({"sample_weight_column": 3}, "sample_weight_column holds 3"),
-        ({"sample_weight_column": "x"}, "sample_weight_column is 'x', which is a feature or label"),
-        ({"validation": 0.0}, r"validation is 0\.0; a share .* None is for no validation"),
-        ({"validation": 1.0}, r"validation is 1\.0; a share lies between 0 and 1"),
-        ({"validation": 1.5}, r"validation is 1\.5; a share lies between 0 and 1"),
-        ({"validation": True}, "validation is True; give a share"),
-        ({"validation": ""}, "validation is ''; give a share"),
-        ({"validation": [0.2]}, r"validation is \[0.2\]; give a share"),
-    ],
-)
-def test_what_names_no_data_is_refused_by_name_value_and_remedy(
-    arguments: dict[str, Any], said: str
-) -> None:
-    given = {"feature_columns": ["x"], "label_columns": ["y"], **arguments}
-    with pytest.raises(ConfigurationError, match=said):
-        DataSpec.checked(**given)
+def test_what_names_no_data_is_refused_by_name_value_and_remedy() -> None:
+    given = {"feature_columns": ["x"], "label_columns": ["y"]}
+    found = {
+        f"{name} = {value!r}": refusal(partial(DataSpec.checked, **{**given, name: value}))
+        for name, values in WRONG.items()
+        for value in values
+    }
+    assert_golden(Path(__file__).with_name("golden") / "refused_data_specs.txt", found)
 
 
 def test_stored_columns_are_features_then_labels_then_the_weight() -> None:

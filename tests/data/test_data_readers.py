@@ -55,6 +55,12 @@ def test_what_the_footers_vouch_for_is_read_once(
 Groups = Iterator[dict[str, NDArray[Any]]]
 
 
+FAULTS = (
+    "loses the last row", "loses a row and repeats another", "exchanges groups", "gives doubles",
+    "joins groups",
+)  # fmt: skip
+
+
 class Broken(ArrowReader):
     """A reader with one fault."""
 
@@ -82,16 +88,7 @@ class Broken(ArrowReader):
             yield {n: np.concatenate([group[n] for group in groups]) for n in columns}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "loses the last row",
-        "loses a row and repeats another",
-        "exchanges groups",
-        "gives doubles",
-        "joins groups",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_suite_notices_a_reader_that(fault: str) -> None:
     class Case(ReaderCase):
         def make_reader(self) -> reader.Reader:
@@ -119,33 +116,30 @@ def test_petastorm_is_chosen_where_it_can_be_had() -> None:
     assert type(reader.chosen_reader()) is expected
 
 
-def test_without_petastorm_arrow_is_chosen_and_said(
-    fresh_choice: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("petastorm", "pyarrow", "said"),
+    [
+        (None, pa.__version__, f"Arrow {pa.__version__} (petastorm is not installed)"),
+        ("0.12.1", "15.0.0", "petastorm 0.12.1 fails with pyarrow 15.0.0"),
+        ("0.12.1", "14.0.2", "petastorm 0.12.1 can't be imported"),
+    ],
+)
+def test_where_petastorm_can_not_be_had_arrow_is_chosen_and_said(
+    fresh_choice: None,
+    monkeypatch: pytest.MonkeyPatch,
+    petastorm: str | None,
+    pyarrow: str,
+    said: str,
 ) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
+    def version(name: str) -> str:
+        if petastorm is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return petastorm
 
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert isinstance(reader.chosen_reader(), ArrowReader)
-    assert reader.reader_title() == f"Arrow {pa.__version__} (petastorm is not installed)"
-
-
-def test_beside_a_pyarrow_that_petastorm_fails_with_arrow_is_chosen_and_said(
-    fresh_choice: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.1")
-    monkeypatch.setattr(pa, "__version__", "15.0.0")
-    assert isinstance(reader.chosen_reader(), ArrowReader)
-    assert "petastorm 0.12.1 fails with pyarrow 15.0.0" in reader.reader_title()
-
-
-def test_petastorm_that_cannot_be_imported_is_passed_over_and_said(
-    fresh_choice: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.1")
-    monkeypatch.setattr(pa, "__version__", "14.0.2")
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(pa, "__version__", pyarrow)
     # Python's own mark for a module whose import must fail.
     monkeypatch.setitem(sys.modules, "petastorm.reader", None)
     monkeypatch.setitem(sys.modules, "petastorm", None)
     assert isinstance(reader.chosen_reader(), ArrowReader)
-    assert "petastorm 0.12.1 can't be imported" in reader.reader_title()
+    assert said in reader.reader_title()

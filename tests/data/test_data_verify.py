@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from cerebro_hydra.data.partition import check_partitions
 from cerebro_hydra.storage import LocalStore, Store
@@ -27,7 +28,11 @@ def damage(store: Store, path: str) -> None:
     store.write(f"{path}/{name}", memoryview(sink.getvalue()))
 
 
-def check_all(store: Store, scratch: Path) -> None:
+@pytest.mark.parametrize("remote", [False, True])
+def test_every_partition_of_a_store_is_checked(tmp_path: Path, remote: bool) -> None:
+    store = (SharedStore if remote else LocalStore)(f"{'shared://' * remote}{tmp_path}/store")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     manifest = write_dataset(store, COLUMNS, 3, 0.3)
     checks = list(check_partitions(manifest, store, str(scratch)))
     assert [(each.split, each.index, each.rows) for each in checks] == [
@@ -44,16 +49,6 @@ def check_all(store: Store, scratch: Path) -> None:
     assert "partition=00002" in problems[5]
     assert [problems[i] for i in (0, 2, 3, 4)] == [None] * 4
     assert list(scratch.iterdir()) == []
-
-
-def test_every_partition_of_a_local_store_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    check_all(LocalStore(tmp_path / "store"), tmp_path / "scratch")
-
-
-def test_every_partition_of_a_remote_store_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    check_all(SharedStore(f"shared://{tmp_path}/store"), tmp_path / "scratch")
 
 
 def test_existing_files_are_checked(tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def test_a_process_that_dies_gives_its_gpu_to_the_next_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [("asserting", "device-side assert"), ("endless", "out of memory")],
+    ("fault", "said"), [("asserting", "device-side assert"), ("endless", "out of memory")]
 )
 def test_a_trial_that_breaks_the_gpu_fails_alone_and_at_once(fault: str, said: str) -> None:
     trials = BegunTrials(SIZES, **{fault: frozenset({0})})

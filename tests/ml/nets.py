@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from cerebro_hydra import SparkEstimator
+from cerebro_hydra import SparkEstimator, SparkModel
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.ml.model import ExportedNetwork
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.testing.local_backend import Arrays
+from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
+from cerebro_hydra.tune.trial import Trial
 
 
 def binary(**arguments: Any) -> SparkEstimator:
@@ -37,3 +45,15 @@ def arrays(rows: int = 96) -> Arrays:
     features = random.normal(size=(rows, 4)).astype(np.float32)
     label = (features.sum(1) > 0).astype(np.float32)
     return Arrays({"features": features, "label": label})
+
+
+def saved_model(
+    recipe: Recipe, batch: torch.Tensor, folder: Path, kind: PredictionKind
+) -> SparkModel:
+    """Return a model as a run leaves it, whose files lie in a folder."""
+    save_exported(recipe, [batch], folder)
+    trial = Trial("trial-000", {"lr": 0.5}, "finished", {"loss": [float("nan"), 0.5]}, [(0, 0)])
+    columns = (ColumnSpec("features", "float32", tuple(batch.shape[1:])),)
+    told = ModelFacts(kind, columns, ("label",), 16, trial, "run")
+    archive = ModelArchive.of(told.metadata(), folder)
+    return SparkModel(ExportedNetwork(SavedModel(archive, "here")), trial, "run")

@@ -15,14 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra import HDFSStore, LocalStore, SparkEstimator, SparkModel
-from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.model import ExportedNetwork
-from cerebro_hydra.shards.export.archive import ModelArchive
-from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.storage.digest import encode_document
-from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
-from cerebro_hydra.tune.trial import Trial
+from cerebro_hydra.tune.saved_model import PredictionKind
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
 from tests.ml import nets
@@ -34,12 +29,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 def saved(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a saved model and a saved estimator."""
     folder = tmp_path_factory.mktemp("saved")
-    save_exported(nets.binary().recipe, (torch.randn(4, 4),), folder)
-    trial = Trial("trial-000", {"lr": 0.5}, "finished", {"train_loss": [0.5]}, [(0, 0), (0, 1)])
-    columns = (ColumnSpec("features", "float32", (4,)),)
-    facts = ModelFacts(PredictionKind.SIGMOID, columns, ("label",), 16, trial, "/runs/r1")
-    network = ExportedNetwork(SavedModel(ModelArchive.of(facts.metadata(), folder), "here"))
-    SparkModel(network, trial, "/runs/r1").save(str(folder / "model"))
+    model = nets.saved_model(
+        nets.binary().recipe, torch.randn(4, 4), folder, PredictionKind.SIGMOID
+    )
+    model.save(str(folder / "model"))
     estimator = SparkEstimator.from_factory(
         nets.made, {"hidden": 8, "lr": 0.1}, num_epochs=1, store=LocalStore(folder / "store")
     )

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from cerebro_hydra import SparkModel
-from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
-from cerebro_hydra.ml.model import ExportedNetwork
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.export.archive import FORMAT, METADATA_FILE, ModelArchive
-from cerebro_hydra.shards.export.program import EXPORTED_FILES, GRAPH_FILE, save_exported
+from cerebro_hydra.shards.export.archive import FORMAT, METADATA_FILE
+from cerebro_hydra.shards.export.program import EXPORTED_FILES, GRAPH_FILE
 from cerebro_hydra.storage.digest import decode_format, encode_format
-from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel, load_model
-from cerebro_hydra.tune.trial import Trial
+from cerebro_hydra.tune.saved_model import PredictionKind, load_model
+from tests.ml import nets
 from tests.shards.export import forged_archives
 
 pytestmark = pytest.mark.spark(group=2)
@@ -33,12 +31,8 @@ def original(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     recipe = Recipe(network, torch.optim.SGD(network.parameters(), lr=0.1), nn.MSELoss())
     (folder / "exported").mkdir()
-    save_exported(recipe, [torch.randn(4, 6)], folder / "exported")
-    columns = (ColumnSpec("features", "float32", (6,)),)
-    trial = Trial("trial-000", {"lr": 0.1}, "finished", {"loss": [float("nan"), 0.5]}, [(0, 0)])
-    facts = ModelFacts(PredictionKind.RAW, columns, ("label",), 8, trial, "run")
-    model = SavedModel(ModelArchive.of(facts.metadata(), folder / "exported"), "here")
-    SparkModel(ExportedNetwork(model), trial, "run").write().save(str(folder / "saved"))
+    model = nets.saved_model(recipe, torch.randn(4, 6), folder / "exported", PredictionKind.RAW)
+    model.write().save(str(folder / "saved"))
     return folder / "saved"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,10 @@ from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.ml import nets
+from tests.processes import run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 COLUMNS = ("a", "b", "c", "d")
 
 FACTORY = """
@@ -208,15 +206,8 @@ def test_a_validator_in_a_pipeline_hops_and_is_loaded_without_its_source(
     assert whole.getEstimator().trial_params() == {"lr": 0.01, "hidden": 8}
     with pytest.raises(ReplayError, match="can't import 'nets_of_a_user'"):
         whole.getEstimator().setFactory("nets_of_a_user:factory").factory()
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS_ALONE, saved.parents[1], tmp_path / "rows", told],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    given = saved.parents[1], tmp_path / "rows", told
+    run_python("-c", LOADS_ALONE, *given, cwd=tmp_path)
     found = json.loads(told.read_text())
     assert found["history"] == model.history and found["trial"] == model.trial.trial_id
     assert found["numbers"] == [
@@ -229,11 +220,7 @@ def test_instances_under_a_validator_regress(
     prepared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyspark.ml.evaluation import RegressionEvaluator
-    from pyspark.ml.tuning import (
-        ParamGridBuilder,
-        TrainValidationSplit,
-        TrainValidationSplitModel,
-    )
+    from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit, TrainValidationSplitModel
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cerebro_hydra
-from cerebro_hydra import LocalStore
+from cerebro_hydra import LocalStore, SparkEstimator
 from cerebro_hydra.errors import AllTrialsFailed, TrialFailed
 from cerebro_hydra.ml import SparkModel
 from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.ml import nets
 
 
+def local_estimator(path: Path) -> SparkEstimator:
+    backend: Any = LocalBackend(2)
+    return nets.binary(num_epochs=1, store=LocalStore(str(path)), backend=backend, verbose=0)
+
+
 def test_a_grid_is_one_run_per_setting_and_a_failing_trial_fails_alone(tmp_path: Path) -> None:
-    estimator = nets.binary(
-        num_epochs=1,
-        store=LocalStore(str(tmp_path)),
-        backend=LocalBackend(2),  # type: ignore[arg-type]
-        verbose=0,
-    )
+    estimator = local_estimator(tmp_path)
     before = {name: tensor.clone() for name, tensor in estimator.model.state_dict().items()}
     lr, batch_size = estimator.getParam("lr"), estimator.getParam("batch_size")
     maps = [
@@ -67,11 +68,6 @@ def test_a_grid_is_one_run_per_setting_and_a_failing_trial_fails_alone(tmp_path:
 
 
 def test_when_no_trial_is_left_the_fit_says_why(tmp_path: Path) -> None:
-    estimator = nets.binary(
-        num_epochs=1,
-        store=LocalStore(str(tmp_path)),
-        backend=LocalBackend(2),  # type: ignore[arg-type]
-        verbose=0,
-    )
+    estimator = local_estimator(tmp_path)
     with pytest.raises(AllTrialsFailed, match="batch_size is 0"):
         estimator.fit(nets.arrays(), {estimator.getParam("batch_size"): 0})  # type: ignore[arg-type]

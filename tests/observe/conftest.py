@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, TrialAdmitted
+from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, RunView, TrialAdmitted
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import TrialAdded
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
@@ -20,6 +21,13 @@ from tests.observe import hostile
 
 EPOCHS, PARTITIONS = 3, 2
 DIGESTS = ("f" * 32, "e" * 32)
+CRASHES = (
+    WorkerCrash(0.5, 1, 0.2),
+    WorkerCrash(2.25, 0, 0.1),
+    WorkerCrash(4.0, 1, 1.0),
+    WorkerCrash(6.6, 0, 3.0),
+)
+Simulate = Callable[..., tuple[Simulation, list[Record]]]
 
 
 def begin(
@@ -31,49 +39,56 @@ def begin(
     **changes: Any,
 ) -> list[Record]:
     """The first records of a run."""
-    specs = [
-        TrialSpec(
-            trial=trial,
-            trial_id=f"trial-{trial:03d}",
-            params={"lr": 10.0**-trial} if params is None else params,
-            seed=trial,
-            cut={},
-            template={},
-            nbytes=1_000_000,
-            batch_size=32,
-            accumulate=1,
-            steps=(4, 4),
-            shards=(DIGESTS,),
-            patience=patience,
-            keep=keep,
-        )
-        for trial in range(num_trials)
-    ]
-    return [RunStarted(_document(validated, **changes)), *map(TrialAdmitted, specs)]
-
-
-def _document(validated: bool, **changes: Any) -> RunDocument:
     fields: dict[str, Any] = {
-        "run_id": "20260101-000000-abcdef",
-        "factory": None,
-        "seed": 0,
-        "order": "dynamic",
-        "num_epochs": EPOCHS,
-        "num_partitions": PARTITIONS,
-        "evaluation_metric": "loss",
+        "run_id": "20260101-000000-abcdef", "factory": None, "seed": 0, "order": "dynamic",
+        "num_epochs": EPOCHS, "num_partitions": PARTITIONS, "evaluation_metric": "loss",
         "metrics": {"loss": "min", "accuracy": "max"} if validated else {"loss": "min"},
-        "feature_columns": ("features",),
-        "label_columns": ("label",),
-        "store": {},
-        "fingerprint": "f" * 32,
-        "validated": validated,
-        "threads": 1,
-    }
-    return RunDocument(**{**fields, **changes})
+        "feature_columns": ("features",), "label_columns": ("label",), "store": {},
+        "fingerprint": "f" * 32, "validated": validated, "threads": 1,
+    }  # fmt: skip
+    records: list[Record] = [RunStarted(RunDocument(**{**fields, **changes}))]
+    for trial in range(num_trials):
+        spec = TrialSpec(
+            trial=trial, trial_id=f"trial-{trial:03d}", seed=trial, cut={}, template={},
+            params={"lr": 10.0**-trial} if params is None else params, nbytes=1_000_000,
+            batch_size=32, accumulate=1, steps=(4, 4), shards=(DIGESTS,), patience=patience,
+            keep=keep,
+        )  # fmt: skip
+        records.append(TrialAdmitted(spec))
+    return records
+
+
+def fold(records: Iterable[Record]) -> RunView:
+    view = RunView()
+    for record in records:
+        view.apply(record)
+    return view
+
+
+def added(record: Record) -> TrialAdded:
+    """The event that lets a trial of `begin` train."""
+    assert isinstance(record, TrialAdmitted)
+    return TrialAdded(TrialConfig(record.spec.trial, 1.0, 1_000_000, record.spec.shards), EPOCHS)
+
+
+def written(path: Path, begun: Iterable[Record], *segments: Iterable[Decision]) -> RunFolder:
+    """The folder of a run with these records."""
+    started, *admitted = begun
+    assert isinstance(started, RunStarted)
+    folder = RunFolder(LocalStore(str(path)), started.document.run_id)
+    folder.write_json("run.json", started.document.to_json())
+    for each in admitted:
+        assert isinstance(each, TrialAdmitted)
+        folder.write_trial(each.spec)
+    first: list[Any] = [{"run_id": folder.run_id, "config": {}}]
+    for number, decisions in enumerate(segments):
+        folder.write_segment(number, first + [decision.to_json() for decision in decisions])
+        first = []
+    return folder
 
 
 @pytest.fixture
-def simulate() -> Callable[..., tuple[Simulation, list[Record]]]:
+def simulate() -> Simulate:
     """`simulate(num_trials, ...)` gives a finished simulation and the records of its run."""
 
     def run(

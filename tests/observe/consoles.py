@@ -1,21 +1,20 @@
-"""Consoles that keep what is printed, and a run with many trials to draw."""
+"""Consoles that keep what is printed, texts that are kept as files, and a run with many trials."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from cerebro_hydra.observe import (
-    Decision,
-    RunView,
-    TrialAdmitted,
-)
+from cerebro_hydra.observe import Decision, RunView, TrialAdmitted
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from tests.observe.conftest import begin
+from tests.observe.conftest import begin, fold
+
+GOLDEN = Path(__file__).with_name("golden")
 
 
 def terminal(width: int = 160) -> Console:
@@ -33,13 +32,17 @@ def pipe() -> Console:
     return Console(file=io.StringIO(), force_terminal=False, width=200)
 
 
+def page(width: int = 160) -> Console:
+    return Console(file=io.StringIO(), width=width, color_system=None)
+
+
 def printed(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def drawn(renderable: Any, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = page(width)
     console.print(renderable)
     return printed(console)
 
@@ -47,9 +50,8 @@ def drawn(renderable: Any, width: int = 160) -> str:
 def crowd(num_trials: int) -> RunView:
     """Trials with ten parameters, of which the last two run; the first is the best so far."""
     names = ["learning_rate", "lambda_value", "batch_size", "model", *"abcdef"]
-    view = RunView()
     started, *admitted = begin(num_trials)
-    view.apply(started)
+    view = fold([started])
     for each in admitted:
         assert isinstance(each, TrialAdmitted)
         params = {name: 0.123456789 + each.spec.trial for name in names}

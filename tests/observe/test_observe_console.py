@@ -1,131 +1,165 @@
-"""What consoles are told of a run, as lines, in a table or in a log."""
+"""What consoles are told of a run: as lines, in a table that redraws itself, or in a log."""
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cerebro_hydra.observe import (
     Decision,
+    NotSaved,
     OutputLine,
+    Progress,
     Record,
     RunEnded,
+    RunView,
     SlowBatch,
     WorkersMissing,
     console_observer,
 )
-from cerebro_hydra.observe.console import LiveTable, LogLines, PlainLines, frame
-from cerebro_hydra.observe.text import duration
+from cerebro_hydra.observe.console import (
+    LiveTable,
+    LogLines,
+    NotebookScreen,
+    PlainLines,
+    abbreviated,
+    final_table,
+    frame,
+)
+from cerebro_hydra.observe.text import duration, summary
 from cerebro_hydra.observe.view import human_bytes
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from cerebro_hydra.plan.simulate.run import WorkerCrash
-from tests.observe.conftest import begin
-from tests.observe.consoles import drawn, pipe, printed, terminal
+from tests.golden import assert_golden
+from tests.observe.conftest import CRASHES, Simulate, begin, fold
+from tests.observe.consoles import GOLDEN, crowd, drawn, page, pipe, printed, terminal
+from tests.observe.test_observe_devices import folded
 
-PRINTED = OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]")
-
-
-@pytest.mark.parametrize("median", [0.25, None])
-def test_a_slow_batch_is_told_of_in_every_view(
-    caplog: pytest.LogCaptureFixture, median: float | None
-) -> None:
-    slow = SlowBatch(worker=1, trial=0, epoch=2, partition=3, seconds=31.0, median=median)
-    usual = "it is the first" if median is None else "the median is 0.25 s"
-    said = (
-        "[trial-000] a batch of epoch 3 on partition 3 (worker 1) has taken 31 s so far, and "
-        f"{usual}; if it hangs, batch_seconds= would fail the trial and replace the agent"
-    )
-    views: list[tuple[Any, Console]] = [
-        (PlainLines(console := pipe()), console),
-        (LiveTable(console := terminal()), console),
-    ]
-    for view, console in views:
-        for record in begin(1):
-            view.on_record(record)
-        view.on_record(slow)
-        view.close()
-        assert said in " ".join(printed(console).split())
-    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
-        LogLines().on_record(slow)
-    assert caplog.messages == [said]
+QUIET, FIRST = ev.TrialStopped(0, ""), ins.StateSource(0, None)
+NAME = "[lr[/b] :x:"
+METRICS = {"loss": "min", NAME: "max"}
+NAMED = begin(1, metrics=METRICS, evaluation_metric=NAME, params={NAME: NAME, "cut": ["red", "0"]})
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (
-            WorkersMissing((1, 3), 90.0, 300.0),
-            "waiting for workers 1, 3 for 1 min 30 s; after 5 min 00 s (join_timeout) others take "
-            "over their partitions",
-        ),
-        (
-            Decision(7, 0.0, ev.WorkerGivenUp(1, (1,), "it did not come within 300 s"), ()),
-            "others take over the partitions of worker 1: it did not come within 300 s",
-        ),
-    ],
-)
-def test_missing_workers_are_told_of_in_every_view(
-    caplog: pytest.LogCaptureFixture, record: Any, said: str
-) -> None:
-    views: list[tuple[Any, Console]] = [
-        (PlainLines(console := pipe()), console),
-        (LiveTable(console := terminal()), console),
-    ]
-    for view, console in views:
-        for each in [*begin(1), record]:
-            view.on_record(each)
-        view.close()
-        assert said in " ".join(printed(console).split())
-    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
-        LogLines().on_record(record)
-    assert caplog.messages == [said]
-
-
-def test_a_failed_audit_is_told_of_in_every_view(caplog: pytest.LogCaptureFixture) -> None:
+def troubled() -> list[Record]:
+    """A run with all that is told of beside progress: printed lines, troubles, audited steps."""
     uncut = ins.TrainUncut(1, "at step 7, in epoch 1 on partition 0 (worker 1): parameter 'w'")
-    decision = Decision(0, 0.0, ev.AuditFailed(3, "a", uncut.difference), (uncut,))
-    said = (
-        "trial-001 is trained again from its first state, in one piece, because its training in "
-        f"shards differs from the uncut model: {uncut.difference}"
-    )
-    views: list[tuple[Any, Console]] = [
-        (PlainLines(console := pipe()), console),
-        (LiveTable(console := terminal()), console),
+    starts = [ins.StartSubEpoch(n, 0, n + 1, 0, n, 0, "a", FIRST, {}) for n in range(2)]
+    done = [
+        ev.SubEpochDone(n, "a", 4, 1.0, (), 9, 1.0, ev.Hop(0, 0, 0.0), seconds)
+        for n, seconds in enumerate((0.0, 0.5))
     ]
-    for view, console in views:
-        for record in begin(2):
-            view.on_record(record)
-        view.on_record(decision)
-        view.close()
-        assert said in " ".join(printed(console).split())
-        assert view.view.trials[1].uncut_because == uncut.difference
-    with caplog.at_level(logging.WARNING, "cerebro_hydra.trials"):
-        LogLines().on_record(decision)
-    assert caplog.messages == [said]
+    told: list[tuple[Any, ...]] = [
+        (ev.WorkerJoined(0, "a", (0, 1)), *starts),
+        *((each,) for each in done),
+        (ev.AuditFailed(3, "a", uncut.difference), uncut),
+        (ev.WorkerGivenUp(1, (1,), "it did not come within 300 s"),),
+        (ev.CheckpointFailed(0, 2, "a", "the disk is full"),),
+        (ev.StateDiffers(0, 2, (1,)),),
+        (QUIET, ins.ChangeCut(0, 2, 1, 3), ins.ChangeCut(1, 2, 2, 3, inherited=True)),
+    ]
+    return [
+        *begin(2, reader="Arrow 26.0.1 (petastorm is not installed)"),
+        OutputLine(worker=0, trial=1, stream="stdout", line="lr is [0.1]"),
+        OutputLine(worker=0, trial=None, stream="stdout", line="import"),
+        *(SlowBatch(1, 0, 2, 3, seconds=31.0, median=median) for median in (0.25, None)),
+        WorkersMissing((1, 3), 90.0, 300.0),
+        NotSaved("the journal", "No space left on device"),
+        *(Decision(seq, 0.0, event, tuple(rest)) for seq, (event, *rest) in enumerate(told)),
+        RunEnded(1.0),
+    ]
 
 
-def test_the_summary_counts_audited_steps() -> None:
-    console = pipe()
-    lines = PlainLines(console)
-    for record in begin(1):
-        lines.on_record(record)
-    source = ins.StateSource(0, None)
-    starts = [ins.StartSubEpoch(n, 0, n + 1, 0, n, 0, "a", source, {}) for n in range(2)]
-    lines.on_record(Decision(0, 0.0, ev.WorkerJoined(0, "a", (0, 1)), tuple(starts)))
-    for number, seconds in enumerate((0.0, 0.5)):
-        done = ev.SubEpochDone(number, "a", 4, 1.0, (), 9, 1.0, ev.Hop(0, 0, 0.0), seconds)
-        lines.on_record(Decision(number + 1, 0.0, done, ()))
-    assert lines.view.audit_seconds == 0.5
-    lines.on_record(RunEnded(1.0))
-    assert "; 1 audited step has the bits of the uncut model" in printed(console)
+def losses(*values: float) -> Callable[[int, int], float]:
+    return lambda trial, epoch: values[epoch]
+
+
+STORIES: dict[str, Callable[[Simulate], list[Record]]] = {
+    "three trials": lambda simulate: simulate(3)[1],
+    "lost workers": lambda simulate: simulate(4, CRASHES[1:])[1],
+    "an early end": lambda simulate: simulate(
+        1, patience=1, keep="best", loss=losses(0.25, 0.5, 0.75)
+    )[1],
+    "a kept best epoch": lambda simulate: simulate(1, keep="best", loss=losses(0.5, 0.25, 0.75))[1],
+    "a kept last epoch": lambda simulate: simulate(1, loss=losses(0.5, 0.25, 0.75))[1],
+    "an interrupt": lambda simulate: [*(whole := simulate(3)[1])[: len(whole) // 2], RunEnded(1.0)],
+    "troubles": lambda simulate: troubled(),
+    "odd names": lambda simulate: [*NAMED, OutputLine(0, 0, "stdout", "[/] :100:"), RunEnded(1.0)],
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_what_is_told_of_a_run_in_every_view(
+    story: str,
+    simulate: Simulate,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lines, scrolled, screen = pipe(), page(), terminal()
+    views = PlainLines(lines), LiveTable(scrolled), LiveTable(screen), console_observer(0)
+    with caplog.at_level(logging.INFO, "cerebro_hydra.trials"):
+        for record in STORIES[story](simulate):
+            for view in views:
+                view.on_record(record)
+    assert capfd.readouterr() == ("", "")
+    shown = printed(scrolled)
+    assert all(line.rstrip() in printed(screen) for line in shown.splitlines()), "above the table"
+    log = "".join(f"{record.levelname}: {record.getMessage()}\n" for record in caplog.records)
+    parts = {"lines": printed(lines), "table": shown, "log": log}
+    assert_golden(GOLDEN / f"told_of_{story.replace(' ', '_')}.txt", parts)
+
+
+def at_work() -> RunView:
+    """One trial that waits, and one that trains, with a result and a loss."""
+    start = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", FIRST, {})
+    ended = ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})
+    events = [(ev.WorkerJoined(0, "a", (0,)), start), (QUIET, ended), (QUIET, start)]
+    return fold(
+        [
+            *begin(2),
+            *(Decision(0, 0.0, event, (instruction,)) for event, instruction in events),
+            Progress(worker=0, trial=1, epoch=1, partition=1, step=1, steps=4, loss=0.54321),
+        ]
+    )
+
+
+def scored() -> RunView:
+    """Three trials that finished, one of them without a number."""
+    view = fold(begin(3, evaluation_metric="accuracy"))
+    for trial, accuracy in enumerate([0.5, 0.75, float("nan")]):
+        metrics = {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
+        told = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 4))
+        view.apply(Decision(0, 0.0, ev.TrialStopped(trial, ""), told))
+    return view
+
+
+VIEWS: dict[str, Callable[[], RunView]] = {
+    "trials at work": at_work,
+    "trials with scores": scored,
+    "five trials": lambda: crowd(5),
+    "thirty trials": lambda: crowd(30),
+    "odd names": lambda: fold(NAMED),
+    "devices of two workers": lambda: folded(2)[0],
+    "devices of thirty workers": lambda: folded(30)[0],
+    "workers without queues": lambda: folded(0)[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_frames_and_final_tables_at_any_width(name: str) -> None:
+    view, parts = VIEWS[name](), {}
+    for width, height in ((60, 40), (80, 12), (160, 40), (300, 40)):
+        text = drawn(frame(view, width, height), width)
+        parts[f"frame of {width} x {height}"] = text
+        parts[f"final table of {width}"] = drawn(final_table(view, width), width)
+        for part in (text, parts[f"final table of {width}"]):
+            assert all(len(line) <= width for line in part.splitlines())
+    parts["summary"] = summary(view)
+    assert_golden(GOLDEN / f"shown_of_{name.replace(' ', '_')}.txt", parts)
 
 
 def test_view_suits_where_it_is_watched_from() -> None:
@@ -134,150 +168,59 @@ def test_view_suits_where_it_is_watched_from() -> None:
     assert isinstance(console_observer(0, terminal()), LogLines)
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_names_and_values_are_shown_as_they_are(width: int) -> None:
-    name, line = "[lr[/b] :x:", "[/] :100: [red]"
-    metrics = {"loss": "min", name: "max"}
-    records: list[Record] = [
-        *begin(1, metrics=metrics, evaluation_metric=name, params={name: name}),
-        replace(PRINTED, trial=0, line=line),
-        RunEnded(1.0),
-    ]
-    for make, console in (
-        (LiveTable, Console(file=io.StringIO(), width=width, color_system=None)),
-        (PlainLines, pipe()),
-    ):
-        observer = make(console)
-        for record in records:
-            observer.on_record(record)
-        assert line in printed(console)
-        assert f"best first by val_{name} (higher is better)" in printed(console)
-        assert printed(console).count(name) >= 4  # title, two headings, value
-    assert name in drawn(frame(observer.view, 160, 40))
-
-
-def test_plain_lines_tell_each_epoch_of_each_trial_once(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(3)
-    console = pipe()
-    observer = PlainLines(console)
-    for record in records:
+def test_live_table_gives_the_cursor_back_in_the_middle_of_a_run(simulate: Simulate) -> None:
+    console = terminal()
+    observer = LiveTable(console)
+    for record in simulate(2)[1][:5]:
         observer.on_record(record)
-    told = re.findall(r"^(trial-\d{3}) epoch (\d)/3: train_loss", printed(console), re.M)
-    assert sorted(told) == [(f"trial-{t:03d}", str(e)) for t in range(3) for e in (1, 2, 3)]
-    assert "\n3 trials in all\n" in printed(console)
-    assert len(printed(console).splitlines()) < 30, "not one line per event"
-
-
-def test_plain_lines_tell_of_lost_workers_and_repeated_work(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(
-        4, (WorkerCrash(2.25, 0, 0.1), WorkerCrash(4.0, 1, 1.0), WorkerCrash(6.6, 0, 3.0))
-    )
-    console = pipe()
-    observer = PlainLines(console)
-    for record in records:
-        observer.on_record(record)
-    assert "worker 0 lost: killed" in printed(console)
-    assert "repeats sub-epochs" in printed(console)
-
-
-@pytest.mark.parametrize("make", [terminal, pipe])
-def test_what_reads_the_rows_is_said_at_the_start(make: Callable[[], Console]) -> None:
-    console = make()
-    observer = console_observer(1, console)
-    for record in begin(1, reader="Arrow 26.0.1 (petastorm is not installed)"):
-        observer.on_record(record)
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert printed(console).count(hide) == 1
+    assert show not in printed(console)
     observer.close()
-    assert "rows are read by Arrow 26.0.1 (petastorm is not installed)" in printed(console)
+    assert printed(console).count(show) == 1
 
 
-@pytest.mark.parametrize("make", [terminal, pipe])
-def test_a_trial_that_stopped_early_says_so(
-    make: Callable[[], Console], simulate: Callable[..., Any]
+def test_short_names_stay_apart() -> None:
+    short = abbreviated(["learning_rate", "lr", "batch_size", "optimizer", "weightDecay", "layers"])
+    assert list(short.values()) == ["learning_rate", "lr", "bs", "opti", "wD", "laye"]
+
+
+def test_the_bar_tells_how_far_the_run_is(simulate: Simulate) -> None:
+    shares, seen, view = [], set[str](), RunView()
+    for record in simulate(4)[1]:
+        view.apply(record)
+        shares.append(view.share_done)
+        bar = drawn(frame(view, 120, 40), 120).splitlines()[-2]
+        seen.update(re.findall(r"\d of 4 trials finished, about [^ ]* .* left", bar))
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert len(seen) > 5
+    assert "4 of 4 trials finished" in bar
+
+
+def test_time_left_is_never_less_than_that_of_one_trial_alone(simulate: Simulate) -> None:
+    _, records = simulate(1)
+    view = fold(records[: len(records) // 2])
+    assert view.seconds_left() == view.eta(view.trials[0])
+
+
+def test_a_notebook_has_one_display_that_changes(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, records = simulate(
-        1, patience=1, keep="best", loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch]
-    )
-    console = make()
-    observer = console_observer(1, console)
-    for record in records:
-        observer.on_record(record)
-    assert "finished early, best 1" in printed(console)
-    assert "0.25" in printed(console)
+    sent = list[tuple[str, bool]]()
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
 
+    def publish(data: dict[str, str], *_: Any, update: bool = False, **__: Any) -> None:
+        sent.append((data["text/html"], update))
 
-@pytest.mark.parametrize("make", [terminal, pipe])
-@pytest.mark.parametrize(
-    ("keep", "status", "told"),
-    [
-        ("best", "finished, best 2", "best: trial-000 after its best epoch, 2 of 3: val_loss 0.25"),
-        ("last", "finished", "best: trial-000 after its last epoch, 3 of 3: val_loss 0.75"),
-    ],
-)
-def test_the_epoch_of_the_result_is_told(
-    keep: str,
-    status: str,
-    told: str,
-    make: Callable[[], Console],
-    simulate: Callable[..., Any],
-) -> None:
-    _, records = simulate(1, keep=keep, loss=lambda _, epoch: [0.5, 0.25, 0.75][epoch])
-    console = make()
-    observer = console_observer(1, console)
-    for record in records:
-        observer.on_record(record)
-    assert f"{status} " in printed(console)
-    assert told in printed(console)
-
-
-def test_plain_lines_say_why_a_trial_stopped_early(simulate: Callable[..., Any]) -> None:
-    _, records = simulate(1, patience=1, loss=lambda _, epoch: [0.25, 0.5, 0.75][epoch])
-    console = pipe()
-    observer = PlainLines(console)
-    for record in records:
-        observer.on_record(record)
-    why = "stopped early: val_loss was best after epoch 1 (0.25) and not better for 1 epoch"
-    assert f"trial-000 {why}\n" in printed(console)
-
-
-@pytest.mark.parametrize("make", [terminal, pipe])
-def test_lines_of_user_code_carry_their_trial(
-    make: Callable[[], Console], simulate: Callable[..., Any]
-) -> None:
-    _, records = simulate(2)
-    console = make()
-    observer = console_observer(1, console)
-    outside = replace(PRINTED, trial=None, line="import")
-    for record in [records[0], PRINTED, outside, *records[1:]]:
-        observer.on_record(record)
-    assert "[trial-001] lr is [0.1]" in printed(console)
-    assert "[worker-0] import" in printed(console)
-
-
-def test_quiet_prints_nothing_and_logs_what_user_code_printed(
-    simulate: Callable[..., Any],
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _, records = simulate(2)
-    observer = console_observer(0)
-    with caplog.at_level(logging.INFO, logger="cerebro_hydra.trials"):
-        for record in [*records, PRINTED]:
-            observer.on_record(record)
-    assert capfd.readouterr() == ("", "")
-    assert [record.getMessage() for record in caplog.records] == ["[trial-001] lr is [0.1]"]
-
-
-@pytest.mark.parametrize("make", [terminal, pipe])
-def test_what_had_not_ended_is_interrupted(
-    make: Callable[[], Console], simulate: Callable[..., Any]
-) -> None:
-    _, records = simulate(3)
-    console = make()
-    observer = console_observer(1, console)
-    for record in [*records[: len(records) // 2], RunEnded(1.0)]:
-        observer.on_record(record)
-    assert "0 of 3 trials finished, 3 interrupted in 1 s" in printed(console)
-    assert len(re.findall(r"trial-\d{3}.* interrupted", printed(console))) == 3
+    monkeypatch.setattr(shell.display_pub, "publish", publish)
+    screen = NotebookScreen(80)
+    screen.show(frame(fold(simulate(2)[1][:9]), 80, 40))
+    screen.close()
+    assert [update for _, update in sent] == [False, True, True]
+    shown, left = sent[1][0], sent[2][0]
+    assert shown.startswith("<pre") and left == ""
+    assert "trial-001" in shown and "color:" in shown
 
 
 @pytest.mark.parametrize(
@@ -289,8 +232,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5 * 10**12, "5.0 TB")],
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5 * 10**12, "5.0 TB")]
 )
 def test_bytes_read_well(count: int, text: str) -> None:
     assert human_bytes(count) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from itertools import pairwise
@@ -10,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from cerebro_hydra.observe import Decision, RunStarted, RunView, TrialAdmitted
-from cerebro_hydra.observe.console import frame
+from cerebro_hydra.observe import Decision, RunView
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.observe.text import summary
 from cerebro_hydra.observe.timeline import Timeline, trace
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.actions import HOST
-from cerebro_hydra.plan.messages.config import TrialConfig
 from cerebro_hydra.plan.messages.device_work import DeviceWork
-from cerebro_hydra.storage import LocalStore, RunFolder
-from tests.observe.conftest import begin
+from cerebro_hydra.storage import RunFolder
+from tests.observe.conftest import added, begin, fold, written
 from tests.observe.test_observe_trace import faults
 
 TASKS = ((0.5, 1.5, ((0, 1.0),)), (2.0, 4.0, ((0, 0.5), (1, 1.0))))
@@ -42,11 +38,8 @@ def told(incarnation: str, devices: int = 2, budget: int | None = 1000) -> ev.De
 
 def decisions(workers: int = 1, devices: int = 2, budget: int | None = 1000) -> list[Decision]:
     """Two trials; each worker tells of its devices twice, the second time in another process."""
-    records: list[tuple[float, Any, tuple[Any, ...]]] = []
-    for each in begin(2)[1:]:
-        assert isinstance(each, TrialAdmitted)
-        config = TrialConfig(each.spec.trial, 1.0, 1_000_000, each.spec.shards)
-        records.append((0.0, ev.TrialAdded(config, 3), ()))
+    records: list[tuple[float, Any, tuple[Any, ...]]]
+    records = [(0.0, added(each), ()) for each in begin(2)[1:]]
     source = ins.StateSource(0, None)
     for worker in range(workers):
         for life, now in (("a", 10.0), ("b", 13.9)):
@@ -63,25 +56,15 @@ def decisions(workers: int = 1, devices: int = 2, budget: int | None = 1000) -> 
 
 
 def folded(*args: Any) -> tuple[RunView, Timeline]:
-    view, timeline = RunView(), Timeline()
-    for record in (*begin(2), *decisions(*args)):
-        view.apply(record)
+    records, timeline = [*begin(2), *decisions(*args)], Timeline()
+    for record in records:
         timeline.apply(record)
     timeline.lay_out()
-    return view, timeline
+    return fold(records), timeline
 
 
-def written(tmp_path: Path, *args: Any) -> RunFolder:
-    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
-    started, *admitted = begin(2)
-    assert isinstance(started, RunStarted)
-    folder.write_json("run.json", started.document.to_json())
-    for each in admitted:
-        assert isinstance(each, TrialAdmitted)
-        folder.write_trial(each.spec)
-    lines = [decision.to_json() for decision in decisions(*args)]
-    folder.write_segment(0, [{"run_id": folder.run_id, "config": {}}, *lines])
-    return folder
+def devices_run(path: Path, *args: Any) -> RunFolder:
+    return written(path, begin(2), decisions(*args))
 
 
 def test_what_was_told_is_added_up_and_lanes_never_overlap() -> None:
@@ -89,12 +72,8 @@ def test_what_was_told_is_added_up_and_lanes_never_overlap() -> None:
     assert {key: lane.totals for key, lane in timeline.lanes.items()} == view.devices
     assert view.devices.keys() == {(0, 0), (0, 1), (0, HOST)}
     device = view.devices[0, 1]
-    assert (device.promoted, device.spilled, device.peak, device.budget) == (
-        10_002,
-        6_000,
-        801,
-        1000,
-    )
+    found = device.promoted, device.spilled, device.peak, device.budget
+    assert found == (10_002, 6_000, 801, 1000)
     assert (device.utilisation, device.idle) == (5.0 / 8.0, 3.0)
     for lane in timeline.lanes.values():
         for spans in (lane.tasks, lane.moves):
@@ -121,25 +100,6 @@ def test_bars_of_a_clock_that_was_set_back_stay_within_the_run() -> None:
     assert all(0.0 <= begin <= end <= 3.0 for begin, end, _ in spans)
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_the_live_table_has_a_line_per_worker_only_where_queues_are_used(width: int) -> None:
-    def lines(view: RunView, height: int) -> str:
-        console = Console(file=io.StringIO(), width=width, color_system=None)
-        console.print(frame(view, width, height))
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
-
-    few, _ = folded(2)
-    shown = lines(few, 40)
-    assert "worker 0: 2 devices 62% busy, peak 801 B of 1.0 kB, 20.0 kB promoted" in shown
-    assert "worker 1: 2 devices" in shown
-    many, _ = folded(30)
-    assert "30 workers: 60 devices 62% busy" in lines(many, 40)
-    assert max(len(line) for line in lines(many, 40).splitlines()) <= width
-    view, _ = folded(0)
-    assert "busy" not in lines(view, 40) + summary(view)
-
-
 def test_the_summary_says_how_busy_devices_were_and_what_went_to_disk() -> None:
     view, _ = folded(1, 1, None)
     said = "1 device 62% busy, peak 800 B, 10.0 kB promoted, 6.0 kB spilled, 1.2 kB to disk"
@@ -147,7 +107,7 @@ def test_the_summary_says_how_busy_devices_were_and_what_went_to_disk() -> None:
 
 
 def test_the_trace_has_two_threads_per_device_and_counters_of_its_memory(tmp_path: Path) -> None:
-    content = trace(written(tmp_path))
+    content = trace(devices_run(tmp_path))
     assert faults(content) == []
     events = content["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -168,7 +128,7 @@ def test_the_trace_has_two_threads_per_device_and_counters_of_its_memory(tmp_pat
 
 
 def test_the_report_has_a_lane_and_a_row_per_device(tmp_path: Path) -> None:
-    page = render(written(tmp_path))
+    page = render(devices_run(tmp_path))
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
     names = [(lane["worker"], lane["name"], lane["computes"]) for lane in data["devices"]]
     assert names == [(0, "device 0", True), (0, "device 1", True), (0, "DRAM", False)]
@@ -182,5 +142,5 @@ def test_the_report_has_a_lane_and_a_row_per_device(tmp_path: Path) -> None:
 
 
 def test_a_run_without_queues_has_no_devices_in_its_report(tmp_path: Path) -> None:
-    page = render(written(tmp_path, 0))
+    page = render(devices_run(tmp_path, 0))
     assert 'id="devices"' not in page and "device copying" not in page

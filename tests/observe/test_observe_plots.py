@@ -6,24 +6,19 @@ import pytest
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import RunView
-from tests.observe.conftest import begin
+from tests.observe.conftest import begin, fold
 from tests.observe.test_observe_devices import folded
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+from cerebro_hydra.observe.plots import plot, plot_devices
 
 
 @pytest.fixture
 def view(simulate: Any) -> RunView:
-    _, records = simulate(3, loss=lambda trial, epoch: 1.0 / (1 + trial + epoch))
-    view = RunView()
-    for record in records:
-        view.apply(record)
-    return view
+    return fold(simulate(3, loss=lambda trial, epoch: 1.0 / (1 + trial + epoch))[1])
 
 
 def test_a_panel_per_metric_with_a_line_per_trial_and_one_per_parameter(view: RunView) -> None:
-    from cerebro_hydra.observe.plots import plot
-
     figure = plot(view, ["lr"])
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[:2] == ["train_loss", "val_loss (lower is better)"]
@@ -35,43 +30,29 @@ def test_a_panel_per_metric_with_a_line_per_trial_and_one_per_parameter(view: Ru
 
 
 def test_names_and_values_are_no_formulas() -> None:
-    from cerebro_hydra.observe.plots import plot
-
     name = "$\\bad{$"
     metrics = {"loss": "min", name: "max"}
-    view = RunView()
-    for record in begin(1, metrics=metrics, evaluation_metric=name, params={name: name}):
-        view.apply(record)
+    view = fold(begin(1, metrics=metrics, evaluation_metric=name, params={name: name}))
     view.trials[0].status = "finished"
     view.trials[0].epochs[0] = {"train_loss": 1.0, "val_loss": 1.0, f"val_{name}": 1.0}
     assert plot(view, [name])._repr_png_().startswith(b"\x89PNG")
 
 
 def test_an_unknown_parameter_is_named(view: RunView) -> None:
-    from cerebro_hydra.observe.plots import plot
-
     with pytest.raises(ConfigurationError, match=r"no parameter 'depth'; there are \['lr'\]"):
         plot(view, ["depth"])
 
 
 def test_a_falling_metric_over_decades_has_a_log_axis(simulate: Any) -> None:
-    from cerebro_hydra.observe.plots import plot
-
     for steepness, scale in ((10.0, "log"), (1.1, "linear")):
-        view = RunView()
-        for record in simulate(3, loss=lambda trial, epoch, s=steepness: s**-epoch)[1]:
-            view.apply(record)
-        assert plot(view).axes[1].get_yscale() == scale
+        _, records = simulate(3, loss=lambda trial, epoch, s=steepness: s**-epoch)
+        assert plot(fold(records)).axes[1].get_yscale() == scale
 
 
 def test_a_lane_per_device_is_as_high_as_the_device_was_busy() -> None:
-    from cerebro_hydra.observe.plots import plot_devices
-
     figure = plot_devices(*folded())
-    assert [axes.get_ylabel().strip() for axes in figure.axes] == [
-        "worker 0, device 0",
-        "worker 0, device 1",
-    ]
+    lanes = [axes.get_ylabel().strip() for axes in figure.axes]
+    assert lanes == ["worker 0, device 0", "worker 0, device 1"]
     (first, *_), (second, *_) = figure.axes[0].containers  # a bar per span, for each trial
     assert (first.get_x(), first.get_width(), first.get_height()) == (6.5, 1.0, 1.0)
     assert second.get_height() == 0.0
@@ -81,7 +62,5 @@ def test_a_lane_per_device_is_as_high_as_the_device_was_busy() -> None:
 
 
 def test_a_run_without_queues_has_no_devices_to_plot() -> None:
-    from cerebro_hydra.observe.plots import plot_devices
-
     with pytest.raises(ConfigurationError, match="give the backend device_memory="):
         plot_devices(*folded(0))

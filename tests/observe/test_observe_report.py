@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,8 +20,9 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import encode_document
 from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.tune.running import run_claim
-from tests.journals import rewrite_journal
+from tests.journals import cut_journal, rewrite_journal
 from tests.observe.hostile import HOSTILE
+from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +58,13 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page(result: SearchResult) -> Page:
     return Page(Path(result.run_path, REPORT_FILE).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def copy(result: SearchResult, tmp_path: Path) -> RunFolder:
+    """A run's folder that a test may change."""
+    shutil.copytree(result.run_path, tmp_path / "runs" / "copy")
+    return RunFolder.open(str(tmp_path / "runs" / "copy"))
 
 
 def test_the_search_left_the_page_that_the_folder_alone_gives(
@@ -106,36 +111,24 @@ def test_what_is_drawn_is_what_happened(page: Page, result: SearchResult) -> Non
         assert 0 <= task["assigned"] <= task["start"] <= task["end"] <= page.data["seconds"]
 
 
-def test_a_run_that_did_not_end_has_a_report_too(result: SearchResult, tmp_path: Path) -> None:
+def test_a_run_that_did_not_end_has_a_report_too(copy: RunFolder) -> None:
     """As after a killed driver: the begin of the journal, some tasks that never ended."""
-    there = tmp_path / "runs" / "cut"
-    shutil.copytree(result.run_path, there)
-    folder = RunFolder.open(str(there))
-    lines = [line for segment in folder.read_segments() for line in segment]
-    shutil.rmtree(there / "journal")
-    starts = [n for n, line in enumerate(lines[:30]) if "StartSubEpoch" in str(line)]
-    folder.write_segment(0, lines[: starts[-1] + 1])
-    ReportWriter(folder).on_record(RunEnded(1.0))
-    cut = Page((there / REPORT_FILE).read_text(encoding="utf-8"))
+    cut_journal(copy, lambda lines: max(n for n in range(30) if "StartSubEpoch" in str(lines[n])))
+    ReportWriter(copy).on_record(RunEnded(1.0))
+    cut = Page(Path(copy.path, REPORT_FILE).read_text(encoding="utf-8"))
     assert any("was interrupted" in text for text in cut.texts["strong"])
     assert "running" in {task["outcome"] for task in cut.data["tasks"]}
     assert "interrupted" in cut.texts["td"]
     assert not {"waiting", "training", "evaluating"} & set(cut.texts["td"])
 
 
-def test_a_run_that_goes_on_says_so(result: SearchResult, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_says_so(copy: RunFolder) -> None:
     """Only the page that is served asks for a newer one; a file has nobody to ask."""
-    there = tmp_path / "runs" / "on"
-    shutil.copytree(result.run_path, there)
-    folder = RunFolder.open(str(there))
-    lines = [line for segment in folder.read_segments() for line in segment]
-    shutil.rmtree(there / "journal")
-    measured = next(n for n, line in enumerate(lines) if "EndEpoch" in str(line))
-    folder.write_segment(0, lines[: measured + 1])
-    assert not is_running(folder)
-    with run_claim(folder):
-        assert is_running(folder)
-        page = Page(render(folder, running=True))
+    cut_journal(copy, lambda lines: next(n for n, x in enumerate(lines) if "EndEpoch" in str(x)))
+    assert not is_running(copy)
+    with run_claim(copy):
+        assert is_running(copy)
+        page = Page(render(copy, running=True))
     assert any("the run goes on" in text for text in page.texts["strong"])
     assert page.data["running"]
     assert "interrupted" not in " ".join(page.texts["td"])
@@ -167,23 +160,18 @@ def test_the_same_reason_is_told_once() -> None:
     assert [each.get("reason") for each in rows] == [0, None, 0]
 
 
-def test_nan_and_broken_unicode_are_shown(result: SearchResult, tmp_path: Path) -> None:
-    there = tmp_path / "runs" / "nan"
-    shutil.copytree(result.run_path, there)
-    folder = RunFolder.open(str(there))
-    spec = folder.read_trial(0, result.document.run_id)
+def test_nan_and_broken_unicode_are_shown(copy: RunFolder, result: SearchResult) -> None:
+    spec = copy.read_trial(0, result.document.run_id)
     spec = replace(spec, params={**spec.params, "note": "\ud800"})
-    folder.store.write(
-        f"{folder.path}/trials/trial-000/trial.json",
-        encode_document({"run_id": result.document.run_id, "spec": spec.to_json()}),
-    )
+    document = encode_document({"run_id": result.document.run_id, "spec": spec.to_json()})
+    copy.store.write(f"{copy.path}/trials/trial-000/trial.json", document)
 
     def diverge(told: dict[str, Any]) -> None:
         if told["type"] == "EndEpoch" and told["trial"] == 0:
             told["metrics"]["val_loss"] = float("nan")
 
-    rewrite_journal(folder, diverge)
-    page = Page(render(folder))
+    rewrite_journal(copy, diverge)
+    page = Page(render(copy))
     assert page.data["trials"][0]["history"]["val_loss"] == ["nan"] * 3
     assert "nan" in page.texts["td"]
 
@@ -200,21 +188,18 @@ def test_report_and_trace_by_the_command_line(
 
 
 def test_report_by_the_command_line_goes_into_the_run(
-    result: SearchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    result: SearchResult, copy: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = tmp_path / "runs" / "again"
-    shutil.copytree(result.run_path, there)
-    (there / REPORT_FILE).unlink()
-    assert cli.main(["report", str(there)]) == 0
-    assert capsys.readouterr().out.strip() == str(there / REPORT_FILE)
-    assert (there / REPORT_FILE).read_text() == Path(result.run_path, REPORT_FILE).read_text()
+    report = Path(copy.path, REPORT_FILE)
+    report.unlink()
+    assert cli.main(["report", copy.path]) == 0
+    assert capsys.readouterr().out.strip() == str(report)
+    assert report.read_text() == Path(result.run_path, REPORT_FILE).read_text()
 
 
-def test_a_run_to_which_no_worker_came_says_so(result: SearchResult, tmp_path: Path) -> None:
-    there = tmp_path / "runs" / "alone"
-    shutil.copytree(result.run_path, there)
-    shutil.rmtree(there / "journal")
-    page = render(RunFolder.open(str(there)))
+def test_a_run_to_which_no_worker_came_says_so(copy: RunFolder) -> None:
+    copy.store.delete(f"{copy.path}/journal")
+    page = render(copy)
     assert "no worker came" in page and "1970" not in page
 
 
@@ -227,15 +212,7 @@ def test_the_page_is_found_where_spark_ships_the_package_as_a_zip(tmp_path: Path
         "assert 'run report' in report.page().environment.loader.get_source("
         "report.page().environment, 'page.html.j2')[0]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "shipped.zip")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "shipped.zip"))
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
+from cerebro_hydra.observe import Decision, TrialAdmitted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.watch import ReportServer
-from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from cerebro_hydra.plan.messages.config import TrialConfig
-from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.tune.running import run_claim
-from tests.journals import rewrite_journal
-from tests.observe.conftest import begin
-from tests.observe.test_observe_devices import written
+from tests.journals import cut_journal, rewrite_journal
+from tests.observe.conftest import added, begin, written
+from tests.observe.test_observe_devices import devices_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(
@@ -170,7 +168,7 @@ def outside(page: Any) -> list[str]:
 @pytest.mark.parametrize("width", [390, 800, 1280])
 def test_devices_have_lanes_and_rows_at_every_width(page: Any, tmp_path: Path, width: int) -> None:
     there = tmp_path / REPORT_FILE
-    there.write_text(render(written(tmp_path)), encoding="utf-8")
+    there.write_text(render(devices_run(tmp_path)), encoding="utf-8")
     shown = page.context.browser.new_page(viewport={"width": width, "height": 900})
     shown.goto(there.as_uri())
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
@@ -193,27 +191,19 @@ def test_devices_have_lanes_and_rows_at_every_width(page: Any, tmp_path: Path, w
 def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinates(
     page: Any, tmp_path: Path
 ) -> None:
-    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
     started, *admitted = begin(10, params={"lr": 0.1, "fixed": 1})
-    assert isinstance(started, RunStarted)
-    folder.write_json("run.json", started.document.to_json())
-    decisions = []
+    trials, decisions = [], []
     for seq, each in enumerate(admitted):
         assert isinstance(each, TrialAdmitted)
         trial = each.spec.trial
         sizes = {f"width_of_layer_{n}": 1 + n * trial for n in range(1, 7)}
         params = {"lr": 1.2345 * 10.0**-trial, "fixed": 1, **sizes}
-        folder.write_trial(replace(each.spec, params=params, parameters=1000 + trial))
-        metrics = {
-            "train_loss": 1.0,
-            "val_loss": 10.0 ** -(trial / 3),
-            "val_accuracy": 0.01 + trial,
-        }
-        told = (ins.EndEpoch(trial, 0, metrics), ins.FinishTrial(trial, "finished", "", 0))
-        added = ev.TrialAdded(TrialConfig(trial, 1.0, 1_000_000, each.spec.shards), 3)
-        decisions.append(Decision(seq, float(seq), added, told).to_json())
-    first = {"run_id": folder.run_id, "config": {}}
-    folder.write_segment(0, [first, *decisions])
+        trials.append(TrialAdmitted(replace(each.spec, params=params, parameters=1000 + trial)))
+        metrics = {"val_loss": 10.0 ** -(trial / 3), "val_accuracy": 0.01 + trial}
+        ended = ins.EndEpoch(trial, 0, {"train_loss": 1.0, **metrics})
+        told = (ended, ins.FinishTrial(trial, "finished", "", 0))
+        decisions.append(Decision(seq, float(seq), added(each), told))
+    folder = written(tmp_path, [started, *trials], decisions)
     (tmp_path / REPORT_FILE).write_text(render(folder), encoding="utf-8")
     many = page.context.browser.new_page()
     many.goto((tmp_path / REPORT_FILE).as_uri())
@@ -222,9 +212,8 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
     assert many.locator("#parallel [data-line]").count() == 10
     names = many.locator("#parallel .name").evaluate_all("all => all.map(e => e.firstChild.data)")
     assert names == ["lr", *sizes, "val_loss"]
-    assert (
-        "10 sizes, from 1,000 to 1,009 parameters, in 1 shard" in many.locator("main").inner_text()
-    )
+    sizes_told = "10 sizes, from 1,000 to 1,009 parameters, in 1 shard"
+    assert sizes_told in many.locator("main").inner_text()
     assert page.locator("#parallel").count() == 0, "four trials need none"
     lines_of_numbers = """() => [...document.querySelectorAll("#trials tbody td:is(.num, .param)")]
         .filter((each) => each.getBoundingClientRect().height > 30).length"""
@@ -242,10 +231,7 @@ def test_a_page_that_is_watched_keeps_up_with_its_run(
 ) -> None:
     shutil.copytree(result.run_path, there := tmp_path / "runs" / "on")
     folder = RunFolder.open(str(there))
-    lines = [line for segment in folder.read_segments() for line in segment]
-    shutil.rmtree(there / "journal")
-    half = len(lines) // 2
-    folder.write_segment(0, lines[:half])
+    rest = cut_journal(folder, lambda lines: len(lines) // 2)
     with ReportServer(folder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         watched = page.context.browser.new_page()
@@ -255,7 +241,7 @@ def test_a_page_that_is_watched_keeps_up_with_its_run(
             assert "the run goes on" in watched.locator(".facts").inner_text()
             watched.locator("#trials th button", has_text="Time").click()
             before = watched.locator("#timeline .bar").count()
-            folder.write_segment(1, lines[half:])
+            folder.write_segment(1, rest)
         watched.locator("#state").wait_for(state="detached", timeout=10_000)
         assert watched.locator("#timeline .bar").count() > before
         assert watched.locator("#trials th[aria-sort=ascending]").inner_text().startswith("Time")

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe import Decision, RunStarted, TrialAdmitted
+from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.timeline import Timeline, trace
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from cerebro_hydra.plan.messages.config import TrialConfig
 from cerebro_hydra.plan.simulate.run import WorkerCrash
-from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
-from tests.observe.conftest import begin
+from tests.observe.conftest import CRASHES, added, begin, written
 
 
 def faults(content: dict[str, Any]) -> list[str]:
@@ -68,10 +67,8 @@ def test_a_real_run_is_a_sound_trace(folder: RunFolder, result: SearchResult) ->
     hops = [e for e in events if e["ph"] == "X" and e["cat"] == "hop"]
     assert 0 < sum(e["ph"] == "f" for e in events) <= len(hops)
     last = [e for e in events if e["ph"] == "C"][-1]
-    assert last["args"] == {
-        "moved": result.totals.bytes_moved,
-        "saved": result.totals.bytes_saved,
-    }
+    totals = result.totals
+    assert last["args"] == {"moved": totals.bytes_moved, "saved": totals.bytes_saved}
     assert [e["name"] for e in events if e["ph"] == "i"] == ["worker lost"]
 
 
@@ -93,15 +90,7 @@ def test_the_check_itself_can_fail(folder: RunFolder, harm: str) -> None:
     assert faults(content)
 
 
-LOSSES = (
-    WorkerCrash(0.5, 1, 0.2),
-    WorkerCrash(2.25, 0, 0.1),
-    WorkerCrash(4.0, 1, 1.0),
-    WorkerCrash(6.6, 0, 3.0),
-)
-
-
-@pytest.mark.parametrize("losses", [(), LOSSES])
+@pytest.mark.parametrize("losses", [(), CRASHES])
 def test_bars_are_the_decisions_and_never_overlap(
     simulate: Any, losses: tuple[WorkerCrash, ...]
 ) -> None:
@@ -182,20 +171,12 @@ def test_a_start_up_is_no_wait_for_shards() -> None:
 
 
 def test_the_trace_has_a_thread_per_lane(tmp_path: Path) -> None:
-    folder = RunFolder(LocalStore(str(tmp_path)), "20260101-000000-abcdef")
     started, *admitted = begin(2)
-    assert isinstance(started, RunStarted)
-    folder.write_json("run.json", started.document.to_json())
-    decisions: list[tuple[Any, tuple[Any, ...]]] = []
-    for each in admitted:
-        assert isinstance(each, TrialAdmitted)
-        folder.write_trial(each.spec)
-        config = TrialConfig(each.spec.trial, 1.0, 1_000_000, each.spec.shards)
-        decisions.append((ev.TrialAdded(config, 3), ()))
+    decisions: list[tuple[Any, tuple[Any, ...]]] = [(added(each), ()) for each in admitted]
     decisions.append((ev.WorkerJoined(0, "a", (0, 1), 2, 2), (start(0), start(1))))
     decisions += [(done(0, 1.0), ()), (done(1, 2.0), ())]
-    lines = [Decision(n, float(n), *each).to_json() for n, each in enumerate(decisions)]
-    folder.write_segment(0, [{"run_id": folder.run_id, "config": {}}, *lines])
+    told = [Decision(n, float(n), *each) for n, each in enumerate(decisions)]
+    folder = written(tmp_path, [started, *admitted], told)
     content = trace(folder)
     assert faults(content) == []
     slices = [each for each in content["traceEvents"] if each["ph"] == "X"]

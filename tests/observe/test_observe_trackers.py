@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,22 +22,48 @@ from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import SearchResult
 from tests.observe.conftest import begin
 
+pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+
 pytestmark = pytest.mark.slow
 
 
-def scalars(path: Path, name: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+@pytest.fixture
+def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of MLflow, whose runs lie in files."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
+    return mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
 
+
+def mlflow_tracker(flow: Any, experiment: str) -> MLflowTracker:
+    return MLflowTracker(experiment, flow.tracking_uri)
+
+
+def runs_of(flow: Any, experiment: str) -> list[Any]:
+    runs: list[Any] = flow.search_runs([flow.get_experiment_by_name(experiment).experiment_id])
+    return runs
+
+
+def tell(trackers: Iterable[Any], begun: list[Any], *instructions: Any, ends: bool = False) -> None:
+    """Let trackers observe a run with these instructions, one after another."""
+    told = [
+        Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,))
+        for seq, each in enumerate(instructions)
+    ]
+    for tracker in trackers:
+        for record in [*begun, *told, *([RunEnded(1.0)] if ends else [])]:
+            tracker.on_record(record)
+
+
+def scalars(path: Path, name: str) -> list[tuple[int, float]]:
     read = EventAccumulator(str(path))
     read.Reload()
     return [(point.step, point.value) for point in read.Scalars(name)]
 
 
 def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
     result.export_to(TensorBoardTracker(tmp_path))
     best = result.best_trial
     for name, values in best.history.items():
@@ -55,30 +83,19 @@ def test_tensorboard_has_a_run_per_trial(result: SearchResult, tmp_path: Path) -
 
 
 def test_tensorboard_forgets_epochs_that_were_trained_again(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     told = [
         ins.EndEpoch(0, 0, {"val_loss": 3.0}),
         ins.EndEpoch(0, 1, {"val_loss": 2.0}),
         ins.Redo(0, (4,), "its only holder was lost"),
         ins.EndEpoch(0, 1, {"val_loss": 1.0}),
     ]
-    tracker = TensorBoardTracker(tmp_path)
-    started, *admitted = begin(1)
-    for record in (started, *admitted):
-        tracker.on_record(record)
-    for seq, each in enumerate(told):
-        tracker.on_record(Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,)))
-    tracker.on_record(RunEnded(1.0))
-    folder = tmp_path / started.document.run_id / "trial-000"
+    begun = begin(1)
+    tell([TensorBoardTracker(tmp_path)], begun, *told, ends=True)
+    folder = tmp_path / begun[0].document.run_id / "trial-000"
     assert scalars(folder, "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
-def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(tmp_path: Path, flow: Any) -> None:
     told = [
         ins.EndEpoch(0, 0, {"val_loss": 3.0}),
         ins.EndEpoch(0, 1, {"val_loss": 2.0}),
@@ -86,32 +103,23 @@ def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(
         ins.EndEpoch(0, 2, {"val_loss": 9.0}),
         ins.EndEpoch(1, 2, {"val_loss": 1.0}),
     ]
-    uri = (tmp_path / "mlruns").as_uri()
-    started, *admitted = begin(2)
-    for tracker in (TensorBoardTracker(tmp_path), MLflowTracker("forks", uri)):
-        for record in (started, *admitted):
-            tracker.on_record(record)
-        for seq, each in enumerate(told):
-            tracker.on_record(Decision(seq, float(seq + 1), ev.TrialStopped(0, ""), (each,)))
+    begun = begin(2)
+    tell([TensorBoardTracker(tmp_path), mlflow_tracker(flow, "forks")], begun, *told)
     expected = [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert scalars(tmp_path / started.document.run_id / "trial-001", "val_loss") == expected
-    client = mlflow.MlflowClient(uri)
-    runs = client.search_runs([client.get_experiment_by_name("forks").experiment_id])
-    (fork,) = (run for run in runs if run.info.run_name == "trial-001")
-    logged = client.get_metric_history(fork.info.run_id, "val_loss")
+    assert scalars(tmp_path / begun[0].document.run_id / "trial-001", "val_loss") == expected
+    (fork,) = (run for run in runs_of(flow, "forks") if run.info.run_name == "trial-001")
+    logged = flow.get_metric_history(fork.info.run_id, "val_loss")
     assert [(each.step, each.value) for each in logged] == expected
 
 
 def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     tracker = TensorBoardTracker(tmp_path)
     started, *admitted = begin(5)
     tracker.on_record(started)
     threads = threading.active_count()
     for seq, record in enumerate(admitted):
-        tracker.on_record(record)
         told = (ins.EndEpoch(seq, 0, {"val_loss": 1.0}), ins.FinishTrial(seq, "finished", "", 2))
-        tracker.on_record(Decision(seq, 1.0, ev.TrialStopped(0, ""), told))
+        tell([tracker], [record], *told)
     assert threading.active_count() == threads
     tracker.on_record(RunEnded(1.0))
     folder = tmp_path / started.document.run_id
@@ -119,25 +127,15 @@ def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_pat
 
 
 def test_a_tracker_takes_one_search_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setattr("cerebro_hydra.observe.mlflow.render", lambda folder: "")
-    uri = (tmp_path / "mlruns").as_uri()
-    board, flow = TensorBoardTracker(tmp_path / "board"), MLflowTracker("two", uri)
+    trackers = TensorBoardTracker(tmp_path / "board"), mlflow_tracker(flow, "two")
     for value, run_id in enumerate(("first", "second")):
-        store = LocalStore(str(tmp_path / run_id)).to_dict()
-        ended = ins.EndEpoch(0, 0, {"val_loss": float(value)})
-        for tracker in (board, flow):
-            for record in begin(1, run_id=run_id, store=store):
-                tracker.on_record(record)
-            tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
-            tracker.on_record(RunEnded(1.0))
+        begun = begin(1, run_id=run_id, store=LocalStore(str(tmp_path / run_id)).to_dict())
+        tell(trackers, begun, ins.EndEpoch(0, 0, {"val_loss": float(value)}), ends=True)
         assert scalars(tmp_path / "board" / run_id / "trial-000", "val_loss") == [(1, value)]
-    client = mlflow.MlflowClient(uri)
-    runs = client.search_runs([client.get_experiment_by_name("two").experiment_id])
+    runs = runs_of(flow, "two")
     parents = {run.info.run_id: run.info.run_name for run in runs}
     trials = [run for run in runs if run.info.run_name == "trial-000"]
     assert {
@@ -146,15 +144,12 @@ def test_a_tracker_takes_one_search_after_another(
 
 
 def test_mlflow_has_a_parent_and_a_run_per_trial(
-    result: SearchResult, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: SearchResult, folder: RunFolder, tmp_path: Path, flow: Any
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
-    uri = (tmp_path / "mlruns").as_uri()
-    result.export_to(MLflowTracker("digits", uri))
-    client = mlflow.MlflowClient(uri)
-    place = client.get_experiment_by_name("digits").experiment_id
-    runs = {run.info.run_name: run for run in client.search_runs([place])}
+    import mlflow
+
+    result.export_to(mlflow_tracker(flow, "digits"))
+    runs = {run.info.run_name: run for run in runs_of(flow, "digits")}
     parent = runs.pop(result.document.run_id)
     assert parent.info.status == "FINISHED"
     assert parent.data.tags["best_trial"] == result.best_trial.trial_id
@@ -166,11 +161,11 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
         assert run.data.params == trial.params
         assert run.info.status == {"finished": "FINISHED", "failed": "FAILED"}[trial.status]
         for metric, values in trial.history.items():
-            logged = client.get_metric_history(run.info.run_id, metric)
+            logged = flow.get_metric_history(run.info.run_id, metric)
             assert [(m.step, m.value) for m in logged] == list(enumerate(values, start=1))
     failed = next(run for name, run in runs.items() if by_id[name].status == "failed")
-    assert [each.path for each in client.list_artifacts(failed.info.run_id)] == ["traceback.txt"]
-    location = client.download_artifacts(parent.info.run_id, "model", str(tmp_path))
+    assert [each.path for each in flow.list_artifacts(failed.info.run_id)] == ["traceback.txt"]
+    location = flow.download_artifacts(parent.info.run_id, "model", str(tmp_path))
     features = np.random.default_rng(1).normal(size=(5, 16)).astype(np.float32)
     expected = result.get_best_model().torch()(torch.from_numpy(features)).detach()
     exported = mlflow.pytorch.load_model(location)
@@ -181,29 +176,18 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
     with pytest.raises(ConfigurationError, match="no column 'features'"):
         predictor.predict(pd.DataFrame({"pixels": list(features)}))
     assert not [each for each in Path(location).rglob("*") if each.suffix in (".pkl", ".pth")]
-    report = client.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))
+    report = flow.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))
     assert Path(report).read_text(encoding="utf-8") == render(folder)
 
 
 @pytest.mark.parametrize(
     "name", ["a[0]@b", "a/../b", "..", "/a", "./a", "a//b", "x" * 300, "\ud800"]
 )
-def test_trackers_take_any_name_and_value(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_trackers_take_any_name_and_value(name: str, tmp_path: Path, flow: Any) -> None:
     params = {name: f"\ud800{name}"}
     begun = begin(1, metrics={"loss": "min", name: "max"}, params=params)
-    ended = ins.EndEpoch(0, 0, {f"val_{name}": 2.0})
-    uri = (tmp_path / "mlruns").as_uri()
-    for tracker in (MLflowTracker("any", uri), TensorBoardTracker(tmp_path)):
-        for record in begun:
-            tracker.on_record(record)
-        tracker.on_record(Decision(0, 1.0, ev.TrialStopped(0, ""), (ended,)))
-    client = mlflow.MlflowClient(uri)
-    found = client.search_runs([client.get_experiment_by_name("any").experiment_id])
-    (run,) = (each for each in found if each.info.run_name == "trial-000")
+    trackers = mlflow_tracker(flow, "any"), TensorBoardTracker(tmp_path)
+    tell(trackers, begun, ins.EndEpoch(0, 0, {f"val_{name}": 2.0}))
+    (run,) = (each for each in runs_of(flow, "any") if each.info.run_name == "trial-000")
     assert list(run.data.params.values()) == [f"?{name}".replace("\ud800", "?")]
     assert list(run.data.metrics.values()) == [2.0]

@@ -1,24 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.observe import Decision, Progress, Record, RunView, TrialAdmitted, records_of
+from cerebro_hydra.observe import (
+    Decision,
+    Observers,
+    Progress,
+    Record,
+    RunEnded,
+    RunView,
+    records_of,
+)
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.events import TrialStopped
 from cerebro_hydra.plan.simulate.run import WorkerCrash
-from cerebro_hydra.storage import LocalStore, RunFolder
-from tests.observe.conftest import begin
-
-
-def fold(records: Iterable[Record]) -> RunView:
-    view = RunView()
-    for record in records:
-        view.apply(record)
-    return view
+from tests.observe.conftest import CRASHES, begin, fold, written
 
 
 def journal(event: Any, *instructions: Any) -> Decision:
@@ -27,25 +28,14 @@ def journal(event: Any, *instructions: Any) -> Decision:
 
 QUIET = ev.TrialStopped(0, "")  # an event that the fold has no use for
 JOIN = journal(ev.WorkerJoined(0, "a", (0,)))
+STARTED = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
 
 
 def ended(trial: int, epoch: int, **metrics: float) -> ins.EndEpoch:
     return ins.EndEpoch(trial, epoch, metrics)
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        (),
-        (WorkerCrash(1.5, 0, 0.5),),
-        (
-            WorkerCrash(0.5, 1, 0.2),
-            WorkerCrash(2.25, 0, 0.1),
-            WorkerCrash(4.0, 1, 1.0),
-            WorkerCrash(6.6, 0, 3.0),
-        ),
-    ],
-)
+@pytest.mark.parametrize("losses", [(), (WorkerCrash(1.5, 0, 0.5),), CRASHES])
 def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losses) -> None:
     simulation, records = simulate(4, losses)
     view = fold(records)
@@ -58,13 +48,7 @@ def test_visit_logs_and_histories_are_those_of_the_state_machine(simulate, losse
 
 def test_a_loss_makes_the_fold_forget_void_sub_epochs(simulate) -> None:
     """Guards the test above: the streams with losses do hold redone sub-epochs."""
-    losses = (
-        WorkerCrash(0.5, 1, 0.2),
-        WorkerCrash(2.25, 0, 0.1),
-        WorkerCrash(4.0, 1, 1.0),
-        WorkerCrash(6.6, 0, 3.0),
-    )
-    _, records = simulate(4, losses)
+    _, records = simulate(4, CRASHES)
     told = [type(i) for r in records if isinstance(r, Decision) for i in r.instructions]
     assert ins.Redo in told
     without = fold(r for r in records if not isinstance(r, Decision) or "Redo" not in str(r))
@@ -87,15 +71,8 @@ def test_while_running_the_view_shows_who_trains_where(simulate) -> None:
 
 def test_fold_of_a_run_folder_equals_the_fold_of_the_live_stream(simulate, tmp_path) -> None:
     _, records = simulate(3)
-    folder = RunFolder(LocalStore(str(tmp_path)), records[0].document.run_id)
-    folder.write_json("run.json", records[0].document.to_json())
-    for record in records:
-        if isinstance(record, TrialAdmitted):
-            folder.write_trial(record.spec)
-    lines = [record.to_json() for record in records if isinstance(record, Decision)]
-    first = {"run_id": records[0].document.run_id, "config": {}}
-    folder.write_segment(0, [first, *lines[:7]])
-    folder.write_segment(1, lines[7:])
+    told = [record for record in records if isinstance(record, Decision)]
+    folder = written(tmp_path, records[:1] + begin(3)[1:], told[:7], told[7:])
     live, kept = fold(records), RunView.of_run(folder)
     assert kept.trials == live.trials
     assert kept.totals == live.totals
@@ -117,7 +94,7 @@ def test_only_moves_between_workers_count_as_hops(simulate) -> None:
 
 
 def test_best_is_the_highest_accuracy_and_nan_never_wins() -> None:
-    scores = [0.5, 0.9, float("nan"), 0.9]
+    scores = [float("nan"), 0.5, 0.9, 0.9]
     view = fold([*begin(4, evaluation_metric="accuracy"), JOIN])
     for trial, score in enumerate(scores):
         view.apply(
@@ -128,7 +105,7 @@ def test_best_is_the_highest_accuracy_and_nan_never_wins() -> None:
                 ins.FinishTrial(trial, "finished", "", 4),
             )
         )
-    assert [t.trial for t in view.best_first()] == [1, 3, 0, 2]
+    assert [t.trial for t in view.best_first()] == [2, 3, 1, 0]
 
 
 LOSSES = {0: [0.5, 0.9, 0.8], 1: [0.7, 0.6, 0.4], 2: [float("nan"), 0.1, 0.2]}
@@ -184,8 +161,7 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials() -> 
     view = fold([*begin(2), JOIN])
     first, second = view.trials.values()
     assert view.eta(first) is None
-    source = ins.StateSource(0, None)
-    view.apply(journal(QUIET, ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", source, {})))
+    view.apply(journal(QUIET, STARTED))
     done = ev.SubEpochDone(0, "a", 10, 1.0, (("f", "t"),), 5, 1.5, ev.Hop(0, 0, 0.5))
     view.apply(journal(done, ins.Commit(0, 0, 1, 0, 0)))
     # 3 epochs of 2 partitions at 2 s each; two trials share one worker.
@@ -216,8 +192,7 @@ def test_eta_counts_live_workers_only() -> None:
 
 def test_a_lost_worker_leaves_its_trial_waiting() -> None:
     view = fold([*begin(1), JOIN])
-    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
-    view.apply(journal(QUIET, started))
+    view.apply(journal(QUIET, STARTED))
     assert (view.trials[0].status, view.trials[0].worker) == ("training", 0)
     view.apply(journal(ev.WorkerLost("a", "killed")))
     assert (view.trials[0].status, view.trials[0].worker) == ("waiting", None)
@@ -225,8 +200,7 @@ def test_a_lost_worker_leaves_its_trial_waiting() -> None:
 
 def test_progress_of_a_worker_that_the_trial_has_left_is_ignored() -> None:
     view = fold([*begin(1), JOIN])
-    started = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
-    view.apply(journal(QUIET, started))
+    view.apply(journal(QUIET, STARTED))
     for worker, loss in ((0, 0.5), (1, 9.0)):
         view.apply(Progress(worker, trial=0, epoch=0, partition=0, step=1, steps=4, loss=loss))
     assert view.trials[0].loss == 0.5
@@ -255,3 +229,32 @@ def test_the_result_of_a_run_is_the_state_that_it_decided_for() -> None:
         view.apply(journal(ev.TrialStopped(0, ""), ended(0, epoch, **measured)))
     view.apply(journal(ev.TrialStopped(0, ""), ins.FinishTrial(0, "finished", "", 2)))
     assert view.trials[0].result_epoch == 0 and view.trials[0].result_metrics["val_loss"] == 0.5
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_record(self, record: Record) -> None:
+        self.records.append(record)
+
+
+class Broken(Recorder):
+    def on_record(self, record: Record) -> None:
+        super().on_record(record)
+        raise RuntimeError("no room on the screen")
+
+
+def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    before, broken, after = Recorder(), Broken(), Recorder()
+    observers = Observers([before, broken, after])
+    decision = Decision(0, 1.0, TrialStopped(0, "enough"), ())
+    records: list[Record] = [*begin(1), decision, RunEnded(1.0)]
+    with caplog.at_level(logging.ERROR):
+        for record in records:
+            observers.on_record(record)
+    assert before.records == after.records == records
+    assert broken.records == records[:1]
+    assert len(caplog.records) == 1
+    assert "Broken failed on a RunStarted record" in caplog.text
+    assert "no room on the screen" in caplog.text

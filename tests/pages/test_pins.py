@@ -34,8 +34,7 @@ def unmet(extra: str, pinned: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("extra", "lock"),
-    [("petastorm", "requirements.lock"), ("modern", "requirements-modern.lock")],
+    ("extra", "lock"), [("petastorm", "requirements.lock"), ("modern", "requirements-modern.lock")]
 )
 def test_a_lock_is_within_the_ranges_of_its_stack_and_of_no_other(extra: str, lock: str) -> None:
     pinned = pins((ROOT / lock).read_text())

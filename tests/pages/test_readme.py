@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train.py"
@@ -24,19 +23,11 @@ def test_the_example_is_printed_as_it_is() -> None:
 @pytest.mark.spark
 def test_the_example_runs_and_its_run_is_replayed_as_printed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(EXAMPLE.read_text())
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("train.py", cwd=tmp_path)
     assert re.search(r"trial-00\d identical: True", done.stdout)
     (run,) = (tmp_path / "cerebro" / "runs").iterdir()
     readme = (ROOT / "README.md").read_text()
     (line,) = re.findall(r"^cerebro-hydra (replay .*?)  \[", readme, re.M)
     arguments = shlex.split(line.replace("<run id>", run.name))
-    replayed = subprocess.run(
-        [sys.executable, "-m", "cerebro_hydra", *arguments],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    replayed = run_python("-m", "cerebro_hydra", *arguments, cwd=tmp_path)
     assert replayed.stdout.count("identical") >= 4

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
+from tests.recipe.small_recipes import recipe_of
 
 FEATURES = torch.linspace(-1, 1, 12).reshape(6, 2)
 
@@ -17,8 +18,7 @@ FEATURES = torch.linspace(-1, 1, 12).reshape(6, 2)
 def recipe(loss: Any, outputs: int = 1, features: tuple[str, ...] = ("features",)) -> Recipe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, outputs), nn.Sigmoid())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Recipe(model, optimizer, loss).bind(Columns(features, ("label",)))
+    return recipe_of(model, loss).bind(Columns(features, ("label",)))
 
 
 def loss_of(made: Recipe, labels: Tensor) -> Tensor:
@@ -40,20 +40,42 @@ def test_whole_labels_become_floats_for_losses_of_likelihood(loss: Any) -> None:
     assert torch.equal(loss_of(made, labels), loss_of(made, labels.float()))
 
 
-def test_a_class_without_an_output_is_named_with_the_outputs() -> None:
-    said = "label 3 is no class of a model with 3 outputs, whose classes are 0 to 2; give"
+def test_float_class_numbers_count_as_integers_and_shares_stay_as_they_are() -> None:
+    outputs, numbers = torch.randn(6, 3), torch.tensor([0, 2, 1, 1, 0, 2])
+    for loss in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MultiMarginLoss()):
+        got = recipe(loss, 3).compute_loss(outputs, [numbers.float()])
+        assert torch.equal(got, loss(outputs, numbers))
+    loss, shares = nn.CrossEntropyLoss(), torch.softmax(torch.randn(6, 3), 1)
+    assert torch.equal(recipe(loss, 3).compute_loss(outputs, [shares]), loss(outputs, shares))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([0, 1, 2, 3, 1, 0], "label 3 is no class of a model with 3 outputs, whose classes are 0"),
+        ([0.0, 1.0, 2.0, 0.5, 1.0, 0.0], "label 0.5 is no class number"),
+    ],
+)
+def test_a_class_without_an_output_is_named_with_the_outputs(labels: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        loss_of(recipe(nn.CrossEntropyLoss(), 3), torch.tensor([0, 1, 2, 3, 1, 0]))
+        loss_of(recipe(nn.CrossEntropyLoss(), 3), torch.tensor(labels))
     ignored = torch.tensor([0, 1, 2, -100, 1, 0])
     assert loss_of(recipe(nn.CrossEntropyLoss(), 3), ignored).isfinite()
 
 
-def test_a_class_in_place_of_a_loss_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"the class BCELoss; give an instance: BCELoss"):
-        recipe(nn.BCELoss)
-
-
-def test_more_columns_than_forward_takes_are_refused_before_a_batch() -> None:
-    said = r"3 feature columns \['a', 'b', 'c'\], and Sequential.forward takes .'input'.; as"
+@pytest.mark.parametrize(
+    ("loss", "features", "said"),
+    [
+        (nn.BCELoss, ("features",), r"the class BCELoss; give an instance: BCELoss"),
+        (
+            nn.MSELoss(),
+            ("a", "b", "c"),
+            r"3 feature columns \['a', 'b', 'c'\], and Sequential.forward takes .'input'.; as",
+        ),
+    ],
+)
+def test_losses_and_columns_that_no_batch_could_use_are_refused(
+    loss: Any, features: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        recipe(nn.MSELoss(), features=("a", "b", "c"))
+        recipe(loss, features=features)

@@ -10,6 +10,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, merge_metrics, resolve_metrics
+from tests.recipe.small_recipes import recipe_of
 
 
 class Counts:
@@ -34,14 +35,12 @@ class Counts:
         return float(len(state))
 
 
-def recipe_of(metric: Any) -> Recipe:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Recipe(model, optimizer, nn.CrossEntropyLoss(), metrics={"m": (metric, "max")})
+def counting(metric: Any) -> Recipe:
+    return recipe_of(nn.Linear(3, 2), nn.CrossEntropyLoss(), metrics={"m": (metric, "max")})
 
 
 def test_what_start_gives_is_not_written_into():
-    recipe = recipe_of(metric := Counts(str))
+    recipe = counting(metric := Counts(str))
     for _ in range(2):
         states: dict[str, Any] = {}
         recipe.update_states(states, torch.zeros(2, 2), (torch.tensor([0, 1]),))
@@ -52,13 +51,11 @@ def test_what_start_gives_is_not_written_into():
 
 def test_a_key_that_is_no_string_is_refused():
     with pytest.raises(ConfigurationError, match=r"metric 'm' .*0 is a key .*keys are strings"):
-        recipe_of(Counts(int)).update_states({}, torch.zeros(1, 2), (torch.tensor([0]),))
+        counting(Counts(int)).update_states({}, torch.zeros(1, 2), (torch.tensor([0]),))
 
 
 def test_a_dict_of_outputs_is_matched_by_the_names_of_the_label_columns() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recipe = Recipe(model, optimizer, [nn.L1Loss(), nn.MSELoss()], metrics=["mae"])
+    recipe = recipe_of(loss=[nn.L1Loss(), nn.MSELoss()], metrics=["mae"])
     recipe.bind(Columns(("x",), ("kind", "size")))
     kind, size = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 7.0])
     outputs = {"size": size + 3, "logits": size, "kind": kind + 1}
@@ -69,10 +66,8 @@ def test_a_dict_of_outputs_is_matched_by_the_names_of_the_label_columns() -> Non
 
 
 def test_attentions_fast_path_is_off_only_while_a_recipe_runs() -> None:
-    model = nn.Linear(2, 2)
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
     before = torch.backends.mha.get_fastpath_enabled()
-    with recipe.precision():
+    with recipe_of().precision():
         assert not torch.backends.mha.get_fastpath_enabled()
     assert torch.backends.mha.get_fastpath_enabled() == before
 
@@ -102,8 +97,7 @@ def test_the_states_of_all_partitions_are_merged_in_their_order() -> None:
 
 
 def accuracy(loss: Any, outputs: list[Any], labels: list[Any], name: str = "accuracy") -> float:
-    model = nn.Linear(1, 1)
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), loss, metrics=[name])
+    recipe = recipe_of(loss=loss, metrics=[name])
     recipe.bind(Columns(("features",), ("label",)))
     targets = (torch.tensor(labels),)
     hits, count = recipe.compute_metrics(torch.tensor(outputs), targets, len(labels))[name]
@@ -128,9 +122,7 @@ def test_acc_is_accuracy_by_keras_name() -> None:
 
 
 def test_each_label_column_has_the_accuracy_of_its_loss() -> None:
-    model = nn.Linear(1, 1)
-    losses = [nn.BCELoss(), nn.BCEWithLogitsLoss()]
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), losses, metrics=["accuracy"])
+    recipe = recipe_of(loss=[nn.BCELoss(), nn.BCEWithLogitsLoss()], metrics=["accuracy"])
     recipe.bind(Columns(("features",), ("a", "b")))
     outputs = (torch.tensor([0.4]), torch.tensor([0.4]))
     found = recipe.compute_metrics(outputs, (torch.tensor([0.0]), torch.tensor([0.0])), 1)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import Placement, stays_on_host
+from tests.recipe.small_recipes import recipe_of
 
 META = torch.device("meta")
 
@@ -59,8 +59,7 @@ def test_optimizers_go_on_with_counts_of_steps_on_the_host() -> None:
 
 
 def test_a_forward_that_makes_tensors_on_the_cpu_is_told_what_to_write() -> None:
-    model = nn.Linear(2, 1)
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+    recipe = recipe_of()
     recipe.device = META
     with pytest.raises(ConfigurationError, match=r"as in torch.arange\(n, device=x.device\)"):  # noqa: SIM117
         with recipe.precision():

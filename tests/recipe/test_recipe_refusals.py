@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,42 +14,8 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, load_warm_start
-
-
-def recipe_of(model: nn.Module | None = None, loss: Any = None, **rules: Any) -> Recipe:
-    model = model or nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Recipe(model, optimizer, loss or nn.MSELoss(), **rules)
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"clip_grad_norm": "1"}, "clip_grad_norm is '1'; it is a number above 0"),
-        ({"clip_grad_value": -1}, "clip_grad_value is -1; it is a number above 0"),
-        ({"ema": "0.9"}, "ema is '0.9'; it is a decay"),
-        ({"metrics": 5}, "metrics is 5; give a list of names"),
-        ({"schedule": "sharp"}, "choose among trials; .* give the backend pick='sharp'"),
-        ({"schedule": "oldest_first"}, "give the backend pick='oldest_first'"),
-        ({"schedule": "gpipe"}, "shards is 1, and each device is to have a shard at least"),
-        (
-            {"schedule": "gpipe", "shards": 2, "cut": "modules"},
-            "cut is 'modules', which keeps a batch on one device; leave cut out",
-        ),
-        ({"schedule": "fastest"}, r"'fastest'; it is one of \['sequential', 'gpipe', "),
-    ],
-)
-def test_arguments_of_a_wrong_type(rules, message):
-    with pytest.raises(ConfigurationError, match=message):
-        recipe_of(**rules)
-
-
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_hook_would_not_hop(kind):
-    model = nn.Linear(3, 1)
-    getattr(model.weight, kind)(lambda tensor: None)
-    with pytest.raises(ConfigurationError, match="parameter 'weight' has a gradient hook"):
-        recipe_of(model)
+from tests.golden import assert_golden, refusal
+from tests.recipe.small_recipes import recipe_of
 
 
 class Scaled(nn.Module):
@@ -68,6 +37,33 @@ def test_a_column_that_would_go_to_another_argument_than_its_own_is_refused():
     assert recipe_of(model).bind(Columns(("scale", "x"), ("y",))).call.names == ("scale", "x")
 
 
+class Keywords(nn.Module):
+    """It may take a column of its own, and takes whatever others there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch["x"])
+
+
+class Extras(Keywords):
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * others.get("scale", 1.0)
+
+
+def test_columns_without_an_argument_go_into_keywords_by_name():
+    recipe = recipe_of(Keywords()).bind(Columns(("x",), ("y",)))
+    assert recipe.call(recipe.model, [torch.zeros(2, 3)]).shape == (2, 1)
+    own = recipe_of(Keywords(), loss="model").bind(Columns(("x",), ("y",)))
+    assert own.call.names == ("x", "y")
+    assert recipe_of(Extras()).bind(Columns(("x", "scale"), ("y",))).call.names == ("x", "scale")
+    own = recipe_of(Extras(), loss="model").bind(Columns(("x",), ("labels",)))
+    assert own.call.names == ("x", "labels")
+    assert recipe_of(Extras()).bind(Columns(("values",), ("y",))).call.names is None
+
+
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.HuberLoss(), F.l1_loss])
 @pytest.mark.parametrize("weight", [None, "w"])
 def test_rows_compared_with_every_other_row_are_refused(loss, weight):
@@ -85,39 +81,6 @@ def test_class_numbers_and_probabilities_are_no_broadcast():
     recipe.compute_loss(torch.zeros(4, 4), (torch.zeros(4, 4),))
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
-        (
-            torch.ones(1, 3, dtype=torch.int64),
-            "weight as torch.int64, the model's is torch.float32",
-        ),
-        ([[1.0, 2.0, 3.0]], "warm_start has a list for weight"),
-    ],
-)
-def test_a_warm_start_of_another_kind(weight, message):
-    with pytest.raises(ConfigurationError, match=message):
-        load_warm_start(nn.Linear(3, 1), {"weight": weight, "bias": torch.ones(1)})
-
-
-class Keywords(nn.Module):
-    """It takes whatever columns there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        return self.layer(batch["x"])
-
-
-def test_a_forward_of_keywords_gets_every_column_by_name():
-    recipe = recipe_of(Keywords()).bind(Columns(("x",), ("y",)))
-    assert recipe.call(recipe.model, [torch.zeros(2, 3)]).shape == (2, 1)
-    own = recipe_of(Keywords(), loss="model").bind(Columns(("x",), ("y",)))
-    assert own.call.names == ("x", "y")
-
-
 class Precomputed(nn.Module):
     """It keeps what it computed from its weight when it was made."""
 
@@ -130,42 +93,60 @@ class Precomputed(nn.Module):
         return x @ self.turned
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: torch.jit.script(nn.Linear(3, 1)), "the model is a ScriptModule.* before torch.j"),
-        (
-            lambda: nn.Sequential(torch.jit.trace(nn.Linear(3, 1), torch.zeros(2, 3))),
-            "module '0' is a ScriptModule",
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def hooked(kind: str) -> nn.Module:
+    """A model whose gradient hook would not hop."""
+    model = nn.Linear(3, 1)
+    getattr(model.weight, kind)(lambda tensor: None)
+    return model
+
+
+RULES: dict[str, tuple[Any, ...]] = {
+    "clip_grad_norm": ("1",),
+    "clip_grad_value": (-1,),
+    "ema": ("0.9",),
+    "metrics": (5,),
+    "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
+    "with a traced module": lambda: nn.Sequential(
+        torch.jit.trace(nn.Linear(3, 1), torch.zeros(2, 3))
+    ),
+    "with a lazy layer": lambda: nn.Sequential(nn.LazyLinear(2)),
+    "with a lazy norm": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False)),
+    "with a computed attribute": Precomputed,
+    "that is none": dict,
+    **{f"with {kind}": partial(hooked, kind) for kind in HOOKS},
+}
+WARM_STARTS = {"integers": torch.ones(1, 3, dtype=torch.int64), "a list": [[1.0, 2.0, 3.0]]}
+
+
+def unusual(make: Callable[[], Any]) -> Recipe:
+    model = make()
+    parameters = model.parameters() if hasattr(model, "weight") else nn.Linear(3, 1).parameters()
+    return Recipe(model, torch.optim.SGD(parameters, lr=0.1), nn.MSELoss())
+
+
+def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
+    uses: dict[str, Callable[[], object]] = {
+        **{
+            f"{name} = {value!r}": partial(recipe_of, **{name: value})
+            for name, values in RULES.items()
+            for value in values
+        },
+        "schedule = 'gpipe', cut = 'modules'": partial(
+            recipe_of, schedule="gpipe", cut="modules", shards=2
         ),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), "module '0' is a LazyLinear without a size"),
-        (
-            lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False)),
-            "module '1' is a LazyBatchNorm1d without a size",
-        ),
-        (Precomputed, "attribute 'turned' of the model was computed from parameters"),
-        (dict, "model is a dict; give a torch.nn.Module"),
-    ],
-)
-def test_models_that_no_worker_could_train(model, message):
-    optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=message):
-        Recipe(model(), optimizer, nn.MSELoss())
-
-
-class Extras(nn.Module):
-    """It takes a column of its own and gives the others to a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * others.get("scale", 1.0)
-
-
-def test_columns_without_an_argument_go_into_keywords():
-    assert recipe_of(Extras()).bind(Columns(("x", "scale"), ("y",))).call.names == ("x", "scale")
-    own = recipe_of(Extras(), loss="model").bind(Columns(("x",), ("labels",)))
-    assert own.call.names == ("x", "labels")
-    assert recipe_of(Extras()).bind(Columns(("values",), ("y",))).call.names is None
+        **{f"a model {what}": partial(unusual, make) for what, make in MODELS.items()},
+        **{
+            f"a warm start of {what}": partial(
+                load_warm_start, nn.Linear(3, 1), {"weight": weight, "bias": torch.ones(1)}
+            )
+            for what, weight in WARM_STARTS.items()
+        },
+    }
+    found = {what: refusal(use) for what, use in uses.items()}
+    assert_golden(Path(__file__).with_name("golden") / "refused_recipes.txt", found)

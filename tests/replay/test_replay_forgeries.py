@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,7 @@ import cerebro_hydra
 from cerebro_hydra.data.manifest import FORMAT, Manifest
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.documents import parse
-from cerebro_hydra.errors import (
-    CerebroHydraError,
-    ConfigurationError,
-    JournalError,
-    StoreError,
-)
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, JournalError, StoreError
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.observe.timeline import trace
 from cerebro_hydra.plan.hop.journal import fold
@@ -36,6 +29,7 @@ from cerebro_hydra.storage.run_document import NUMERIC_FILE, RUN_FILE, TRIAL_FIL
 from cerebro_hydra.tune import SearchResult
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
+from tests.processes import run_python
 from tests.replay.test_replay_trial import Small, trained
 
 forging = settings(
@@ -132,13 +126,7 @@ def test_recorded_factory_is_not_imported_unasked(forged: RunFolder) -> None:
     params = {"args": ["touch", str(marker)]}
     rewrite_trial(forged, params=params)
     names = ["subprocess:call", "marker_of_an_attack:build", "os:system"]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, forged.path, *names],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_python("-c", PROGRAM, forged.path, *names).stderr == ""
     assert not marker.exists()
 
 

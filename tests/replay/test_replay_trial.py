@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,11 @@ def build(params: Mapping[str, Any]) -> Recipe:
     return Small().make(params["shards"])
 
 
-def trained(path: Path) -> RunFolder:
-    (features,), (labels,) = Small().batch(20, 0)
+def trained(path: Path, case: ModelCase | None = None, rows: int = 20, seed: int = 0) -> RunFolder:
+    case = case or Small()
+    (features,), (labels,) = case.batch(rows, seed)
     arrays = {"features": features.numpy(), "label": labels.numpy()}
-    store = LocalStore(str(path))
-    return run_in_process(store, arrays, Small.columns, Small().start(2), {"shards": 2})
-
-
-def test_a_run_is_found_identical(tmp_path: Path) -> None:
-    report = cerebro_hydra.replay(trained(tmp_path).path, "trial-000", build)
-    assert report.identical, str(report)
-    assert report.visits == 2
+    return run_in_process(LocalStore(str(path)), arrays, case.columns, case.start(2), {"shards": 2})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -74,3 +70,48 @@ def test_a_loss_that_is_not_finite_in_the_replay_alone_is_a_difference(tmp_path:
     assert report.first_difference == (
         "the run trained on, but in the replay the loss is nan at step 0, batch 0 of its window"
     )
+
+
+class Dropping(Small):
+    """A net whose every forward draws random numbers."""
+
+    def recipe(self, shards: Shards) -> Recipe:
+        dropouts = [nn.Dropout(0.1) for _ in range(8)]
+        model = nn.Sequential(nn.Linear(2, 16), *dropouts, nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+
+def build_dropping(params: Mapping[str, Any]) -> Recipe:
+    return Dropping().make(params["shards"])
+
+
+@pytest.fixture
+def busy_switching() -> Iterator[None]:
+    """Let threads take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("busy_switching")
+def test_replays_of_several_threads_are_all_identical(tmp_path: Path) -> None:
+    runs = [trained(tmp_path / str(seed), Dropping(), 400, seed) for seed in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        replays = [
+            pool.submit(cerebro_hydra.replay, runs[number % 2].path, "trial-000", build_dropping)
+            for number in range(4)
+        ]
+        reports = [each.result() for each in replays]
+    assert [str(report) for report in reports if not report.identical] == []
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been_replayed(tmp_path: Path) -> None:
+    run = trained(tmp_path, Dropping(), 400)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    threads = torch.get_num_threads()
+    assert cerebro_hydra.replay(run.path, "trial-000", build_dropping).identical
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads

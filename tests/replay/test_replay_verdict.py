@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,34 +53,32 @@ def verdict(
     return compare(trial, replayed, expected, run)
 
 
-def test_all_that_agrees_is_identical(folder: RunFolder) -> None:
-    trial = recipe()
-    assert verdict(folder, trial, saved_of(trial), {0: METRICS}).identical
+def other_rate(shard: int) -> Callable[[SavedState], object]:
+    return lambda saved: saved.groups[shard][0].update(lr=0.2)
 
 
-def test_a_buffer_that_the_checkpoint_lacks_is_a_difference(folder: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("change", "epochs", "difference"),
+    [
+        (id, 1, None),
+        (
+            lambda saved: saved.tensors.pop("buffer:1.running_mean"),
+            1,
+            "buffer:1.running_mean exists only in the replay",
+        ),
+        (id, 2, "train_loss of epoch 2: the run has 0.5, the replay None"),
+        (other_rate(0), 1, "lr of param group 0 in shard 0: the run has 0.2, the replay 0.1"),
+        (other_rate(1), 1, "lr of param group 0 in shard 1: the run has 0.2, the replay 0.1"),
+    ],
+)
+def test_only_what_agrees_in_all_is_identical(
+    folder: RunFolder, change: Callable[[SavedState], object], epochs: int, difference: str | None
+) -> None:
     trial = recipe()
     saved = saved_of(trial)
-    del saved.tensors["buffer:1.running_mean"]
-    report = verdict(folder, trial, saved, {0: METRICS})
-    assert report.first_difference == "buffer:1.running_mean exists only in the replay"
-
-
-def test_an_epoch_that_the_replay_lacks_is_a_difference(folder: RunFolder) -> None:
-    trial = recipe()
-    report = verdict(folder, trial, saved_of(trial), {0: METRICS, 1: METRICS})
-    assert report.first_difference == "train_loss of epoch 2: the run has 0.5, the replay None"
-
-
-@pytest.mark.parametrize("shard", [0, 1])
-def test_the_learning_rate_of_every_shard_counts(folder: RunFolder, shard: int) -> None:
-    trial = recipe()
-    saved = saved_of(trial)
-    saved.groups[shard][0]["lr"] = 0.2
-    report = verdict(folder, trial, saved, {0: METRICS})
-    assert report.first_difference == (
-        f"lr of param group 0 in shard {shard}: the run has 0.2, the replay 0.1"
-    )
+    change(saved)
+    report = verdict(folder, trial, saved, dict.fromkeys(range(epochs), METRICS))
+    assert (report.first_difference, report.identical) == (difference, difference is None)
 
 
 def state_of(folder: RunFolder, content: bytes) -> str:

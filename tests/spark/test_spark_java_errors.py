@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from py4j.protocol import Py4JError
 
 from cerebro_hydra.errors import SetupError, StoreError
 from cerebro_hydra.spark.java import explained_java
+from tests.processes import run_python
 
 SCRIPT = """
 import os, signal, sys, threading, time, types
@@ -56,14 +54,7 @@ spark.stop()
 
 
 def test_a_killed_java_is_told_in_a_sentence_and_a_new_session_starts(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", SCRIPT, tmp_path / "store")
     *told, rows = done.stdout.splitlines()
     assert rows == "rows 7"
     assert [line.partition(":")[0] for line in told] == ["prepare", "doctor", "transform"]

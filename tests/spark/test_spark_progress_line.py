@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 pytestmark = [pytest.mark.spark, pytest.mark.long]
 
@@ -35,7 +35,7 @@ with no_progress_line(context):
     spark.stop()
 """
 
-
+EXECUTORS = {"PYSPARK_PYTHON": sys.executable}
 BACKEND = """
 import sys
 from cerebro_hydra import LocalStore, SparkBackend
@@ -49,20 +49,12 @@ SparkBackend(spark, num_workers=2).prepare_data(LocalStore(sys.argv[1]), df)
 """
 
 
-def program(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program whose executors have the same Python."""
-    command = [sys.executable, "-c", source, *arguments]
-    environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-
-
 def test_checks_and_preparation_tell_lines_of_ours_alone(tmp_path: Path) -> None:
-    done = program(BACKEND, str(tmp_path))
-    assert "[Stage" not in done.stderr
+    assert "[Stage" not in run_python("-c", BACKEND, tmp_path, **EXECUTORS).stderr
 
 
 def test_the_line_stays_away_for_a_while_and_comes_back() -> None:
-    done = program(PROGRAM)
+    done = run_python("-c", PROGRAM, **EXECUTORS)
     hidden, shown = done.stderr.partition("hidden\n")[2].split("shown\n")
     assert "[Stage" not in hidden
     assert "[Stage" in shown

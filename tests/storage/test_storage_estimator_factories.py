@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 from cerebro_hydra.errors import ConfigurationError, ReplayError
 from cerebro_hydra.storage import estimator_factories
+from tests.processes import run_python
 
 MODULE = """
 def build(params):
@@ -65,15 +64,7 @@ def test_function_of_a_script_has_no_name(tmp_path: Path) -> None:
         "def build(params):\n    return params\n"
         "print(name_of(build))\n"
     )
-    root = Path(estimator_factories.__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "None"
+    assert run_python(script).stdout.strip() == "None"
 
 
 def test_given_wins_over_remembered_and_remembered_over_recorded(

@@ -19,12 +19,6 @@ class TestLocalStore(StoreCase):
         return LocalStore(str(tmp_path / "a store"))
 
 
-def test_prefix_below_a_file_is_refused_with_its_path(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match=r"file/store.*choose another folder"):
-        LocalStore(str(tmp_path / "file" / "store"))
-
-
 @contextlib.contextmanager
 def unprivileged() -> Iterator[None]:
     """Root may write everywhere, so for a while it is nobody."""
@@ -35,12 +29,6 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(before)
-
-
-def test_unwritable_prefix_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with unprivileged(), pytest.raises(StoreError, match="may write"):
-        LocalStore(str(tmp_path / "store"))
 
 
 def test_folders_that_others_made_and_keep_are_refused() -> None:
@@ -75,18 +63,29 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("S3A://bucket/x", "a LocalStore takes a path of a file system"),
         ("file://other-machine/x", "a LocalStore takes a path of a file system"),
         ("dbfs:/x", "'dbfs:/x'; a LocalStore takes .*dbfs:/x is mounted as /dbfs/x"),
+        ("{tmp}/run#1", "'#'"),
+        ("{tmp}/file/store", r"file/store.*choose another folder"),
+        ("{tmp}/of others/store", "may write"),
     ],
 )
-def test_what_is_no_path_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: Any, said: str
+def test_what_can_be_no_store_is_refused(tmp_path: Path, prefix: Any, said: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "of others").mkdir(0o500)
+    given = prefix.format(tmp=tmp_path) if isinstance(prefix, str) else prefix
+    acting = unprivileged() if said == "may write" else contextlib.nullcontext()
+    with acting, pytest.raises((ConfigurationError, StoreError), match=said):
+        LocalStore(given)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "dbfs:/x", "file://other-machine/x"])
+def test_a_path_with_a_scheme_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=said):
-        LocalStore(prefix)
-    if prefix:
-        said = said.replace("prefix_path is ", "train_path is ")
-        with pytest.raises(ConfigurationError, match=said):
-            LocalStore(tmp_path / "store", train_path=prefix)
+    with pytest.raises(ConfigurationError, match="prefix_path is"):
+        LocalStore(path)
+    with pytest.raises(ConfigurationError, match="train_path is"):
+        LocalStore(tmp_path / "store", train_path=path)
     assert set(os.listdir(tmp_path)) <= {"store"}
 
 
@@ -95,25 +94,17 @@ def test_a_file_url_is_the_path_that_it_names(tmp_path: Path, scheme: str) -> No
     assert LocalStore(f"{scheme}{tmp_path}/a: b").prefix == f"{tmp_path}/a: b"
 
 
-def test_prefix_that_reads_as_a_url_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="'#'"):
-        LocalStore(str(tmp_path / "run#1"))
-
-
-def test_write_below_a_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "path", "said"), [("a", "a/below", "can't write"), ("a/file", "a", "folder")]
+)
+def test_write_that_can_not_be_is_refused_and_leaves_nothing(
+    tmp_path: Path, there: str, path: str, said: str
+) -> None:
     store = LocalStore(str(tmp_path))
-    store.write(f"{store.run_path('r')}/file", b"x")
-    with pytest.raises(StoreError, match="can't write"):
-        store.write(f"{store.run_path('r')}/file/below", b"y")
-    assert os.listdir(store.run_path("r")) == ["file"]
-
-
-def test_write_over_a_folder_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    store = LocalStore(str(tmp_path))
-    store.write(f"{store.run_path('r')}/folder/file", b"x")
-    with pytest.raises(StoreError, match="folder"):
-        store.write(f"{store.run_path('r')}/folder", b"y")
-    assert os.listdir(store.run_path("r")) == ["folder"]
+    store.write(f"{store.run_path('r')}/{there}", b"x")
+    with pytest.raises(StoreError, match=said):
+        store.write(f"{store.run_path('r')}/{path}", b"y")
+    assert os.listdir(store.run_path("r")) == ["a"]
 
 
 def test_unfinished_write_of_a_crashed_process_is_not_listed(tmp_path: Path) -> None:

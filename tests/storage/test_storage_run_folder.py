@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import xxhash
 
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.run_document import FORMAT, RUN_FILE, TrialSpec
+from cerebro_hydra.storage.run_folder import read_document
 
 
 def digest(word: str) -> str:
@@ -36,17 +40,6 @@ def test_run_is_opened_by_its_path_alone(run: RunFolder) -> None:
     assert opened.read_json("run.json") == {"seed": 7, "name": "ü"}
 
 
-def test_opening_an_absent_run_lists_those_that_are_there(run: RunFolder) -> None:
-    run.write_json("run.json", {})
-    with pytest.raises(StoreError, match=r"run-2.*\['run-1'\]"):
-        RunFolder.open(run.path.replace("run-1", "run-2"))
-
-
-def test_opening_a_folder_that_is_no_run_says_what_a_run_is(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="<store>/runs/<run id>"):
-        RunFolder.open(str(tmp_path))
-
-
 def test_segments_come_back_in_order(run: RunFolder) -> None:
     segments = [[{"n": n, "loss": 0.1 * n}, {"text": "line\nbreak\u2028"}] for n in range(3)]
     for n, lines in enumerate(segments):
@@ -55,17 +48,54 @@ def test_segments_come_back_in_order(run: RunFolder) -> None:
     assert list(run.read_segments()) == [*segments, []]
 
 
-def test_more_segments_than_eight_digits_keep_their_order(run: RunFolder) -> None:
+def wrong_visit(run: RunFolder) -> None:
+    run.write_state(1, 4, state(1, 3))
+    run.read_state(1, 4)
+
+
+def two_first_segments(run: RunFolder) -> None:
+    for event in ("first", "second"):
+        run.write_segment(0, [{"event": event}])
+
+
+def gap_of_eight_digits(run: RunFolder) -> None:
     run.write_segment(100_000_000, [])
-    with pytest.raises(JournalError, match=r"00000000\.jsonl is missing before 100000000"):
-        list(run.read_segments())
+    list(run.read_segments())
 
 
-def test_segment_is_never_overwritten(run: RunFolder) -> None:
-    run.write_segment(0, [{"event": "first"}])
-    with pytest.raises(StoreError, match=r"00000000\.jsonl"):
-        run.write_segment(0, [{"event": "second"}])
-    assert list(run.read_segments()) == [[{"event": "first"}]]
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda run: RunFolder.open(run.path.replace("run-1", "run-2")), r"run-2.*\['run-1'\]"),
+        (lambda run: RunFolder.open(run.store.prefix), "<store>/runs/<run id>"),
+        (two_first_segments, r"00000000\.jsonl"),
+        (gap_of_eight_digits, r"00000000\.jsonl is missing before 100000000"),
+        (lambda run: run.read_object(digest("absent")), digest("absent")),
+        (lambda run: run.read_state(1, 4), r"trial-001/state-000004\.json"),
+        (wrong_visit, "holds the state of trial 1 after visit 3"),
+    ],
+)
+def test_what_is_not_there_or_not_what_it_should_be_is_named(
+    run: RunFolder, use: Callable[[RunFolder], object], said: str
+) -> None:
+    run.write_json("run.json", {})
+    with pytest.raises((StoreError, JournalError), match=said):
+        use(run)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "ab12", "AB" * 16, f"{'ab' * 16}\n", "", None, 3])
+def test_name_that_is_no_digest_is_refused(run: RunFolder, name: Any) -> None:
+    for use in (run.has_object, run.read_object, lambda digest: run.write_object(digest, b"x")):
+        with pytest.raises(StoreError, match="a digest is 32 hexadecimal digits"):
+            use(name)
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, True, "0", "../../0", 2**63])
+def test_number_that_is_no_trial_or_visit_is_refused(run: RunFolder, number: Any) -> None:
+    uses = (lambda: run.write_state(number, 0, {}), lambda: run.read_state(0, number))
+    for use in (*uses, lambda: run.states(number)):
+        with pytest.raises(StoreError, match="can't name a file"):
+            use()
 
 
 def test_gap_in_the_journal_is_named_after_what_precedes_it(run: RunFolder) -> None:
@@ -126,18 +156,6 @@ def test_object_with_other_bytes_is_never_returned(run: RunFolder, damaged: byte
         assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["../../secret", "ab12", "AB" * 16, f"{'ab' * 16}\n", "", None, 3])
-def test_name_that_is_no_digest_is_refused(run: RunFolder, name: Any) -> None:
-    for use in (run.has_object, run.read_object, lambda digest: run.write_object(digest, b"x")):
-        with pytest.raises(StoreError, match="a digest is 32 hexadecimal digits"):
-            use(name)
-
-
-def test_absent_object_is_named(run: RunFolder) -> None:
-    with pytest.raises(StoreError, match=digest("absent")):
-        run.read_object(digest("absent"))
-
-
 def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
     for visit in (0, 12, 3):
         run.write_state(1, visit, state(1, visit))
@@ -146,27 +164,6 @@ def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
     assert run.states(0) == []
     assert run.read_state(1, 12) == {"run_id": run.run_id, **state(1, 12)}
     assert Path(run.path, "trials", "trial-001", "state-000012.json").is_file()
-
-
-@pytest.mark.parametrize("number", [-1, 1.0, True, "0", "../../0", 2**63])
-def test_number_that_is_no_trial_or_visit_is_refused(run: RunFolder, number: Any) -> None:
-    with pytest.raises(StoreError, match="can't name a file"):
-        run.write_state(number, 0, {})
-    with pytest.raises(StoreError, match="can't name a file"):
-        run.read_state(0, number)
-    with pytest.raises(StoreError, match="can't name a file"):
-        run.states(number)
-
-
-def test_state_of_another_visit_is_refused(run: RunFolder) -> None:
-    run.write_state(1, 4, state(1, 3))
-    with pytest.raises(StoreError, match="holds the state of trial 1 after visit 3"):
-        run.read_state(1, 4)
-
-
-def test_state_that_was_not_written_is_named(run: RunFolder) -> None:
-    with pytest.raises(StoreError, match=r"trial-001/state-000004\.json"):
-        run.read_state(1, 4)
 
 
 def test_damaged_document_is_named(run: RunFolder) -> None:
@@ -225,3 +222,71 @@ def test_a_sweep_leaves_what_is_kept_and_all_that_it_names(run: RunFolder) -> No
     run.sweep({1: {0}})
     assert run.states(1) == [0]
     assert held("shared", "b6", "frozen") == ["frozen"]
+
+
+# ------------------------------------------------------------------ documents
+
+
+SPEC = TrialSpec(
+    trial=2,
+    trial_id="trial-002",
+    params={"lr": 0.1, "layers": [4, 2]},
+    seed=7,
+    cut={"mode": "modules"},
+    template={"groups": []},
+    nbytes=30,
+    batch_size=5,
+    accumulate=1,
+    steps=(3, 4),
+    shards=(("a" * 32, "b" * 32),),
+    patience=2,
+    custom_metrics=("auc",),
+)
+
+
+def test_a_trial_is_read_as_it_was_written_and_listed(run: RunFolder) -> None:
+    assert run.trials() == []
+    run.write_trial(SPEC)
+    run.write_trial(replace(SPEC, trial=10, trial_id="trial-010"))
+    assert run.read_trial(2, "run-1") == SPEC
+    assert run.trials() == [2, 10]
+
+
+def test_a_folder_without_its_document_is_no_trial_yet(run: RunFolder) -> None:
+    run.write_state(3, 0, {"trial": 3, "visit": 0, "shards": []})
+    assert run.trials() == []
+    with pytest.raises(StoreError, match=r"trial-003/trial\.json"):
+        run.read_trial(3, "run-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trial": 3, "trial_id": "trial-003"}, r"trial\.json' is of trial-003"),
+        ({"trial_id": "trial-003"}, r"trial_id can't be read from 'trial-003'"),
+        ({"trial_id": "../../x"}, "trial_id can't be read"),
+        ({"steps": [-1]}, "steps"),
+        ({"extra": 1}, "missing or unknown fields.*extra"),
+    ],
+)
+def test_a_document_that_describes_no_such_trial_is_refused(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    document = {**SPEC.to_json(), **changes}
+    monkeypatch.setattr(TrialSpec, "to_json", lambda spec: document)
+    run.write_trial(SPEC)
+    with pytest.raises(StoreError, match=said):
+        run.read_trial(2, "run-1")
+
+
+def test_a_trial_of_another_run_is_refused(run: RunFolder) -> None:
+    run.write_trial(SPEC)
+    with pytest.raises(JournalError, match=r"is of run 'run-1', and run\.json beside it .*'other'"):
+        run.read_trial(2, "other")
+
+
+def test_a_run_of_another_format_is_refused_with_both_formats(run: RunFolder) -> None:
+    run.write_json(RUN_FILE, {"format": FORMAT - 1, "trials": []})
+    said = rf"format {FORMAT - 1}, and this version .* format {FORMAT}; open the run with the vers"
+    with pytest.raises(StoreError, match=said):
+        read_document(run)

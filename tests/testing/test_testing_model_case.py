@@ -106,9 +106,11 @@ class ForgetsMomentum(CutTrial):
 
 
 class HopsForget(Fine):
+    kind = ForgetsMomentum
+
     def start(self, shards, mode="keep", cut="modules"):
         trial = super().start(shards, mode, cut)
-        trial.__class__ = ForgetsMomentum
+        trial.__class__ = self.kind
         return trial
 
 
@@ -179,11 +181,8 @@ class EvaluatesBeforeItsTraining(CutTrial):
             self.shards = now
 
 
-class EvaluatesOldWeights(Fine):
-    def start(self, shards, mode="keep", cut="modules"):
-        trial = super().start(shards, mode, cut)
-        trial.__class__ = EvaluatesBeforeItsTraining
-        return trial
+class EvaluatesOldWeights(HopsForget):
+    kind = EvaluatesBeforeItsTraining
 
 
 def test_an_evaluation_of_other_weights_is_noticed():

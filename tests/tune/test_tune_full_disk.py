@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import run_python
 from tests.small_disk import on_small_disk
 
 pytestmark = pytest.mark.slow
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 ADMISSION = {
     "limited": "raise the limit (ulimit -f)",
     "full": "the disk is full: free space",
@@ -27,9 +25,7 @@ def run(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     around = on_small_disk(folder, 6 << 20)
     if not around and not (cases := [case for case in cases if case == "limited"]):
         pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
-    command = [*around, sys.executable, "-m", "tests.tune.full_disk", str(folder), *cases]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "tests.tune.full_disk", folder, *cases, around=around)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import cerebro_hydra
 from cerebro_hydra.data.spec import DataSpec
-from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
+from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import LocalBackend, LocalLauncher
 from cerebro_hydra.tune import GridSearch
@@ -35,14 +35,6 @@ def test_the_only_data_that_fits_is_taken_and_trained_on_as_fit_does(tmp_path: P
     assert again.trials[0].history == result.trials[0].history
 
 
-def test_several_that_fit_are_listed_and_one_is_asked_for(tmp_path: Path) -> None:
-    first, second = prepare(tmp_path), prepare(tmp_path, seed=1)
-    search = GridSearch(**arguments(tmp_path))
-    with pytest.raises(ConfigurationError, match="holds 2 prepared data sets") as raised:
-        search.fit_on_prepared_data()
-    assert first.fingerprint in str(raised.value) and second.fingerprint in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("prepared", "changes", "said"),
     [
@@ -60,18 +52,6 @@ def test_data_that_does_not_fit_is_refused_with_the_reason(
     for given in (None, manifest):
         with pytest.raises(ConfigurationError, match=said):
             search.fit_on_prepared_data(given)
-
-
-def test_the_only_data_that_fits_is_refused_if_it_is_damaged(tmp_path: Path) -> None:
-    manifest = prepare(tmp_path)
-    next((tmp_path / "data" / manifest.fingerprint).rglob("*.parquet")).unlink()
-    with pytest.raises(StoreError, match="prepare the data again"):
-        GridSearch(**arguments(tmp_path)).fit_on_prepared_data()
-
-
-def test_an_empty_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="it holds none"):
-        GridSearch(**arguments(tmp_path)).fit_on_prepared_data()
 
 
 def test_rows_in_place_of_prepared_data_are_refused(tmp_path: Path) -> None:

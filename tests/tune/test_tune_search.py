@@ -4,6 +4,8 @@ import contextlib
 import io
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,16 @@ from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
 from cerebro_hydra.storage.digest import decode_document, encode_document
 from cerebro_hydra.storage.run_document import TRIAL_FILE
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_uniform
+from cerebro_hydra.tune import (
+    GridSearch,
+    RandomSearch,
+    SearchResult,
+    hp_choice,
+    hp_loguniform,
+    hp_uniform,
+)
 from cerebro_hydra.tune.trial import all_failed
+from tests.golden import assert_golden, refusal
 from tests.tune import tune_models
 
 
@@ -44,52 +54,33 @@ def arguments(path: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "said"),
-    [
-        ("backend", None, "backend is a NoneType; give a SparkBackend"),
-        ("batch_seconds", 0, "batch_seconds is 0; it is a number of seconds, or None"),
-        ("audit_share", 2, "audit_share is 2; it is a number from 0 to 1"),
-        ("audit_share", True, "audit_share is True; it is a number from 0 to 1"),
-        ("sub_epoch_seconds", "9", "sub_epoch_seconds is '9'; it is a number of seconds"),
-        ("store", "/some/folder", "store is '/some/folder', a str; give a store"),
-        ("estimator_gen_fn", 3, "estimator_gen_fn is 3; give a function"),
-        ("search_space", {"lr": 0.1}, r"search_space\['lr'\] is 0.1"),
-        ("search_space", {"lr": [0.1]}, r"'lr'.*hp_choice"),
-        ("search_space", {}, "search_space is empty; give at least one"),
-        ("search_space", {"lr": hp_uniform(0, 1)}, "which a grid can't go through; .*RandomSearch"),
-        ("num_epochs", 0, "num_epochs is 0; it is a whole number from 1"),
-        ("num_epochs", 2.0, "num_epochs is 2.0"),
-        ("num_epochs", True, "num_epochs is True"),
-        ("evaluation_metric", None, "evaluation_metric is None"),
-        ("validation", 1.0, "validation is 1.0; a share lies between 0 and 1"),
-        ("validation", 0, "validation is 0; .* None is for no validation"),
-        ("validation", [0.2], r"validation is \[0.2\]; give a share"),
-        ("observers", print, r"observers is .*print.*; give a list"),
-        ("observers", [print], "observers holds .*print.* which has no on_record"),
-        ("validation", None, "evaluation_metric is 'accuracy' and validation is None"),
-        ("feature_columns", "features", r"feature_columns is 'features'; give a list: \['feat"),
-        ("feature_columns", [], r"feature_columns is \[\]"),
-        ("feature_columns", ["a", "a"], "feature_columns names 'a' more than once"),
-        ("feature_columns", ["label"], "'label' is in feature_columns and in label_columns"),
-        ("label_columns", [1], "label_columns holds 1; column names are strings"),
-        ("label_columns", [], r"label_columns is \[\]; give a list of column names"),
-        ("sample_weight_column", "label", "sample_weight_column is 'label', which is a feature or"),
-        ("seed", -1, "seed is -1; it is a whole number from 0"),
-        ("order", "random", r"order is 'random'; it is one of \('dynamic', 'seeded'\)"),
-        ("verbose", None, "verbose is None"),
-    ],
-)
-def test_unusable_argument_is_refused_by_name_value_and_remedy(
-    tmp_path: Path, argument: str, value: Any, said: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        GridSearch(**arguments(tmp_path, **{argument: value}))
+WRONG: dict[str, tuple[Any, ...]] = {
+    "backend": (None,),
+    "batch_seconds": (0,),
+    "audit_share": (2, True),
+    "sub_epoch_seconds": ("9",),
+    "store": ("/some/folder",),
+    "estimator_gen_fn": (3,),
+    "search_space": ({"lr": 0.1}, {"lr": [0.1]}, {}, {"lr": hp_uniform(0, 1)}),
+    "num_epochs": (0, 2.0, True),
+    "evaluation_metric": (None,),
+    "observers": (print, [print]),
+    "validation": (None,),
+    "feature_columns": (["label"],),
+    "label_columns": ([],),
+    "seed": (-1,),
+    "order": ("random",),
+    "verbose": (None,),
+}
 
 
-def test_positional_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        GridSearch(LocalBackend(2))  # type: ignore[misc]
+def test_unusable_argument_is_refused_by_name_value_and_remedy(tmp_path: Path) -> None:
+    found = {
+        f"{name} = {value!r}": refusal(partial(GridSearch, **arguments(tmp_path, **{name: value})))
+        for name, values in WRONG.items()
+        for value in values
+    }
+    assert_golden(Path(__file__).with_name("golden") / "refused_arguments.txt", found)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +96,12 @@ def test_what_does_not_fit_the_data_or_the_estimator_stops_before_any_agent(
 ) -> None:
     backend = LocalBackend(2)
     search = GridSearch(**arguments(tmp_path, backend=backend, **changes))
-    launchers = [backend.agents]
+    launcher = backend.agents
     with pytest.raises(ConfigurationError, match=said):
         search.fit(rows())
-    assert [backend.agents] == launchers, "agents were launched"
-
-
-def test_different_metrics_per_trial_are_refused(tmp_path: Path) -> None:
-    space = {"metrics": hp_choice([["accuracy"], []])}
-    with pytest.raises(ConfigurationError, match="trials measure different things"):
-        GridSearch(**arguments(tmp_path, search_space=space)).fit(rows())
+    assert backend.agents is launcher, "agents were launched"
+    with pytest.raises(ConfigurationError, match=r"fit got a builtins.dict; give a Spark Data"):
+        search.fit({"features": [1.0], "label": [0]})
 
 
 def test_fit_raises_with_every_reason_once_when_no_trial_can_be_built(tmp_path: Path) -> None:
@@ -210,19 +197,14 @@ def test_torch_gives_the_model_that_was_evaluated(result: SearchResult, tmp_path
         assert not model.training
         hits = total = 0
         for index in range(2):
-            part = CachedPartition.build(
-                manifest.partition("val", index),
-                manifest,
-                store,
-                str(tmp_path),
-            )
+            info = manifest.partition("val", index)
+            part = CachedPartition.build(info, manifest, store, str(tmp_path))
             with torch.no_grad():
                 outputs = model(torch.from_numpy(np.array(part.columns["features"])))
             hits += int((outputs.argmax(1).numpy() == part.columns["label"]).sum())
             total += part.rows
-        assert trial.history["val_accuracy"][trial.result_epoch - 1] == pytest.approx(
-            hits / total, abs=1e-6
-        )
+        kept = trial.history["val_accuracy"][trial.result_epoch - 1]
+        assert kept == pytest.approx(hits / total, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -231,23 +213,40 @@ def test_models_of_finished_trials_know_their_history_and_weights(result: Search
     models = result.get_all_models()
     assert [model.trial_id for model in models] == [trial.trial_id for trial in finished]
     assert [model.get_history() for model in models] == [trial.history for trial in finished]
-    best = result.get_best_model()
-    assert (best.trial_id, best.params) == (
-        result.best_trial.trial_id, result.best_trial.params
-    )  # fmt: skip
-    weights, same = best.torch().state_dict(), result.torch().state_dict()
-    assert all(torch.equal(weights[name], same[name]) for name in same)
-    with pytest.raises(ConfigurationError, match=r"output_columns is .*; give a list of 1"):
-        best.set_output_columns(["a", "b"])
-
-
-@pytest.mark.slow
-def test_torch_leaves_the_callers_random_numbers_alone(result: SearchResult) -> None:
+    best, trial = result.get_best_model(), result.best_trial
+    assert (best.trial_id, best.params) == (trial.trial_id, trial.params)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    result.torch()
-    assert torch.equal(torch.rand(3), expected)
+    weights, same = best.torch().state_dict(), result.torch().state_dict()
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+    assert torch.equal(torch.rand(3), expected), "the caller's random numbers are left alone"
+
+
+@pytest.mark.slow
+def test_what_a_result_can_not_do_is_named(result: SearchResult, tmp_path: Path) -> None:
+    trial: Any = result.best_trial
+    assert result.set_output_columns(["prediction"]) is result
+    uses: list[tuple[Callable[[], object], str]] = [
+        *(
+            (lambda wrong=wrong: result.set_output_columns(wrong), "give a list of 1 names")  # type: ignore[misc]
+            for wrong in ("prediction", ["a", "b"], [])
+        ),
+        (
+            lambda: result.get_best_model().set_output_columns(["a", "b"]),
+            r"output_columns is .*; give a list of 1",
+        ),
+        (lambda: result.torch("trial-9"), r"no trial 'trial-9'; trials are \['trial-000'"),
+        (lambda: result.get_model(trial), r"trial_id is a Trial; give the name .*trial_id$"),
+        (
+            lambda: cerebro_hydra.replay(result.run_path, trial),
+            "trial_id is a Trial; give the name",
+        ),
+        (lambda: SearchResult.open(str(tmp_path)), "is not a run"),
+    ]
+    for use, said in uses:
+        with pytest.raises((ConfigurationError, StoreError), match=said):
+            use()
 
 
 @pytest.mark.slow
@@ -287,40 +286,11 @@ def test_factory_of_another_model_is_refused(result: SearchResult) -> None:
         SearchResult.open(result.run_path, factory=wider).torch()
 
 
-def test_what_is_no_spark_frame_is_refused_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"fit got a builtins.dict; give a Spark Data"):
-        GridSearch(**arguments(tmp_path)).fit({"features": [1.0], "label": [0]})
-
-
-@pytest.mark.slow
-def test_output_columns_are_one_per_label(result: SearchResult) -> None:
-    assert result.set_output_columns(["prediction"]) is result
-    for wrong in ("prediction", ["a", "b"], []):
-        with pytest.raises(ConfigurationError, match="give a list of 1 names"):
-            result.set_output_columns(wrong)
-
-
 @pytest.mark.slow
 def test_a_notebook_shows_four_digits_and_why_a_trial_failed(result: SearchResult) -> None:
     shown = result._repr_html_()
     assert "ValueError: no layer is -1 wide (" in shown and "Traceback" not in shown
     assert f"<td>{result.best_trial.result_metrics['val_loss']:.4g}</td>" in shown
-
-
-@pytest.mark.slow
-def test_unknown_trial_names_the_known_ones(result: SearchResult) -> None:
-    with pytest.raises(ConfigurationError, match=r"no trial 'trial-9'; trials are \['trial-000'"):
-        result.torch("trial-9")
-    trial: Any = result.best_trial
-    with pytest.raises(ConfigurationError, match=r"trial_id is a Trial; give the name .*trial_id$"):
-        result.get_model(trial)
-    with pytest.raises(ConfigurationError, match="trial_id is a Trial; give the name"):
-        cerebro_hydra.replay(result.run_path, trial)
-
-
-def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a run"):
-        SearchResult.open(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -363,3 +333,30 @@ def test_a_run_with_a_trial_that_this_version_can_not_train_is_refused_before_an
     )
     assert [backend.agents] == launchers, "agents were launched"
     assert before == (run.read_json("run.json"), run.journal_end())
+
+
+DRAWN = {"lr": hp_loguniform(-3, -1), "width": hp_choice([8, 16])}
+
+
+def searching(path: Path, **changes: object) -> RandomSearch:
+    return RandomSearch(**{"num_models": 3, **arguments(path, search_space=DRAWN, **changes)})
+
+
+def test_candidates_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    first = searching(tmp_path).candidates()
+    assert first == searching(tmp_path).candidates()
+    assert first == searching(tmp_path, num_models=5).candidates()[:3]
+    assert first != searching(tmp_path, seed=1).candidates()
+
+
+@pytest.mark.parametrize("number", [0, 2.0, True, None])
+def test_a_number_of_models_that_is_none_is_refused(tmp_path: Path, number: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"num_models is {number!r}; it is a whole"):
+        searching(tmp_path, num_models=number)
+
+
+@pytest.mark.slow
+def test_draws_are_trained_and_replay(tmp_path: Path) -> None:
+    result = searching(tmp_path).fit(rows())
+    assert [trial.params for trial in result.trials] == searching(tmp_path).candidates()
+    assert cerebro_hydra.replay(result.run_path, "trial-002").identical

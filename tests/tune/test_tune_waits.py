@@ -6,21 +6,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.storage import LocalStore, estimator_factories
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.storage import estimator_factories
+from cerebro_hydra.tune import GridSearch
 from cerebro_hydra.waits import FIRST_LINE_SECONDS, Waiting
-from tests.tune import tune_models
+from tests.tune.test_tune_search import arguments, rows
 
 
 def slow(params: dict[str, Any]) -> Recipe:
+    """Take a while to be refused, so that no agent is launched."""
     time.sleep(FIRST_LINE_SECONDS + 0.2)
-    return tune_models.small(params)
+    raise ValueError("no")
 
 
 def test_a_wait_is_told_of_in_growing_distances_and_each_part_anew() -> None:
@@ -51,16 +50,8 @@ def test_a_wait_is_told_of_in_growing_distances_and_each_part_anew() -> None:
 def test_a_search_says_which_model_it_checks_unless_it_is_silent(
     tmp_path: Path, verbose: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(0)
-    features = random.normal(size=(40, 16)).astype(np.float32)
-    GridSearch(
-        backend=LocalBackend(1),
-        store=LocalStore(str(tmp_path)),
-        estimator_gen_fn=slow,
-        search_space={"lr": hp_choice([0.1])},
-        num_epochs=1,
-        verbose=verbose,
-    ).fit(Arrays({"features": features, "label": random.integers(0, 4, 40)}))
+    with pytest.raises(AllTrialsFailed):
+        GridSearch(**arguments(tmp_path, estimator_gen_fn=slow, verbose=verbose)).fit(rows())
     printed = capsys.readouterr()
     if verbose:
         assert "checking model 1 of 1 (2 s)" in printed.out

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
+from tests.processes import start_python
 from tests.wire.control_driver import Driver
 
 HERE = Path(__file__).resolve().parent
@@ -35,21 +34,8 @@ class Peer:
     """A running `wire_peer.py`; it gets the credentials as JSON."""
 
     def __init__(self, role: str, credentials: Credentials, *arguments: str) -> None:
-        root = str(HERE.parents[1])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "wire_peer.py"),
-                role,
-                json.dumps(credentials.to_json()),
-                *arguments,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        told = json.dumps(credentials.to_json())
+        self.process = start_python(HERE / "wire_peer.py", role, told, *arguments)
 
     def hear(self) -> Any:
         """The next value that the peer says; an empty line means that it has ended."""

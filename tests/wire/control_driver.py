@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,6 +14,16 @@ GUARD = 60  # seconds; only a hang comes near it
 
 
 PLAIN = new_credentials()
+
+
+def connected(uri: str, credentials: Credentials = PLAIN) -> socket.socket:
+    """A bare connection to a server, encrypted if its credentials have a certificate."""
+    host, port = uri.rsplit("/", 1)[1].split(":")
+    bare = socket.create_connection((host, int(port)), timeout=GUARD)
+    certificate = credentials.certificate
+    if certificate is None:
+        return bare
+    return certificate.client_context().wrap_socket(bare, server_hostname=certificate.name)
 
 
 class Driver:
@@ -45,6 +57,8 @@ def ignore(*_: Any) -> None:
     pass
 
 
-def dial(driver: Driver, incarnation: str = "a", **options: Any) -> ControlClient:
+def dial(
+    driver: Driver, incarnation: str = "a", on_message: Callable[..., Any] = ignore, **options: Any
+) -> ControlClient:
     hello = {"incarnation": incarnation}
-    return ControlClient(driver.uri, driver.credentials, hello, ignore, ignore, **options)
+    return ControlClient(driver.uri, driver.credentials, hello, on_message, ignore, **options)

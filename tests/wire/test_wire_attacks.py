@@ -19,9 +19,9 @@ from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.credentials import Credentials, new_credentials
 from cerebro_hydra.wire.shards import ShardClient
 from tests.wire.conftest import Peer
+from tests.wire.control_driver import GUARD, connected
 from tests.wire.owners import fetch, request
 
-GUARD = 60  # seconds; only a hang comes near it
 MANY_MEGABYTES = 400 << 20
 
 
@@ -34,16 +34,18 @@ class Target:
     uri: str
     credentials: Credentials
 
+    @staticmethod
+    def started(kind: str, credentials: Credentials, peer: Callable[..., Peer]) -> Target:
+        process = peer(kind, credentials, *(["1000"] if kind == "owner" else []))
+        target = Target(kind, process, process.hear()["uri"], credentials)
+        target.use("first")
+        return target
+
     def dial(self) -> socket.socket:
-        host, port = self.uri.rsplit("/", 1)[1].split(":")
-        return socket.create_connection((host, int(port)), timeout=GUARD)
+        return connected(self.uri)
 
     def encrypted(self) -> socket.socket:
-        certificate = self.credentials.certificate
-        if certificate is None:
-            return self.dial()
-        context = certificate.client_context()
-        return context.wrap_socket(self.dial(), server_hostname=certificate.name)
+        return connected(self.uri, self.credentials)
 
     def use(self, name: str) -> None:
         """Do what an agent of the run does there."""
@@ -75,10 +77,7 @@ class Target:
 def target(
     request: pytest.FixtureRequest, credentials: Credentials, peer: Callable[..., Peer]
 ) -> Iterator[Target]:
-    kind = request.param
-    started = peer(kind, credentials, *(["1000"] if kind == "owner" else []))
-    target = Target(kind, started, started.hear()["uri"], credentials)
-    target.use("first")
+    target = Target.started(request.param, credentials, peer)
     yield target
     target.use("last")
 
@@ -134,27 +133,23 @@ def test_five_hundred_idle_connections_keep_nobody_from_being_served(target: Tar
 def test_requests_for_unknown_states_leave_nothing_when_their_receivers_go(
     peer: Callable[..., Peer],
 ) -> None:
-    credentials = new_credentials()
-    owner = peer("owner", credentials, "1000")
-    target = Target("owner", owner, owner.hear()["uri"], credentials)
-    target.use("first")
+    target = Target.started("owner", new_credentials(), peer)
     threads, files = target.threads(), target.files()
     with ExitStack() as open_for_now:
         for _ in range(200):
             receiver = open_for_now.enter_context(target.encrypted())
-            receiver.sendall(credentials.secret.encode() + b"\n")
+            receiver.sendall(target.credentials.secret.encode() + b"\n")
             receiver.sendall(encode("fetch", vars(request(9))))
-            assert owner.hear() == {"waiting": 9}
+            assert target.peer.hear() == {"waiting": 9}
         assert target.threads() == threads
     target.wait_for(lambda: target.threads() <= threads and target.files() <= files)
     target.use("last")
 
 
 def test_a_plain_request_to_a_port_with_tls_is_refused(peer: Callable[..., Peer]) -> None:
-    credentials = new_credentials(tls=True)
-    started = peer("owner", credentials, "1000")
-    target = Target("owner", started, started.hear()["uri"], credentials)
+    target = Target.started("owner", new_credentials(tls=True), peer)
     with target.dial() as connection:
-        connection.sendall(f"{credentials.secret}\n".encode() + encode("fetch", vars(request(0))))
+        secret = f"{target.credentials.secret}\n".encode()
+        connection.sendall(secret + encode("fetch", vars(request(0))))
         assert b"shard" not in connection.recv(4096)
     target.use("last")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -12,9 +11,10 @@ import pytest
 
 from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.wire import connection, control
+from cerebro_hydra.wire.address import own_host
 from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.messages import ControlFailed
-from tests.wire.control_driver import GUARD, PLAIN, Driver, dial, ignore
+from tests.wire.control_driver import GUARD, PLAIN, Driver, connected, dial, ignore
 
 
 def test_an_agent_is_accepted_once_the_driver_has_taken_its_hello(driver: Driver) -> None:
@@ -123,8 +123,7 @@ def test_a_message_that_json_cannot_say_fails_at_its_sender(driver: Driver) -> N
 
 def test_a_message_of_many_megabytes_arrives_whole_in_both_directions(driver: Driver) -> None:
     received: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    hello = {"incarnation": "a"}
-    client = ControlClient(driver.uri, driver.credentials, hello, received.put, ignore)
+    client = dial(driver, on_message=received.put)
     driver.next()
     text = "".join(map(str, range(1_500_000)))
     driver.server.send("a", {"text": text})
@@ -167,16 +166,7 @@ def test_a_callback_that_takes_long_keeps_its_agents_connection_open() -> None:
         assert released.wait(GUARD)
         client.send({"done": message})
 
-    hello = {"incarnation": "a"}
-    client = ControlClient(
-        server.uri,
-        server.credentials,
-        hello,
-        wait,
-        ignore,
-        heartbeat_seconds=0.1,
-        silence_seconds=0.5,
-    )
+    client = dial(server, on_message=wait, heartbeat_seconds=0.1, silence_seconds=0.5)
     server.next()
     server.server.send("a", {"number": 1})
     assert taken.wait(GUARD)
@@ -196,8 +186,7 @@ def test_a_callback_may_close_its_own_connection(driver: Driver) -> None:
         client.close()
         closed.set()
 
-    hello = {"incarnation": "a"}
-    client = ControlClient(driver.uri, driver.credentials, hello, close, ignore)
+    client = dial(driver, on_message=close)
     driver.server.send("a", {"close": True})
     assert closed.wait(GUARD)
     assert [driver.next()[0] for _ in range(3)] == ["hello", "message", "closed"]
@@ -210,7 +199,7 @@ def test_sixty_agents_cost_the_driver_one_thread(driver: Driver) -> None:
 
     before = len(of_driver())
     hello = "\n".join([driver.credentials.secret, '{{"incarnation": "{}"}}', ""])
-    agents = [raw(driver) for _ in range(60)]
+    agents = [connected(driver.uri, driver.credentials) for _ in range(60)]
     for number, agent in enumerate(agents):
         agent.sendall(hello.format(number).encode())
     assert [driver.next()[0] for _ in agents] == ["hello"] * 60
@@ -220,32 +209,50 @@ def test_sixty_agents_cost_the_driver_one_thread(driver: Driver) -> None:
     assert [driver.next()[0] for _ in agents] == ["closed"] * 60
 
 
-def raw(driver: Driver) -> socket.socket:
-    host, port = driver.uri.rsplit("/", 1)[1].split(":")
-    plain = socket.create_connection((host, int(port)), timeout=GUARD)
-    certificate = driver.credentials.certificate
-    if certificate is None:
-        return plain
-    return certificate.client_context().wrap_socket(plain, server_hostname=certificate.name)
-
-
-def test_a_driver_that_is_not_there_is_named(driver: Driver) -> None:
+def test_a_driver_that_is_not_there_and_a_hello_without_an_incarnation_are_named(
+    driver: Driver,
+) -> None:
     driver.server.close()
     with pytest.raises(ControlFailed, match=driver.uri):
         dial(driver)
-
-
-def test_a_hello_without_an_incarnation_is_refused_before_dialling(driver: Driver) -> None:
     with pytest.raises(ConfigurationError, match="incarnation"):
         ControlClient(driver.uri, PLAIN, {}, ignore, ignore)
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "*"])
-def test_listening_on_all_addresses_is_refused(host: str) -> None:
-    with pytest.raises(ConfigurationError, match="all addresses"):
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        *((host, "all addresses") for host in ("", "0.0.0.0", "::", "*")),
+        ("192.0.2.1", r"192\.0\.2\.1"),
+    ],
+)
+def test_listening_on_all_addresses_or_on_those_of_others_is_refused(host: str, said: str) -> None:
+    with pytest.raises((ConfigurationError, SetupError), match=said):
         ControlServer(host, PLAIN, ignore, ignore, ignore)
 
 
-def test_an_address_of_another_machine_is_refused_by_name() -> None:
-    with pytest.raises(SetupError, match=r"192\.0\.2\.1"):
-        ControlServer("192.0.2.1", PLAIN, ignore, ignore, ignore)
+@pytest.mark.parametrize(
+    "peer", ["tcp://127.0.0.1:4000", "grpc://localhost:4000", "grpc://127.0.0.9:4000"]
+)
+def test_a_peer_on_loopback_is_reached_from_loopback(peer: str) -> None:
+    assert own_host(peer) in ("127.0.0.1", "::1")
+
+
+def test_a_peer_on_this_machines_network_is_reached_from_there() -> None:
+    own = own_host("tcp://192.0.2.1:4000") if _has_route() else None
+    if own is None:
+        pytest.skip("this machine has no network but loopback")
+    assert not own.startswith("127.") and own_host(f"tcp://{own}:4000") == own
+
+
+def _has_route() -> bool:
+    try:
+        own_host("tcp://192.0.2.1:4000")
+    except SetupError:
+        return False
+    return True
+
+
+def test_a_name_that_nobody_knows_is_explained() -> None:
+    with pytest.raises(SetupError, match=r"no way to tcp://no-such-host\.invalid:1"):
+        own_host("tcp://no-such-host.invalid:1")

@@ -20,9 +20,9 @@ from cerebro_hydra.wire.control import ControlClient, ControlServer
 from cerebro_hydra.wire.credentials import Credentials, new_credentials, new_secret
 from cerebro_hydra.wire.messages import ControlFailed
 from cerebro_hydra.wire.shards import ShardClient, ShardServer
+from tests.wire.control_driver import PLAIN, connected
 from tests.wire.owners import Owner, Published, fetch, noise, request
 
-PLAIN = new_credentials()
 SECRET = PLAIN.secret
 WRONG = {
     "none": None,
@@ -72,11 +72,6 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made.close()
 
 
-def dialled(uri: str) -> socket.socket:
-    host, port = uri.rsplit("/", 1)[1].split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
-
-
 def answer_of(connection: socket.socket) -> dict[str, Any]:
     """What the server says before it hangs up."""
     with connection, connection.makefile() as lines:
@@ -87,7 +82,7 @@ def answer_of(connection: socket.socket) -> dict[str, Any]:
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_connection_without_the_secret_is_refused(server: Server, wrong: str | None) -> None:
-    connection = dialled(server.uri)
+    connection = connected(server.uri)
     first = "" if wrong is None else f"{wrong}\n"
     connection.sendall(f'{first}{{"incarnation": "a"}}\n'.encode())
     assert answer_of(connection) == {"bye": "the secret of this run is missing or wrong"}
@@ -95,8 +90,8 @@ def test_a_connection_without_the_secret_is_refused(server: Server, wrong: str |
 
 def test_a_connection_that_says_nothing_is_closed_and_costs_no_thread(server: Server) -> None:
     threads = threading.active_count()
-    idle = [dialled(server.uri) for _ in range(100)]
-    half = dialled(server.uri)
+    idle = [connected(server.uri) for _ in range(100)]
+    half = connected(server.uri)
     half.sendall(SECRET.encode()[:10])
     assert threading.active_count() <= threads
     for connection in [*idle, half]:
@@ -104,14 +99,12 @@ def test_a_connection_that_says_nothing_is_closed_and_costs_no_thread(server: Se
 
 
 def test_who_knows_the_secret_and_says_no_hello_is_closed_too(
-    monkeypatch: pytest.MonkeyPatch,
+    control: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "GREETING_SECONDS", 0.5)
-    server = control_server()
-    connection = dialled(server.uri)
+    connection = connected(control.uri)
     connection.sendall(f"{SECRET}\n".encode())
     assert "no greeting" in answer_of(connection)["bye"]
-    server.close()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +122,7 @@ def test_other_protocols_are_hung_up_on_at_once(
 ) -> None:
     for server in (control, shards):  # which would wait for 5 s if they did not judge at once
         begun = time.monotonic()
-        connection = dialled(server.uri)
+        connection = connected(server.uri)
         connection.sendall(words)
         assert set(answer_of(connection)) == {"bye"}
         assert time.monotonic() - begun < 4.0
@@ -138,7 +131,7 @@ def test_other_protocols_are_hung_up_on_at_once(
 def test_a_greeting_of_tls_is_hung_up_on_by_a_plain_port(server: Server) -> None:
     certificate = new_credentials(tls=True).certificate
     assert certificate is not None
-    with pytest.raises(ssl.SSLError), dialled(server.uri) as connection:
+    with pytest.raises(ssl.SSLError), connected(server.uri) as connection:
         certificate.client_context().wrap_socket(connection, server_hostname=certificate.name)
 
 
@@ -162,7 +155,7 @@ def test_a_greeting_of_tls_is_hung_up_on_by_a_plain_port(server: Server) -> None
 def test_a_request_that_can_not_be_read_is_refused_in_words(
     shards: ShardServer, request_line: bytes
 ) -> None:
-    connection = dialled(shards.uri)
+    connection = connected(shards.uri)
     connection.sendall(SECRET.encode() + b"\n" + request_line + b"\n")
     reason = answer_of(connection)["bye"]
     assert reason and "Traceback" not in reason and "served" not in reason
@@ -175,7 +168,7 @@ def test_a_request_that_can_not_be_read_is_refused_in_words(
 )
 def test_an_answer_that_can_not_be_read_ends_the_connection_in_words(answer: bytes) -> None:
     owner = Owner(PLAIN, Published({"trainable": ("t", noise(10))}))
-    connection = dialled(owner.uri)
+    connection = connected(owner.uri)
     connection.sendall(f"{SECRET}\n".encode() + encode("fetch", vars(request(0))))
     assert b"shard" in connection.recv(4096)
     connection.sendall(answer + b"\n")
@@ -185,7 +178,7 @@ def test_an_answer_that_can_not_be_read_ends_the_connection_in_words(answer: byt
 
 def test_two_requests_at_once_end_the_connection(shards: ShardServer) -> None:
     owner = Owner(PLAIN)
-    connection = dialled(owner.uri)
+    connection = connected(owner.uri)
     line = encode("fetch", vars(request(0)))
     connection.sendall(f"{SECRET}\n".encode() + line)
     assert owner.asked.get(timeout=60) == request(0)
@@ -207,7 +200,7 @@ def test_two_requests_at_once_end_the_connection(shards: ShardServer) -> None:
 def test_a_hello_that_can_not_be_used_is_refused_in_words(
     control: ControlServer, hello: str, why: str
 ) -> None:
-    connection = dialled(control.uri)
+    connection = connected(control.uri)
     connection.sendall(f"{SECRET}\n{hello}\n".encode())
     assert why in answer_of(connection)["bye"]
 
@@ -221,7 +214,7 @@ def test_noise_from_an_agent_ends_its_connection_alone() -> None:
     good = ControlClient(server.uri, PLAIN, {"incarnation": "good"}, others.append, refuse)
     for sent in (b"[" * 100_000, b"\xff\xfe", b'{"a": 1, "b": 2}', b'"text"'):
         who = repr(sent[:8])
-        connection = dialled(server.uri)
+        connection = connected(server.uri)
         connection.sendall(f"{SECRET}\n{json.dumps({'incarnation': who})}\n".encode())
         connection.sendall(sent + b"\n")
         incarnation, why = closed.get(timeout=60)
@@ -232,24 +225,18 @@ def test_noise_from_an_agent_ends_its_connection_alone() -> None:
     server.close()
 
 
-def test_an_agent_with_another_secret_is_told_so(control: ControlServer) -> None:
+def test_who_has_another_secret_is_told_so(control: ControlServer, shards: ShardServer) -> None:
     with pytest.raises(ControlFailed, match="secret of this run is missing or wrong"):
         ControlClient(control.uri, new_credentials(), {"incarnation": "a"}, refuse, refuse)
-
-
-def test_a_receiver_with_another_secret_is_told_so(shards: ShardServer) -> None:
     with pytest.raises(TransferError, match="secret of this run is missing or wrong"):
         fetch(ShardClient(shards.uri, new_credentials()))
 
 
-def test_an_empty_secret_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="secret is empty"):
-        Credentials("")
-
-
-def test_secrets_are_long_and_never_the_same() -> None:
+def test_secrets_are_long_and_never_the_same_or_empty() -> None:
     assert len({new_secret() for _ in range(100)}) == 100
     assert len(bytes.fromhex(new_secret())) == 32
+    with pytest.raises(ConfigurationError, match="secret is empty"):
+        Credentials("")
 
 
 def test_a_server_listens_on_its_one_address_only(server: Server) -> None:

@@ -193,14 +193,6 @@ def test_memory_of_another_size_is_refused() -> None:
         fetch(ShardClient(owner.uri, PLAIN), allocate=lambda n: empty(n + 1))
 
 
-def test_a_waiting_fetch_ends_when_the_shard_is_published(waiting: Owner) -> None:
-    with fetching(ShardClient(waiting.uri, PLAIN)) as fetched:
-        waiting.asked.get(timeout=GUARD)
-        assert not fetched.done()
-        waiting.publish(0, SMALL)
-        assert fetched.result(GUARD)[0].bytes_moved == 1000
-
-
 def test_waiting_is_not_part_of_the_seconds(waiting: Owner) -> None:
     with fetching(ShardClient(waiting.uri, PLAIN)) as fetched:
         waiting.asked.get(timeout=GUARD)
@@ -210,27 +202,19 @@ def test_waiting_is_not_part_of_the_seconds(waiting: Owner) -> None:
         assert fetched.result(GUARD)[0].seconds <= time.perf_counter() - published
 
 
-def test_a_waiting_fetch_ends_when_its_client_cancels(waiting: Owner) -> None:
-    client = ShardClient(waiting.uri, PLAIN)
-    with fetching(client) as fetched:
-        waiting.asked.get(timeout=GUARD)
-        client.cancel()
-        with pytest.raises(Cancelled, match="shard 0 of trial 4"):
-            fetched.result(GUARD)
-    with pytest.raises(Cancelled):
-        fetch(client)
-
-
 def test_one_of_two_waiting_fetches_can_be_cancelled(waiting: Owner) -> None:
     patient, client = ShardClient(waiting.uri, PLAIN), ShardClient(waiting.uri, PLAIN)
     with fetching(patient) as kept, fetching(client) as dropped:
         waiting.asked.get(timeout=GUARD)
         waiting.asked.get(timeout=GUARD)
         client.cancel()
-        with pytest.raises(Cancelled):
+        with pytest.raises(Cancelled, match="shard 0 of trial 4"):
             dropped.result(GUARD)
+        assert not kept.done()
         waiting.publish(0, SMALL)
         assert kept.result(GUARD)[0].bytes_moved == 1000
+    with pytest.raises(Cancelled):
+        fetch(client)
 
 
 def test_a_fetch_from_a_hung_owner_can_be_cancelled(

@@ -121,47 +121,38 @@ def test_a_server_with_another_certificate_is_refused(serve: Serve, call: Call) 
     assert uri in str(caught.value)
 
 
-def test_a_client_without_tls_is_told_so_before_it_shows_the_secret(
-    serve: Serve, call: Call
+@pytest.mark.parametrize(
+    ("serving", "asking", "said"),
+    [
+        (OWN, PLAIN, "uses TLS, and its client has no certificate"),
+        (PLAIN, OWN, "uses no TLS, and its client has a certificate"),
+    ],
+)
+def test_a_client_of_the_other_sort_is_told_so_before_it_shows_the_secret(
+    serve: Serve, call: Call, serving: Credentials, asking: Credentials, said: str
 ) -> None:
-    relay = Relay(serve(OWN).uri)
-    with pytest.raises(ConfigurationError, match="uses TLS, and its client has no certificate"):
-        call(relay.uri, PLAIN)
+    relay = Relay(serve(serving).uri)
+    with pytest.raises(ConfigurationError, match=said):
+        call(relay.uri, asking)
     assert not relay.seen
 
 
-def test_a_client_with_tls_is_told_that_the_server_has_none(serve: Serve, call: Call) -> None:
-    relay = Relay(serve(PLAIN).uri)
-    with pytest.raises(ConfigurationError, match="uses no TLS, and its client has a certificate"):
-        call(relay.uri, OWN)
-    assert not relay.seen
-
-
-def test_a_plain_agent_that_dials_a_port_with_tls_hears_of_tls() -> None:
-    server = control_server_of(OWN)
-    with pytest.raises(ControlFailed, match="if the driver uses TLS, this agent must too"):
-        greet_over_control(server.uri.replace("tls", "tcp"), PLAIN)
-    server.close()
-
-
-def test_an_agent_with_tls_that_dials_a_plain_port_hears_of_tls() -> None:
-    server = control_server_of(PLAIN)
-    with pytest.raises(ControlFailed, match="another certificate than this run's, or no TLS"):
-        greet_over_control(server.uri.replace("tcp", "tls"), OWN)
-    server.close()
-
-
-@pytest.mark.parametrize(("serving", "asking"), [(OWN, PLAIN), (PLAIN, OWN)])
-def test_a_receiver_that_asks_a_port_of_the_other_sort_fails_with_its_address(
-    serving: Credentials, asking: Credentials
+@pytest.mark.parametrize(
+    ("serving", "asking", "agent_hears"),
+    [
+        (OWN, PLAIN, "if the driver uses TLS, this agent must too"),
+        (PLAIN, OWN, "another certificate than this run's, or no TLS"),
+    ],
+)
+def test_who_takes_a_port_for_one_of_the_other_sort_hears_of_tls(
+    serve: Serve, call: Call, serving: Credentials, asking: Credentials, agent_hears: str
 ) -> None:
-    server = shard_server_of(serving)
     scheme = "tcp" if asking is PLAIN else "tls"
-    uri = f"{scheme}://{server.uri.split('://')[1]}"
-    with pytest.raises(TransferError, match="TLS") as caught:
-        fetch_a_shard(uri, asking)
-    assert uri in str(caught.value)
-    server.close()
+    uri = f"{scheme}://{serve(serving).uri.split('://')[1]}"
+    with pytest.raises((ControlFailed, TransferError), match="TLS") as caught:
+        call(uri, asking)
+    expected = agent_hears if isinstance(caught.value, ControlFailed) else uri
+    assert expected in str(caught.value)
 
 
 def test_a_peer_that_never_shakes_hands_is_hung_up_on(

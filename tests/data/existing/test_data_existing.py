@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
 from tests.data.existing.existing_stores import describe, joined, read_all, write_plain
+from tests.golden import assert_golden, refusal
 
 ROWS = 60
 NUMBERS = np.random.default_rng(0)
@@ -65,29 +68,6 @@ def test_rows_come_in_the_order_of_the_files_each_once(
     assert isinstance(read[0].columns["features"], np.memmap)
 
 
-def test_petastorms_own_reader_gives_the_same_rows(tmp_path: Path) -> None:
-    petastorm = pytest.importorskip("petastorm")
-    plain = TABLE.select(["id", "ok", "features"])
-    root = write_plain(tmp_path / "rows", plain)
-    peer: dict[int, Any] = {}
-    url = f"file://{root}"
-    with petastorm.make_batch_reader(url, reader_pool_type="dummy", num_epochs=1) as reader:
-        for group in reader:
-            for i, row_id in enumerate(group.id):
-                peer[int(row_id)] = (bool(group.ok[i]), group.features[i].tolist())
-    store = open_store(tmp_path, root)
-    read = read_all(store, describe(store, ["features", "id", "ok"], 4, None), "train", tmp_path)
-    own = zip(joined(read, "id"), joined(read, "ok"), joined(read, "features"), strict=True)
-    assert [(i, (ok, x.tolist())) for i, ok, x in own] == sorted(peer.items())
-
-
-def test_fewer_row_groups_than_partitions(tmp_path: Path) -> None:
-    store = open_store(tmp_path, write_plain(tmp_path / "rows", TABLE, [[0, ROWS]]))
-    manifest = describe(store, ["id"], 7, None)
-    assert all(len(info.row_ranges) == 1 for info in manifest.partitions)
-    assert joined(read_all(store, manifest, "train", tmp_path), "id").tolist() == list(range(ROWS))
-
-
 def test_large_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("cerebro_hydra.data.parquet._BATCH_BYTES", 500)
     store = open_store(tmp_path, write_plain(tmp_path / "rows", TABLE, [[40, 20]]))
@@ -121,10 +101,8 @@ def test_val_path_is_validated_on_whatever_the_share(tmp_path: Path, root: Path)
     assert joined(read_all(store, manifest, "val", tmp_path), "id").tolist() == list(range(9))
     without = describe(store, ["id"], 2, None)
     assert not without.has_validation
-    assert (
-        len({each.fingerprint for each in (manifest, without, describe(store, ["id"], 3, 0.2))})
-        == 3
-    )
+    others = manifest, without, describe(store, ["id"], 3, 0.2)
+    assert len({each.fingerprint for each in others}) == 3
 
 
 def test_what_is_described_is_found_again_and_survives_json(tmp_path: Path, root: Path) -> None:
@@ -172,47 +150,6 @@ def changed(column: str, values: list[Any], kind: pa.DataType | None = None) -> 
     return TABLE.set_column(TABLE.schema.get_field_index(column), column, new)
 
 
-@pytest.mark.parametrize(
-    ("column", "values", "said"),
-    [
-        ("id", [None, None], r"'id' is null, or holds null in 2 of 60 rows, as in row 0 of"),
-        ("a weight", [1.0, np.nan], r"NaN, infinity, .* in 1 of 60 rows, as in row 1 of"),
-        ("a weight", [1e39], r"beyond float32 in 1 of 60 rows"),
-        ("features", [[1.0, None, 1.0, 1.0]], r"'features' is null, or holds null in 1 of 60"),
-        ("features", [[1.0]], r"lengths, from 1 to 4 in dimension 0; one of 1 is in row 0 of"),
-        (
-            "image",
-            [[[1.0] * 3] * 2, [[1.0] * 3, [1.0]]],
-            r"from 1 to 3 in dimension 1; .* row 1 of",
-        ),
-    ],
-)
-def test_rows_that_cant_be_trained_on_are_counted_and_placed(
-    tmp_path: Path, column: str, values: list[Any], said: str
-) -> None:
-    root = write_plain(tmp_path / "rows", changed(column, values))
-    store = open_store(tmp_path, root)
-    # Row 40 is the first of the last file.
-    with pytest.raises(DataError, match=rf"{said}.*part-00003") as raised:
-        describe(store, [column], 2, 0.2)
-    assert ": fill or drop" in str(raised.value) or ": pad or cut" in str(raised.value)
-    assert store.list(f"{store.prefix}/data") == []
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        (["featuers"], r"'featuers' is not in .*did you mean 'features'"),
-        (["name"], r"'name' is string: .*StringIndexer"),
-    ],
-)
-def test_columns_that_cant_be_used(
-    tmp_path: Path, root: Path, columns: list[str], said: str
-) -> None:
-    with pytest.raises(DataError, match=said):
-        describe(open_store(tmp_path, root), columns, 2, None)
-
-
 def test_files_may_differ_in_width_and_in_where_null_may_be(tmp_path: Path) -> None:
     inner = pa.field("element", pa.float32(), nullable=False)
     types = [(pa.int32(), pa.list_(pa.float64())), (pa.int64(), pa.list_(inner))]
@@ -225,68 +162,63 @@ def test_files_may_differ_in_width_and_in_where_null_may_be(tmp_path: Path) -> N
     assert part.columns["x"].tolist() == [[0, 2], [1, 2]]
 
 
-def tear(root: Path) -> None:
-    file = root / "part-00003.parquet"
-    file.write_bytes(file.read_bytes()[:-20])
-
-
-def spoil(root: Path) -> None:
+def spoil(file: Path) -> None:
     """Damage a page, which the footer doesn't show."""
-    file = root / "part-00003.parquet"
-    content = bytearray(file.read_bytes())
-    content[4:60] = b"\xff" * 56
-    file.write_bytes(bytes(content))
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + b"\xff" * 56 + content[60:])
 
 
-def other_schema(root: Path) -> None:
-    file = root / "part-00003.parquet"
+def other_schema(file: Path) -> None:
     table = pq.read_table(file)
     pq.write_table(table.set_column(0, "id", table["id"].cast(pa.float64())), file)
 
 
-def other_file(root: Path) -> None:
-    (root / "notes.txt").write_text("not rows")
+FAULTS: dict[str, tuple[str, list[Any]]] = {
+    "nulls": ("id", [None, None]),
+    "a number that is none": ("a weight", [1.0, np.nan]),
+    "a number beyond float32": ("a weight", [1e39]),
+    "a null in a list": ("features", [[1.0, None, 1.0, 1.0]]),
+    "a short list": ("features", [[1.0]]),
+    "a short list in a list": ("image", [[[1.0] * 3] * 2, [[1.0] * 3, [1.0]]]),
+}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a cut file": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "a spoilt page": spoil,
+    "another schema": other_schema,
+    "another file": lambda file: file.with_name("notes.txt").write_text("not rows"),
+    "no folder": lambda file: shutil.rmtree(file.parent),
+    "no files": lambda file: [each.unlink() for each in file.parent.iterdir()],
+}
+ARGUMENTS: tuple[tuple[str, int, Any], ...] = (
+    ("featuers", 2, None), ("name", 2, None), ("id", 61, None), ("id", 4, 0.05), ("id", 2, "ok"),
+    ("id", 2, 1.5),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (tear, r"part-00003.parquet' is not a whole Parquet file"),
-        (spoil, r"can't read \['id'\] from .*part-00003"),
-        (other_schema, r"'id' is int32 in .*part-00000.* and double in .*part-00003.*one schema"),
-        (other_file, r"notes.txt' is not a whole Parquet file"),
-        (shutil.rmtree, r"train_path .* does not exist: check the path"),
-    ],
-)
-def test_damaged_folders_are_refused(
-    tmp_path: Path, root: Path, damage: Callable[[Path], None], said: str
-) -> None:
-    store = open_store(tmp_path, root)
-    damage(root)
-    with pytest.raises((DataError, ConfigurationError), match=said):
-        describe(store, ["id"], 2, None)
+def test_files_and_arguments_that_can_not_be_trained_on_are_refused(tmp_path: Path) -> None:
+    """Rows are counted and placed: row 40 is the first of the last file."""
+    stores, uses = [], dict[str, Callable[[], object]]()
 
+    def refuse(what: str, root: Path, column: str, *rest: Any) -> None:
+        stores.append(LocalStore(str(tmp_path / f"store {len(stores)}"), str(root)))
+        uses[what] = partial(describe, stores[-1], [column], *rest)
 
-def test_too_few_rows_none_and_marked_rows_are_refused(tmp_path: Path, root: Path) -> None:
-    store = open_store(tmp_path, root)
-    with pytest.raises(DataError, match="60 training rows are fewer than 61 partitions"):
-        describe(store, ["id"], 61, None)
-    with pytest.raises(DataError, match="3 validation rows are fewer than 4 partitions"):
-        describe(store, ["id"], 4, 0.05)
-    with pytest.raises(ConfigurationError, match=r"'ok', a column's name.*backend.prepare_data\("):
-        describe(store, ["id"], 2, "ok")
-    with pytest.raises(ConfigurationError, match=r"validation is 1\.5"):
-        describe(store, ["id"], 2, 1.5)
-    empty = write_plain(tmp_path / "empty", TABLE.slice(0, 0), [[0]])
-    with pytest.raises(DataError, match="hold no rows"):
-        describe(open_store(tmp_path, empty), ["id"], 1, None)
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="there are no Parquet files"):
-        describe(open_store(tmp_path, tmp_path / "bare"), ["id"], 1, None)
-    with pytest.raises(ConfigurationError, match="there is no train_path: give both"):
-        LocalStore(str(tmp_path), val_path=str(root))
-    with pytest.raises(ConfigurationError, match="has no train_path; open it as"):
-        describe(LocalStore(str(tmp_path / "other")), ["id"], 1, None)
+    for what, (column, values) in FAULTS.items():
+        refuse(what, write_plain(tmp_path / what, changed(column, values)), column, 2, 0.2)
+    for what, damage in DAMAGES.items():
+        root = write_plain(tmp_path / what, TABLE)
+        refuse(what, root, "id", 2, None)
+        damage(root / "part-00003.parquet")
+    for given in ARGUMENTS:
+        refuse(f"arguments {given}", write_plain(tmp_path / str(given), TABLE), *given)
+    refuse("no rows", write_plain(tmp_path / "empty", TABLE.slice(0, 0), [[0]]), "id", 1, None)
+    uses["no train_path"] = partial(describe, LocalStore(str(tmp_path / "bare")), ["id"], 1, None)
+    uses["only a val_path"] = partial(LocalStore, str(tmp_path), val_path=str(tmp_path))
+    found = {what: refusal(use).replace(str(tmp_path), "TMP") for what, use in uses.items()}
+    for what in ("a cut file", "a spoilt page", "another file"):  # Arrow's words follow
+        found[what] = re.findall(r".*\.\w+'(?: is not a whole Parquet file)?", found[what])[0]
+    assert_golden(Path(__file__).with_name("golden") / "refused_files.txt", found)
+    assert all(store.list(f"{store.prefix}/data") == [] for store in stores)
 
 
 def test_rows_that_are_both_trained_and_validated_on_are_refused(tmp_path: Path) -> None:
@@ -329,10 +261,8 @@ def test_rows_that_change_under_an_equal_footer_are_seen(tmp_path: Path) -> None
     content = file.read_bytes()
     assert content.count(one) == 1
     file.write_bytes(content.replace(one, nan))
-    changed = (
-        r"one\.parquet' has changed since a run was planned on it: .*'x' holds NaN.* rows 0 to 8"
-    )
-    with pytest.raises(DataError, match=changed):
+    said = r"one\.parquet' has changed since a run was planned on it: .*'x' holds NaN.* rows 0 to 8"
+    with pytest.raises(DataError, match=said):
         read_all(store, manifest, "train", tmp_path / "cache")
 
 
@@ -347,20 +277,15 @@ def test_one_flipped_bit_under_an_equal_footer_is_seen(tmp_path: Path, position:
     store = open_store(tmp_path, file.parent)
     manifest = describe(store, ["x", "id"], 2, 0.3)
     rows = {
-        (info.split, info.index): part.columns["id"].tolist()
-        for split in ("train", "val")
-        for info, part in zip(
-            [info for info in manifest.partitions if info.split == split],
-            read_all(store, manifest, split, tmp_path / "before"),
-            strict=True,
-        )
+        info: CachedPartition.build(info, manifest, store, str(tmp_path / "before")).columns["id"]
+        for info in manifest.partitions
     }
     content = bytearray(file.read_bytes())
     content[content.index(weights.tobytes()) + 8 * position + 7] ^= 0x80  # the sign
     file.write_bytes(content)
     assert find_prepared(store, manifest.fingerprint) == manifest  # footers show nothing
     for info in manifest.partitions:
-        if position in rows[info.split, info.index]:
+        if position in rows[info].tolist():
             said = rf"{info.split} partition {info.index} in .*one.parquet': column 'x' has other"
             with pytest.raises(DataError, match=said + r" values.*restore the files"):
                 CachedPartition.build(info, manifest, store, str(tmp_path / "after"))

@@ -29,60 +29,45 @@ from tests.data.existing.existing_stores import (
 
 pytest.importorskip("petastorm")
 from petastorm import make_reader
-from petastorm.codecs import (
-    CompressedImageCodec,
-    CompressedNdarrayCodec,
-    NdarrayCodec,
-    ScalarCodec,
-)
+from petastorm.codecs import CompressedImageCodec, CompressedNdarrayCodec, NdarrayCodec, ScalarCodec
 from petastorm.unischema import Unischema, UnischemaField
 
 ROWS = 60
 NUMBERS = np.random.default_rng(1)
-FIELDS = {
-    "id": UnischemaField("id", np.int32, (), ScalarCodec(T.IntegerType()), False),
-    "small": UnischemaField("small", np.uint8, (), None, False),
-    "price": UnischemaField("price", Decimal, (), ScalarCodec(T.DecimalType(9, 2)), False),
-    "ok": UnischemaField("ok", np.bool_, (), ScalarCodec(T.BooleanType()), False),
-    "wide": UnischemaField("wide", np.float64, (), ScalarCodec(T.DoubleType()), False),
-    "matrix": UnischemaField("matrix", np.float64, (None, 3), NdarrayCodec(), False),
-    "mask": UnischemaField("mask", np.bool_, (4,), CompressedNdarrayCodec(), False),
-    "text": UnischemaField("text", np.str_, (), ScalarCodec(T.StringType()), False),
-}
-TYPES = {
-    "id": pa.int32(),
-    "small": pa.int16(),
-    "price": pa.decimal128(9, 2),
-    "ok": pa.bool_(),
-    "wide": pa.float64(),
-    "matrix": pa.binary(),
-    "mask": pa.binary(),
-    "text": pa.string(),
+# Of each column the type in numpy, its shape, codec, and type in the files.
+KINDS: dict[str, tuple[Any, tuple[int | None, ...], Any, pa.DataType]] = {
+    "id": (np.int32, (), ScalarCodec(T.IntegerType()), pa.int32()),
+    "small": (np.uint8, (), None, pa.int16()),
+    "price": (Decimal, (), ScalarCodec(T.DecimalType(9, 2)), pa.decimal128(9, 2)),
+    "ok": (np.bool_, (), ScalarCodec(T.BooleanType()), pa.bool_()),
+    "wide": (np.float64, (), ScalarCodec(T.DoubleType()), pa.float64()),
+    "matrix": (np.float64, (None, 3), NdarrayCodec(), pa.binary()),
+    "mask": (np.bool_, (4,), CompressedNdarrayCodec(), pa.binary()),
+    "text": (np.str_, (), ScalarCodec(T.StringType()), pa.string()),
 }
 NUMERIC = ["matrix", "mask", "id", "small", "price", "ok", "wide"]
 
 
-def make_rows() -> list[dict[str, Any]]:
-    return [
+def make_rows(*changes: tuple[int, str, Any]) -> list[dict[str, Any]]:
+    """Rows, some of whose cells hold another value."""
+    rows: list[dict[str, Any]] = [
         {
-            "id": np.int32(i),
-            "small": np.uint8(255 - i),
-            "price": Decimal(i) / 4,
-            "ok": np.bool_(i % 3 == 0),
-            "wide": np.float64(i / 7),
+            **{"id": np.int32(i), "small": np.uint8(255 - i), "price": Decimal(i) / 4},
+            **{"ok": np.bool_(i % 3 == 0), "wide": np.float64(i / 7), "text": f"row {i}"},
             "matrix": NUMBERS.normal(size=(2, 3)),
             "mask": NUMBERS.integers(0, 2, 4).astype(np.bool_),
-            "text": f"row {i}",
         }
         for i in range(ROWS)
     ]
+    for row, column, value in changes:
+        rows[row][column] = value
+    return rows
 
 
-def write(root: Path, rows: list[dict[str, Any]], **fields: UnischemaField) -> Path:
-    schema = Unischema("rows", list({**FIELDS, **fields}.values()))
-    types = {name: TYPES[name] for name in schema.fields if name in TYPES}
-    types |= {name: pa.binary() for name in fields}
-    return write_row_store(root, schema, rows, types)
+def write(root: Path, rows: list[dict[str, Any]], **images: UnischemaField) -> Path:
+    fields = [UnischemaField(name, *kind[:3], False) for name, kind in KINDS.items()]
+    types = {name: kind[3] for name, kind in KINDS.items()} | dict.fromkeys(images, pa.binary())
+    return write_row_store(root, Unischema("rows", [*fields, *images.values()]), rows, types)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +83,8 @@ def test_petastorms_own_reader_gives_the_same_rows(tmp_path: Path, root: Path, p
     store = LocalStore(str(tmp_path / "store"), str(root))
     manifest = describe(store, NUMERIC, parts, None)
     dtypes = {spec.name: (spec.dtype, spec.shape) for spec in manifest.columns}
-    assert dtypes["matrix"] == ("float32", (2, 3))
-    assert dtypes["mask"] == ("bool", (4,))
-    assert dtypes["small"] == ("int64", ())
-    assert dtypes["price"] == ("float32", ())
+    assert (dtypes["matrix"], dtypes["mask"]) == (("float32", (2, 3)), ("bool", (4,)))
+    assert (dtypes["small"], dtypes["price"]) == (("int64", ()), ("float32", ()))
     read = read_all(store, manifest, "train", tmp_path / "cache")
     assert joined(read, "id").tolist() == sorted(peer)
     for name in NUMERIC:
@@ -148,12 +131,6 @@ def test_images_without_opencv_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         decode(pa.array([b"x"]), Codec("image", "uint8"), "int64")
 
 
-def with_value(column: str, row: int, value: Any) -> list[dict[str, Any]]:
-    rows = make_rows()
-    rows[row][column] = value
-    return rows
-
-
 @pytest.mark.parametrize(
     ("row", "value", "said"),
     [
@@ -166,16 +143,15 @@ def with_value(column: str, row: int, value: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_cells_that_cant_be_trained_on(tmp_path: Path, row: int, value: Any, said: str) -> None:
-    root = write(tmp_path / "rows", with_value("matrix", row, value))
+    root = write(tmp_path / "rows", make_rows((row, "matrix", value)))
     with pytest.raises(DataError, match=said):
         describe(LocalStore(str(tmp_path / "s"), str(root)), ["matrix"], 2, None)
 
 
 def test_nulls_and_cells_that_cant_be_decoded(tmp_path: Path) -> None:
     def cell(value: Any) -> bytes:
-        return bytes(
-            NdarrayCodec().encode(UnischemaField("x", value.dtype.type, value.shape), value)
-        )
+        field = UnischemaField("x", value.dtype.type, value.shape)
+        return bytes(NdarrayCodec().encode(field, value))
 
     good = cell(np.ones(2))
     cells = [good, None, b"\x93NUMPY", cell(np.ones((1, 2))), cell(np.ones(2, np.int64)), good]

@@ -25,6 +25,7 @@ from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import LocalStore, Store
 from cerebro_hydra.testing.datasets import write_dataset
+from tests.processes import start_python
 from tests.storage.shared_files import SharedStore
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(60, 2)), "y": np.arange(60)}
@@ -62,13 +63,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @contextmanager
 def half_way(kind: str, path: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
     """A program that has written half of the files and goes on at a line of input."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, kind, str(path), str(seconds)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    process = start_python("-c", PROGRAM, kind, path, seconds)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "half\n"

@@ -19,24 +19,10 @@ MOST_PYTHON = 1.5 * 1024  # MiB of all of Spark's Python processes, torch in eac
 def test_rows_of_any_width_fit_a_heap_of_their_own_size(
     shape: str, gigabytes: str, tmp_path: Path
 ) -> None:
-    script = CHECKOUT / "benchmarks/prepare/run.py"
-    asked = ["--gigabytes", gigabytes, "--shape", shape, "--heap", "1g", "--workers", "1"]
+    asked = f"--gigabytes {gigabytes} --shape {shape} --heap 1g --workers 1 --rounds 1 --runs ours"
+    script = [CHECKOUT / "benchmarks/prepare/run.py", *asked.split(), "--folder", tmp_path]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            *asked,
-            "--rounds",
-            "1",
-            "--runs",
-            "ours",
-            "--folder",
-            tmp_path,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        cwd=CHECKOUT,
+        [sys.executable, *script], capture_output=True, text=True, timeout=1500, cwd=CHECKOUT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"heap +(\d+) MiB +Python +(\d+) MiB", done.stdout)

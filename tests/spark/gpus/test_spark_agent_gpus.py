@@ -75,10 +75,13 @@ def discover(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def install(folder: Path, script: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
 def test_discovery_prints_what_spark_wants(tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/bash\n[ "$1" = --query-gpu=index ] && echo 0 && echo 1\n')
-    tool.chmod(0o755)
+    install(tmp_path, '[ "$1" = --query-gpu=index ] && echo 0 && echo 1')
     assert json.loads(discover(tmp_path).stdout) == {"name": "gpu", "addresses": ["0", "1"]}
     allowed = discover(tmp_path, CUDA_VISIBLE_DEVICES="2, GPU-ab")
     assert json.loads(allowed.stdout)["addresses"] == ["2", "GPU-ab"]
@@ -86,9 +89,7 @@ def test_discovery_prints_what_spark_wants(tmp_path: Path) -> None:
 
 
 def test_discovery_without_a_driver_says_so(tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/bash\nexit 9\n")
-    tool.chmod(0o755)
+    install(tmp_path, "exit 9")
     done = discover(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert "is the NVIDIA driver installed?" in done.stderr

@@ -70,11 +70,7 @@ def test_a_task_without_gpus_is_told_of() -> None:
 
 @pytest.mark.parametrize(
     ("free", "total", "left"),
-    [
-        (79 * GIB, 80 * GIB, 71 * GIB),
-        (8 * GIB, 80 * GIB, 0),
-        (7 * GIB, 8 * GIB, 6 * GIB),
-    ],
+    [(79 * GIB, 80 * GIB, 71 * GIB), (8 * GIB, 80 * GIB, 0), (7 * GIB, 8 * GIB, 6 * GIB)],
 )
 def test_a_tenth_and_at_least_a_gibibyte_is_left_for_kernels(
     free: int, total: int, left: int

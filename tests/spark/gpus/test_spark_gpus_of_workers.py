@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 JOB = """
 import sys
@@ -31,10 +31,7 @@ with gpu_spark(Path(sys.argv[1]), workers=1, gpus=2, listed="4,5,6") as spark:
 
 @pytest.mark.long
 def test_gpus_that_agents_could_not_use_are_named(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(tmp_path)], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).resolve().parents[3],
-    )  # fmt: skip
+    done = run_python("-c", JOB, tmp_path)
     too_many, unusable, kind, found = done.stdout.splitlines()[-4:]
     assert "tasks are given 2 GPU(s), and devices_per_worker is 3" in too_many
     assert "it was given GPU 4, 5, and torch 2." in unusable and "finds 0 of them" in unusable

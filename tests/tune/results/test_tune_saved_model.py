@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,11 @@ import cerebro_hydra
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.export.archive import METADATA_FILE
-from cerebro_hydra.storage import LocalStore
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.testing.local_backend import Arrays
 from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from tests.processes import run_python
 from tests.tune import tune_models
+from tests.tune.test_tune_search import arguments, rows
 
 ALONE = """
 import json, sys
@@ -77,21 +76,8 @@ def deciding(params: dict[str, Any]) -> Recipe:
 
 def search(path: Path, factory: Any, **changes: Any) -> GridSearch:
     space = {"noise": hp_choice([0.1, 10.0]), "clip": hp_choice([1.5])}
-    fixed: dict[str, Any] = {"search_space": space, "num_epochs": 2, "verbose": 0}
-    fixed["evaluation_metric"] = "accuracy"
-    return GridSearch(
-        backend=LocalBackend(2),
-        store=LocalStore(str(path)),
-        estimator_gen_fn=factory,
-        **{**fixed, **changes},
-    )
-
-
-def rows(count: int = 121) -> Arrays:
-    random = np.random.default_rng(1)
-    labels = random.integers(0, 4, count)
-    features = random.normal(size=(count, 16)) + labels[:, None]
-    return Arrays({"features": features.astype(np.float32), "label": labels})
+    given = {"estimator_gen_fn": factory, "search_space": space, **changes}
+    return GridSearch(**arguments(path, **given))
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +93,8 @@ def test_a_result_opens_in_a_process_without_its_source(
     best = result.get_best_model()
     best.save(str(tmp_path / "model"))
     (other,) = {each.trial_id for each in result.get_all_models()} - {best.trial_id}
-    command = [sys.executable, "-c", ALONE, result.run_path, str(tmp_path / "model"), other]
-    said = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    done = run_python("-c", ALONE, result.run_path, tmp_path / "model", other)
+    said = json.loads(done.stdout)
     with torch.no_grad():  # evaluation's view of collate is a part of what was saved
         expected = best.torch()(torch.ones(3, 16).clamp(-1.5, 1.5))
     assert said["outputs"] == [expected.tolist()] * 2
@@ -151,11 +137,8 @@ def test_what_is_no_saved_model_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_model_that_needs_its_source_says_why_and_how_to_load_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    space = {"lr": hp_choice([0.1])}
-    grid = search(
-        tmp_path, deciding, search_space=space, num_epochs=1, verbose=1, evaluation_metric="loss"
-    )
-    trained = grid.fit(rows())
+    fixed = {"search_space": {"lr": hp_choice([0.1])}, "evaluation_metric": "loss"}
+    trained = search(tmp_path, deciding, num_epochs=1, verbose=1, **fixed).fit(rows())
     with pytest.raises(ConfigurationError, match=r"Decides can't be exported.*factory=") as error:
         trained.get_best_model().save(str(tmp_path / "model"))
     assert f"SearchResult.open('{trained.run_path}', factory=estimator_gen_fn)" in str(error.value)

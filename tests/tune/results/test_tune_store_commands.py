@@ -6,7 +6,6 @@ import io
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,11 +13,11 @@ from cerebro_hydra import cli
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.testing.local_backend import Arrays
+from cerebro_hydra.tune import GridSearch
 from cerebro_hydra.tune.running import run_claim
 from cerebro_hydra.tune.store import StoreContents, cleanings, print_contents
-from tests.tune import tune_models
+from tests.tune.test_tune_search import arguments, rows
 
 pytestmark = pytest.mark.slow
 
@@ -26,29 +25,20 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with a run on one data set, and another data set that no run needs."""
-    random = np.random.default_rng(1)
-    features = random.normal(size=(80, 16)).astype(np.float32)
-    backend, store = LocalBackend(2), LocalStore(str(tmp_path_factory.mktemp("store")))
-    search = GridSearch(
-        backend=backend,
-        store=store,
-        estimator_gen_fn=tune_models.small,
-        search_space={"lr": hp_choice([0.1])},
-        num_epochs=1,
-        verbose=0,
-    )
-    rows = Arrays({"features": features, "label": random.integers(0, 4, 80)})
-    backend.prepare(store, rows, search.data_spec)
-    again = Arrays({"features": features + 1, "label": rows.arrays["label"]})
-    search.fit(again)
+    fixed = {"num_epochs": 1, "evaluation_metric": "loss"}
+    search = GridSearch(**arguments(tmp_path_factory.mktemp("store"), **fixed))
+    store, before = search.store, rows(80)
+    search.backend.prepare(store, before, search.data_spec)
+    search.fit(Arrays({**before.arrays, "features": before.arrays["features"] + 1}))
     with pytest.raises(ConfigurationError) as several:
         search.fit_on_prepared_data()
     said = str(several.value)
     assert "holds 2 prepared data sets" in said
-    for each in StoreContents.of(store).data:
+    data = StoreContents.of(store).data
+    assert sum(f"fit_on_prepared_data('{each.fingerprint}')" in said for each in data) == 1
+    for each in data:
         line = f"{each.fingerprint}: 64 training and 16 validation rows in 2 partitions, of 20"
         assert line in said and "features float32[16], label int64" in said
-        assert f"fit_on_prepared_data('{each.fingerprint}')" in said or each.needed_by
     return store.prefix
 
 
@@ -125,15 +115,11 @@ def test_data_that_a_kept_run_needs_stays(
 
 def test_a_run_that_cannot_be_read_may_need_any_data(store: LocalStore) -> None:
     Path(run_of(store).path, "run.json").write_text("{}")
-    for path in (store.prefix, *map(store.data_path, data_of_any(store))):
+    for path in (store.prefix, *map(store.data_path, store.list(f"{store.prefix}/data"))):
         with pytest.raises(ConfigurationError, match="may need"):
             cleanings([path])
     (cleaning,) = cleanings([run_of(store).path, store.prefix])
     assert len(cleaning.runs) == 1 and len(cleaning.data) == 2
-
-
-def data_of_any(store: LocalStore) -> list[str]:
-    return store.list(f"{store.prefix}/data")
 
 
 def test_data_that_is_being_prepared_stays(store: LocalStore) -> None:
@@ -175,10 +161,7 @@ def test_an_end_in_the_middle_leaves_nothing_that_looks_whole(
         deleted.append(path)
         delete(self, path)
 
-    for path, document in (
-        (store.data_path(other), "manifest.json"),
-        (run.path, "run.json"),
-    ):
+    for path, document in ((store.data_path(other), "manifest.json"), (run.path, "run.json")):
         deleted.clear()
         monkeypatch.setattr(LocalStore, "delete", dying)
         with pytest.raises(StoreError, match="went down"):
@@ -187,7 +170,7 @@ def test_an_end_in_the_middle_leaves_nothing_that_looks_whole(
         monkeypatch.setattr(LocalStore, "delete", delete)
         cleanings([path])[0].carry_out()
         assert not store.exists(path)
-    assert data_of_any(store) == [needed]
+    assert store.list(f"{store.prefix}/data") == [needed]
 
 
 def test_nothing_is_deleted_without_a_yes(

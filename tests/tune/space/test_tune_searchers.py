@@ -77,6 +77,27 @@ def test_none_means_not_now_until_the_searcher_is_closed() -> None:
     assert searcher.told[:5] == ends
 
 
+class Deciding:
+    """Proposes one candidate, and decides what it is given when it is told of it."""
+
+    closed = False
+
+    def __init__(
+        self, *decisions: Any, params: Any = None, epochs: Any = 1, closes: bool = False
+    ) -> None:
+        self.epochs, self._decisions, self._closes = epochs, decisions, closes
+        self._params: list[Any] = [None, params or {}]
+        self.told = 0
+
+    def ask(self) -> Any:
+        return self._params.pop() if self._params else None
+
+    def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
+        self.told += 1
+        self.closed = self._closes
+        return list(self._decisions)
+
+
 def test_rungs_pause_resume_stop_and_fork_through_events_of_the_journal() -> None:
     run = SimulatedSearch(Rungs(), 9, 0)
     kinds = {type(event) for event in run.events}
@@ -91,23 +112,9 @@ def test_rungs_pause_resume_stop_and_fork_through_events_of_the_journal() -> Non
 
 
 def test_a_parent_that_trains_waits_until_its_fork_is_admitted() -> None:
-    class Restless:
-        epochs = 3
-        closed = False
-
-        def __init__(self) -> None:
-            self._asked = 0
-
-        def ask(self) -> dict[str, Any] | None:
-            self._asked += 1
-            return {} if self._asked == 1 else None
-
-        def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
-            self.closed = True
-            return [Fork(0, {"lr": 1}, 3), TrainTo(0, 4)]
-
     for seed in range(5):
-        run = SimulatedSearch(Restless(), 4, seed)
+        restless = Deciding(Fork(0, {"lr": 1}, 3), TrainTo(0, 4), epochs=3, closes=True)
+        run = SimulatedSearch(restless, 4, seed)
         kept = (
             ev.TrialPaused, ev.TrialForked, ev.TrialResumed, ev.BudgetExtended, ev.SearchClosed
         )  # fmt: skip
@@ -117,22 +124,9 @@ def test_a_parent_that_trains_waits_until_its_fork_is_admitted() -> None:
 
 
 def test_a_search_closes_with_the_admission_of_its_last_fork() -> None:
-    class Parting:
-        epochs = 1
-        closed = False
-
-        def __init__(self) -> None:
-            self._params = [None, {}]
-
-        def ask(self) -> Any:
-            return self._params.pop()
-
-        def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
-            assert not self.closed, "nothing is told after the end"
-            self.closed = True
-            return [Fork(0, {}, 2)]
-
-    run = SimulatedSearch(Parting(), 2, 0)
+    searcher = Deciding(Fork(0, {}, 2), closes=True)
+    run = SimulatedSearch(searcher, 2, 0)
+    assert searcher.told == 1, "nothing is told after the end"
     assert [trial.status for trial in run.state.trials.values()] == ["finished"] * 2
     kinds = [type(event) for event in run.events]
     assert kinds.index(ev.SearchClosed) == kinds.index(ev.TrialForked) + 1
@@ -161,22 +155,6 @@ def test_the_end_of_a_stopped_trial_is_told() -> None:
 
     run = SimulatedSearch(OneAfterAnother(), 3, 0)
     assert [trial.status for trial in run.state.trials.values()] == ["stopped"] * 3
-
-
-class Deciding:
-    """Proposes one candidate, and decides what it is given after the first epoch."""
-
-    closed = False
-
-    def __init__(self, *decisions: Any, params: Any = None, epochs: Any = 1) -> None:
-        self.epochs, self._decisions = epochs, decisions
-        self._params: list[Any] = [None, params or {}]
-
-    def ask(self) -> Any:
-        return self._params.pop() if self._params else None
-
-    def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
-        return list(self._decisions)
 
 
 @pytest.mark.parametrize(

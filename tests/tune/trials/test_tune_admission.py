@@ -42,6 +42,7 @@ def examples(path: Path, rows: int, partitions: int = 2) -> ExampleBatches:
 class Outcome:
     """What became of candidates."""
 
+    folder: RunFolder
     specs: list[TrialSpec] = dataclasses.field(default_factory=list)
     refused: dict[int, str] = dataclasses.field(default_factory=dict)
     told: list[str] = dataclasses.field(default_factory=list)
@@ -50,23 +51,16 @@ class Outcome:
 
 def admit_with(
     factory: Callable[[Any], Any],
-    folder: RunFolder,
-    batches: ExampleBatches,
-    candidates: Sequence[dict[str, Any]],
+    path: Path,
+    candidates: Sequence[dict[str, Any]] = ({},),
     evaluation_metric: str = "loss",
     resources: WorkerResources = DEFAULT_RESOURCES,
+    run: str = "run",
 ) -> Outcome:
-    found = Outcome()
-    admission = Admission(
-        factory,
-        COLUMNS,
-        batches,
-        folder,
-        3,
-        evaluation_metric,
-        found.told.append,
-        MemoryBill(resources, 2, found.told.append),
-    )
+    found = Outcome(RunFolder(LocalStore(str(path)), run))
+    bill = MemoryBill(resources, 2, found.told.append)
+    of_run = examples(path, 70), found.folder, 3, evaluation_metric, found.told.append, bill
+    admission = Admission(factory, COLUMNS, *of_run)
     for number, params in enumerate(candidates):
         try:
             found.specs.append(admission.admit(number, params).spec)
@@ -76,10 +70,8 @@ def admit_with(
     return found
 
 
-def admit(path: Path, *candidates: dict[str, Any]) -> tuple[Outcome, RunFolder, list[str]]:
-    folder = RunFolder(LocalStore(str(path)), "run")
-    found = admit_with(tune_models.small, folder, examples(path, 70), candidates)
-    return found, folder, found.told
+def admit(path: Path, *candidates: dict[str, Any]) -> Outcome:
+    return admit_with(tune_models.small, path, candidates)
 
 
 def test_examples_have_every_size_that_training_meets(tmp_path: Path) -> None:
@@ -119,7 +111,8 @@ def test_partition_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_state_0_is_written_by_digest_and_equal_layers_share_bytes(tmp_path: Path) -> None:
-    admitted, folder, _ = admit(tmp_path, {"lr": 0.1}, {"lr": 0.2}, {"width": 6})
+    admitted = admit(tmp_path, {"lr": 0.1}, {"lr": 0.2}, {"width": 6})
+    folder = admitted.folder
     assert [spec.trial_id for spec in admitted.specs] == ["trial-000", "trial-001", "trial-002"]
     for spec in admitted.specs:
         state = folder.read_state(spec.trial, 0)
@@ -136,21 +129,21 @@ def test_state_0_is_written_by_digest_and_equal_layers_share_bytes(tmp_path: Pat
 
 
 def test_steps_per_partition_are_its_windows(tmp_path: Path) -> None:
-    admitted, _, _ = admit(tmp_path, {"batch_size": 16}, {"batch_size": 35})
+    admitted = admit(tmp_path, {"batch_size": 16}, {"batch_size": 35})
     assert [spec.steps for spec in admitted.specs] == [(3, 3), (1, 1)]
     assert admitted.specs[0].steps_per_epoch == 6
 
 
 def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path) -> None:
-    found, _, told = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
-    whole, _, _ = admit(tmp_path / "whole", {"width": 6}, {"width": 8})
+    found = admit(tmp_path, {"width": -1}, {"width": 8}, {"width": -2})
+    whole = admit(tmp_path / "whole", {"width": 6}, {"width": 8})
     (spec,) = found.specs
     assert (spec.trial, spec.trial_id, spec.params["width"]) == (1, "trial-001", 8)
     assert spec == whole.specs[1], "its seed and all else are as if no other were refused"
     assert list(found.refused) == [0, 2]
     assert "ValueError: no layer is -2 wide" in found.refused[2]
     said = r"trial-002 \(width=-2\) failed before training: ValueError: no layer is -2 wide \(.*\)"
-    assert re.fullmatch(said, told[-1])
+    assert re.fullmatch(said, found.told[-1])
 
 
 class Counts(nn.Module):
@@ -172,27 +165,24 @@ def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
         model = Counts()
         return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
 
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    found = admit_with(factory, folder, examples(tmp_path, 70), [{}])
+    found = admit_with(factory, tmp_path)
     assert found.told[0].endswith("state outside of parameters and buffers")
     assert "\nas one shard: " in found.refused[0]
 
 
 def test_report_is_told_once_per_structure(tmp_path: Path) -> None:
-    _, _, told = admit(
-        tmp_path, {"width": 8}, {"width": 8, "batch_size": 8}, {"width": 6}, {"width": 8, "lr": 1}
-    )
+    same = {"width": 8, "batch_size": 8}, {"width": 6}, {"width": 8, "lr": 1}
+    told = admit(tmp_path, {"width": 8}, *same).told
     assert [line.split(":")[0] for line in told] == ["trial-000", "trial-002"]
 
 
 def test_directions_of_all_measured_names_are_known(tmp_path: Path) -> None:
-    admitted, _, _ = admit(tmp_path, {"metrics": ["accuracy"]})
-    assert admitted.metrics == {"loss": "min", "accuracy": "max"}
+    assert admit(tmp_path, {"metrics": ["accuracy"]}).metrics == {"loss": "min", "accuracy": "max"}
 
 
 def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> None:
     params = {"lr": 0.1}
-    expected, _, _ = admit(tmp_path / "alone", params)
+    expected = admit(tmp_path / "alone", params)
     admitting, building, built = threading.Event(), threading.Event(), threading.Event()
 
     def other(params: dict[str, Any]) -> Any:
@@ -214,8 +204,7 @@ def test_models_of_other_threads_are_built_before_or_after(tmp_path: Path) -> No
 
     thread = threading.Thread(target=aside)
     thread.start()
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    found = admit_with(first, folder, examples(tmp_path, 70), [params])
+    found = admit_with(first, tmp_path, [params])
     thread.join()
     assert not found.refused
     assert found.specs[0].shards == expected.specs[0].shards
@@ -228,11 +217,14 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
         built.append(params["lr"])
         return tune_models.small(params)
 
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
     with pytest.raises(ConfigurationError, match=r"'f1', which is not measured; measured are"):
-        batches = examples(tmp_path, 70)
-        admit_with(counting, folder, batches, [{"lr": 0.1}, {"lr": 0.2}], "f1")
+        admit_with(counting, tmp_path, [{"lr": 0.1}, {"lr": 0.2}], "f1")
     assert built == [0.1]
+
+
+def test_different_metrics_per_trial_end_admission(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="trials measure different things"):
+        admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []})
 
 
 def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state(
@@ -240,9 +232,8 @@ def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state
 ) -> None:
     def forwards(*candidates: dict[str, Any]) -> int:
         tune_models.Counted.forwards = 0
-        folder = RunFolder(LocalStore(str(tmp_path)), f"run-{len(list(tmp_path.iterdir()))}")
-        batches = examples(tmp_path, 70)
-        admitted.extend(admit_with(tune_models.counted, folder, batches, candidates).specs)
+        run = f"run-{len(admitted)}"
+        admitted.extend(admit_with(tune_models.counted, tmp_path, candidates, run=run).specs)
         return tune_models.Counted.forwards
 
     admitted: list[Any] = []
@@ -259,33 +250,30 @@ def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state
 def test_what_no_device_can_hold_is_refused_with_the_numbers_before_training(
     tmp_path: Path,
 ) -> None:
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    batches = examples(tmp_path, 70)
-    tight, ample = WorkerResources(device_memory=300), WorkerResources(device_memory=1 << 20)
-    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=tight)
+    def told(**resources: Any) -> list[str]:
+        found = admit_with(tune_models.small, tmp_path, resources=WorkerResources(**resources))
+        assert not found.refused
+        return [line for line in found.told if "device: least" in line]
+
+    tight = WorkerResources(device_memory=300)
+    found = admit_with(tune_models.small, tmp_path, resources=tight)
     assert "a device needs " in found.refused[0]
     assert "the largest device has 300 B" in found.refused[0]
     assert "raise device_memory" in found.refused[0]
     assert not found.specs
-    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=ample)
-    (table,) = (line for line in found.told if "device: least" in line)
+    (table,) = told(device_memory=1 << 20)
     assert "GPUs" not in table
-    gpus = WorkerResources(device_memory=1 << 20, device_kind="cuda")
-    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}], resources=gpus)
-    (table,) = (line for line in found.told if "device: least" in line)
+    (table,) = told(device_memory=1 << 20, device_kind="cuda")
     assert table.endswith("GPUs compute and copy at another speed.")
-    found = admit_with(tune_models.small, folder, batches, [{"lr": 0.1}])
-    assert not any("device: least" in line for line in found.told)
+    assert told() == []
 
 
 def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_path: Path) -> None:
-    folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    batches = examples(tmp_path, 70)
     model = {"width": 64, "batch_size": 4, "shards": "auto"}  # 26 kB as one shard, 18 kB as two
     candidates = [{"lr": 0.1, **model}, {"lr": 0.2, **model}]
 
     def cuts(resources: WorkerResources) -> list[TrialSpec]:
-        found = admit_with(tune_models.small, folder, batches, candidates, resources=resources)
+        found = admit_with(tune_models.small, tmp_path, candidates, resources=resources)
         assert not found.refused
         return found.specs
 

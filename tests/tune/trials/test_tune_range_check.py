@@ -5,21 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.data.parquet import metadata_of
 from cerebro_hydra.data.preparation.prepared import footer_ranges
-from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns
 from cerebro_hydra.tune.admission import check_value_ranges
-from tests.tune import tune_models
+from tests.recipe.small_recipes import recipe_of
 
 ROWS = 8
 
@@ -37,23 +34,28 @@ class Tokens(nn.Module):
         return self.head(self.dropout(self.embedding(tokens).mean(1)))
 
 
-def check(ranges: dict[str, Any], loss: Any = None, label: Tensor | None = None) -> Recipe:
-    model = Tokens(10, 3)
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), loss or nn.CrossEntropyLoss())
-    columns = Columns(("tokens",), ("label",))
+def check(
+    ranges: dict[str, Any],
+    loss: Any = None,
+    label: Tensor | None = None,
+    model: nn.Module | None = None,
+    features: Tensor | None = None,
+) -> None:
+    """Check the ranges of a feature column `x` and a label column."""
+    recipe = recipe_of(model or Tokens(10, 3), loss or nn.CrossEntropyLoss())
+    columns = Columns(("x",), ("label",))
+    features = torch.zeros(ROWS, 5, dtype=torch.int64) if features is None else features
     label = torch.zeros(ROWS, dtype=torch.int64) if label is None else label
-    example = ((torch.zeros(ROWS, 5, dtype=torch.int64),), (label,))
     recipe = recipe.bind(columns)
     recipe.model.train()
-    check_value_ranges(recipe, columns, example, ranges)
+    check_value_ranges(recipe, columns, ((features,), (label,)), ranges)
     assert recipe.model.training
-    assert not example[0][0].any(), "the batch was written into"
-    return recipe
+    assert not features.any(), "the batch was written into"
 
 
 def test_values_that_model_and_loss_take_pass() -> None:
-    check({"tokens": (0, 9), "label": (0, 2)})
-    check({"tokens": (0, 9), "label": (-100, 2)})  # the loss ignores that index
+    check({"x": (0, 9), "label": (0, 2)})
+    check({"x": (0, 9), "label": (-100, 2)})  # the loss ignores that index
     check({})
 
 
@@ -65,8 +67,8 @@ def test_values_that_model_and_loss_take_pass() -> None:
             r"label column .label. holds values from 0 to 3, and label 3 is no class",
         ),
         ({"label": (-1, 2)}, r"'label' .* label -1 is no class of .*an output for every class"),
-        ({"tokens": (0, 10)}, r"feature column 'tokens' .*forward fails at 10: .*an embedding"),
-        ({"tokens": (-1, 9)}, r"'tokens' holds values from -1 to 9"),
+        ({"x": (0, 10)}, r"feature column 'x' .*forward fails at 10: .*an embedding"),
+        ({"x": (-1, 9)}, r"'x' holds values from -1 to 9"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_its_column(ranges: dict[str, Any], said: str) -> None:
@@ -119,18 +121,11 @@ class TwoTables(nn.Module):
 
 @pytest.mark.parametrize("width", [2, 500])
 def test_a_value_that_one_place_of_an_array_takes_is_not_judged(width: int) -> None:
-    model = TwoTables(1000, 50)
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss())
-    columns = Columns(("ids",), ("label",))
-    example = (
-        (torch.zeros(ROWS, width, dtype=torch.int64),),
-        (torch.zeros(ROWS, dtype=torch.int64),),
-    )
-    recipe = recipe.bind(columns)
-    check_value_ranges(recipe, columns, example, {"ids": (0, 999)})
+    given = {"model": TwoTables(1000, 50), "features": torch.zeros(ROWS, width, dtype=torch.int64)}
+    check({"x": (0, 999)}, **given)
     if width == 2:
         with pytest.raises(ConfigurationError, match="forward fails at 1000"):
-            check_value_ranges(recipe, columns, example, {"ids": (0, 1000)})
+            check({"x": (0, 1000)}, **given)
 
 
 def test_ranges_are_those_of_the_column_alone(tmp_path: Path) -> None:
@@ -164,34 +159,10 @@ def test_ranges_are_those_of_all_files_and_need_statistics(tmp_path: Path) -> No
     assert footer_ranges(map(metadata_of, files), names) == {"label": (0.0, 2.0)}
 
 
-def test_one_late_class_too_many_stops_a_search_before_any_agent(tmp_path: Path) -> None:
-    features = np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32)
-    labels = np.arange(200) % 4
-    labels[137] = 4
-    backend = LocalBackend(2)
-    search = GridSearch(
-        backend=backend,
-        store=LocalStore(prefix_path=str(tmp_path)),
-        estimator_gen_fn=tune_models.small,
-        search_space={"lr": hp_choice([0.1])},
-        num_epochs=1,
-        verbose=0,
-    )
-    launcher = backend.agents
-    said = r"label column 'label' holds values from 0 to 4, and label 4 is no class of a model"
-    with pytest.raises(AllTrialsFailed, match=said):
-        search.fit(Arrays({"features": features, "label": labels}))
-    assert backend.agents is launcher, "agents were launched"
-
-
 @pytest.mark.parametrize("held", [(1, 2), (-1, 1), (-0.5, 0.5)])
 def test_a_label_that_is_no_share_is_refused_where_torch_would_not(held: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recipe = Recipe(model, optimizer, nn.BCEWithLogitsLoss())
-    columns = Columns(("features",), ("label",))
-    example = (torch.zeros(ROWS, 2),), (torch.zeros(ROWS),)
-    recipe = recipe.bind(columns)
-    check_value_ranges(recipe, columns, example, {"label": (0, 1)})
+    given = nn.BCEWithLogitsLoss(), torch.zeros(ROWS), model, torch.zeros(ROWS, 2)
+    check({"label": (0, 1)}, *given)
     with pytest.raises(ConfigurationError, match=r"label column 'label' .*BCEWithLogitsLoss takes"):
-        check_value_ranges(recipe, columns, example, {"label": held})
+        check({"label": held}, *given)

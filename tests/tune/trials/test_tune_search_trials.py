@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -19,20 +18,9 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.hopper.trials import NewTrial
 from cerebro_hydra.observe import Decision, Record
-from cerebro_hydra.plan.messages.events import (
-    BudgetExtended,
-    SearchClosed,
-    SubEpochDone,
-    TrialAdded,
-    TrialPaused,
-    TrialProposed,
-    TrialRefused,
-    TrialResumed,
-    TrialStopped,
-)
+from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
 from cerebro_hydra.tune import trials as timed_call
 from cerebro_hydra.tune.admission import Admission, MemoryBill
@@ -43,14 +31,8 @@ from cerebro_hydra.tune.searches import ListSearch
 from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
 from tests.tune import open_models
 from tests.tune.searchers import Rungs
+from tests.tune.test_tune_search import arguments, rows
 from tests.tune.trials.test_tune_admission import COLUMNS, examples
-
-
-def rows() -> Arrays:
-    random = np.random.default_rng(1)
-    labels = random.integers(0, 4, 90)
-    features = random.normal(size=(90, 16)) + labels[:, None]
-    return Arrays({"features": features.astype(np.float32), "label": labels})
 
 
 class Tape:
@@ -63,23 +45,19 @@ class Tape:
     def on_record(self, record: Record) -> None:
         if isinstance(record, Decision):
             self.decisions.append(record)
-            if isinstance(record.event, SubEpochDone):
+            if isinstance(record.event, ev.SubEpochDone):
                 self.trained.set()
 
     def of(self, *kinds: type) -> list[Any]:
         return [each.event for each in self.decisions if isinstance(each.event, kinds)]
 
 
-def arguments(path: Path, tape: Tape, **changes: Any) -> dict[str, Any]:
-    return {
-        "backend": LocalBackend(2),
-        "store": LocalStore(str(path)),
-        "estimator_gen_fn": open_models.patient,
-        "num_epochs": 1,
-        "verbose": 0,
-        "observers": [tape],
-        **changes,
-    }
+def of_tape(path: Path, tape: Tape, **changes: Any) -> dict[str, Any]:
+    """The arguments of a search, but for what it goes through."""
+    fixed = {"estimator_gen_fn": open_models.patient, "num_epochs": 1, "evaluation_metric": "loss"}
+    given = arguments(path, observers=[tape], **{**fixed, **changes})
+    del given["search_space"]
+    return given
 
 
 @pytest.mark.slow
@@ -89,14 +67,13 @@ def test_the_first_trial_trains_while_the_others_are_admitted(
     tape = Tape()
     monkeypatch.setattr(open_models, "trained", tape.trained)
     space = {"number": hp_choice([0, 1, 2])}
-    result = GridSearch(search_space=space, **arguments(tmp_path, tape)).fit(rows())
+    result = GridSearch(search_space=space, **of_tape(tmp_path, tape)).fit(rows(90))
     assert [(t.status, t.params["number"]) for t in result.trials] == [
         ("finished", 0), ("finished", 1), ("finished", 2)
     ]  # fmt: skip
-    kinds = (TrialProposed, SearchClosed, TrialAdded, SubEpochDone)
-    assert [type(event) for event in tape.of(*kinds)][:6] == [
-        TrialProposed, TrialProposed, TrialProposed, SearchClosed, TrialAdded, SubEpochDone
-    ]  # fmt: skip
+    kinds = (ev.TrialProposed, ev.SearchClosed, ev.TrialAdded, ev.SubEpochDone)
+    found = [type(event) for event in tape.of(*kinds)]
+    assert found[:6] == [ev.TrialProposed] * 3 + [*kinds[1:]]
 
 
 @pytest.mark.slow
@@ -106,20 +83,20 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     tape = Tape()
     search = CustomSearch(
         make_searcher=lambda: Rungs(candidates=4, most_epochs=2, forks=False),
-        **arguments(tmp_path, tape, num_epochs=2),
+        **of_tape(tmp_path, tape, num_epochs=2),
     )
-    result = search.fit(rows())
+    result = search.fit(rows(90))
     assert sorted(len(t.history["train_loss"]) for t in result.trials) == [1, 1, 2, 2]
     assert {trial.status for trial in result.trials} == {"stopped"}
     assert all(result.get_model(trial.trial_id).state_dict() for trial in result.trials)
     said = io.StringIO()
     assert print_replays(Console(file=said), result.run_path)
     assert "4 of 4 replayed trials are identical" in said.getvalue()
-    count = [len(tape.of(kind)) for kind in (TrialPaused, BudgetExtended, TrialResumed)]
+    count = [len(tape.of(kind)) for kind in (ev.TrialPaused, ev.BudgetExtended, ev.TrialResumed)]
     assert count == [6, 2, 2]
-    assert len(tape.of(TrialStopped)) == 4
+    assert len(tape.of(ev.TrialStopped)) == 4
     records = [(each.event, each.instructions) for each in tape.decisions]
-    paused = [isinstance(event, TrialPaused) for event, _ in records].index(True)
+    paused = [isinstance(event, ev.TrialPaused) for event, _ in records].index(True)
     (first, *_) = AskAndTell(search.searcher(), 2, 2).replay(records[:paused])
     assert first == records[paused][0], "what was decided, and not journalled, is decided again"
     assert AskAndTell(search.searcher(), 2, 2).replay(records) == []
@@ -127,8 +104,8 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
 
 def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"make_searcher is .*; give a function"):
-        CustomSearch(make_searcher=Rungs(), **arguments(tmp_path, Tape()))  # type: ignore[arg-type]
-    assert CustomSearch(make_searcher=Rungs, **arguments(tmp_path, Tape())).searcher().epochs == 1
+        CustomSearch(make_searcher=Rungs(), **of_tape(tmp_path, Tape()))  # type: ignore[arg-type]
+    assert CustomSearch(make_searcher=Rungs, **of_tape(tmp_path, Tape())).searcher().epochs == 1
 
 
 @pytest.fixture
@@ -139,15 +116,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> SearchTrials:
     folder = RunFolder(LocalStore(str(path)), "run")
     batches = examples(path, 70)
+    quiet: list[str] = []
+    bill = MemoryBill(DEFAULT_RESOURCES, 2, print)
     admission = Admission(
-        open_models.hanging,
-        COLUMNS,
-        batches,
-        folder,
-        3,
-        "loss",
-        lambda line: None,
-        MemoryBill(DEFAULT_RESOURCES, 2, print),
+        open_models.hanging, COLUMNS, batches, folder, 3, "loss", quiet.append, bill
     )
     admission.admit(0, {})  # what is imported late is imported
     ask_and_tell = AskAndTell(CandidateList(candidates, 1), 1, 2)
@@ -170,7 +142,7 @@ def outcomes(trials: SearchTrials) -> Iterator[Any]:
             assert news.wait_for(lambda: came, 60), "nothing more is admitted"
             each = came.pop(0)
         trials.follow(each.event if isinstance(each, NewTrial) else each, [])
-        if isinstance(each, NewTrial | TrialRefused):
+        if isinstance(each, NewTrial | ev.TrialRefused):
             yield each
 
 
@@ -185,7 +157,7 @@ def test_a_candidate_that_hangs_is_refused_with_its_stack_and_the_others_are_adm
     found = outcomes(trials)
     first, second, third, fourth = (next(found) for _ in range(4))
     for refused, number in ((first, 0), (third, 2)):
-        assert isinstance(refused, TrialRefused) and refused.trial == number
+        assert isinstance(refused, ev.TrialRefused) and refused.trial == number
         assert refused.error.startswith("it is not admitted after admission_seconds=2.0; give it")
         assert "in hanging" in refused.error, "the place where it hangs"
     assert (second.spec.trial, fourth.spec.trial) == (1, 3)
@@ -241,20 +213,20 @@ def test_a_candidate_under_way_is_given_up_when_the_run_ends(
 
 def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
     tape = Tape()
-    search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **arguments(tmp_path, tape))
-    proposed = AskAndTell(search.searcher(), 1, 2).begin()
-    assert [(each.trial, each.params) for each in proposed if isinstance(each, TrialProposed)] == [
-        (0, {"b": 1}), (1, {}), (2, {"b": 1})
-    ]  # fmt: skip
+    search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **of_tape(tmp_path, tape))
+    begun = AskAndTell(search.searcher(), 1, 2).begin()
+    proposed = [each for each in begun if isinstance(each, ev.TrialProposed)]
+    assert [each.trial for each in proposed] == [0, 1, 2]
+    assert [each.params for each in proposed] == [{"b": 1}, {}, {"b": 1}]
 
 
 def begun(path: Path, tape: Tape) -> tuple[GridSearch, RunFolder]:
     """A run of four candidates that has ended."""
     space = {"number": hp_choice([0, 1, -1, 2])}
     search = GridSearch(
-        search_space=space, **arguments(path, tape, estimator_gen_fn=open_models.refusing)
+        search_space=space, **of_tape(path, tape, estimator_gen_fn=open_models.refusing)
     )
-    return search, RunFolder.open(search.fit(rows()).run_path)
+    return search, RunFolder.open(search.fit(rows(90)).run_path)
 
 
 @pytest.mark.slow
@@ -263,9 +235,9 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
 ) -> None:
     tape = Tape()
     search, folder = begun(tmp_path, tape)
-    ends = (TrialAdded, TrialRefused)
+    ends = (ev.TrialAdded, ev.TrialRefused)
     kinds = [type(each.event) for each in tape.decisions]
-    first = kinds.index(TrialAdded) + 1
+    first = kinds.index(ev.TrialAdded) + 1
     manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
     assert manifest is not None
     records = [(each.event, each.instructions) for each in tape.decisions[:first]]
