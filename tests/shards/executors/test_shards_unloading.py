@@ -194,6 +194,25 @@ def test_the_fast_path_stays_off_until_the_last_thread_has_left():
     assert enabled() == before
 
 
+def test_random_numbers_go_on_where_the_run_left_them() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def run(reach: Reach) -> None:
+        torch.manual_seed(3)
+        for kind in ("F", "B"):
+            reach(kind, 0)
+            drawn.append(torch.rand(2))
+
+    paused = PausedRun()
+    paused.begin(run)
+    for _ in range(2):
+        torch.rand(5)  # another run draws, too
+        paused.advance()
+    paused.close()
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat(drawn), torch.rand(4))
+
+
 def test_what_a_step_raises_is_raised_by_its_advance() -> None:
     def run(reach) -> None:
         reach("F", 0)
