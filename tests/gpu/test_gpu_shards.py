@@ -17,8 +17,8 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.run_in_process import run_in_process
 from tests.gpu.device_trial import DeviceTrial, everything
 from tests.shards import plain, zoo
-from tests.shards.engine.accelerated import MODELS
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
+from tests.shards.trials import ACCELERATED as MODELS
 
 pytestmark = pytest.mark.gpu
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -78,6 +79,137 @@ class Logits(nn.Module):
         return self.model(tokens).logits
 
 
+class Encoder(nn.Module):
+    """Blocks of attention with dropout, a mask in a buffer and a learned position outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.position = nn.Parameter(torch.randn(12, 16) * 0.1)
+        self.register_buffer("mask", torch.full((12, 12), -1e9).triu(1))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(16))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = self.mask[: tokens.shape[1], : tokens.shape[1]]  # a view that every block reads
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, src_mask=mask)
+        return self.head(x * self.scale)
+
+
+class Tied(nn.Module):
+    """Reads its embeddings again at the end, with a norm of batches and dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.Sequential(
+            nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(12), nn.Dropout(0.3), nn.Linear(8, 8),
+            nn.Tanh(), nn.Linear(8, 8),
+        )  # fmt: skip
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+class Norms(nn.Module):
+    """An MLP with dropout, BatchNorm, and tensors that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(n, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+            for n in (6, 16, 16)
+        )
+        self.head = nn.Linear(16, 3)
+        self.register_buffer("shift", torch.full((16,), 0.1), persistent=False)
+        self.scales = {"hidden": [torch.full((16,), 1.5)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scales["hidden"][0] + self.shift
+        return self.head(x + torch.arange(16, device=x.device))
+
+
+class SharedLayer(nn.Module):
+    """Calls its first layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        if self.training:
+            x = x + torch.rand_like(x)  # between units, goes on with drop's
+        x = self.drop(self.first(x)).tanh()
+        return self.last(self.drop(self.first(x)))
+
+
+class Mean(nn.Module):
+    """Takes sequences of any length from two on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(1, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.a(x.unsqueeze(-1)))
+        return self.c(torch.tanh(self.b(y)).mean(1))
+
+
+class Net(nn.Module):
+    """Three layers, to which a subclass adds something, or of which it makes other use."""
+
+    layers: ClassVar[dict[str, tuple[int, int]]] = {"a": (6, 6), "b": (6, 6), "c": (6, 3)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (inputs, outputs) in self.layers.items():
+            setattr(self, name, nn.Linear(inputs, outputs))
+        self.add()
+
+    def add(self) -> None:
+        """Nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x).tanh()).tanh())
+
+
+class Pair(Net):
+    layers: ClassVar[dict[str, tuple[int, int]]] = {"a": (6, 6), "b": (6, 3)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+class One(Net):
+    layers: ClassVar[dict[str, tuple[int, int]]] = {"a": (6, 3)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+
+class Counts(Pair):
+    """Counts its calls in a buffer that no checkpoint holds, and uses the count."""
+
+    def add(self) -> None:
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        self.calls.add_(1)
+        return self.b(y * self.calls)
+
+
 class Decides(nn.Module):
     """Its control flow depends on values, so it can't be exported."""
 
@@ -89,6 +221,26 @@ class Decides(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.drop(self.a(x))
         return y if y.sum() > 0 else y * 0.5
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    return Logits(LlamaForCausalLM(config))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    return Logits(BertForSequenceClassification(config))
 
 
 def mlp(dropout: float = 0.3, width: int = 16) -> nn.Sequential:

@@ -2,64 +2,404 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Columns, Recipe
+from tests.conformance import text
 from tests.shards import zoo
-from tests.shards.cut.cut_recipes import seeded
-from tests.shards.engine.test_shards_equivalence import mlp_recipe, two_sub_epochs
+from tests.shards.cut.test_shards_two_workers import Momentum
 from tests.shards.hopping import start
+from tests.shards.trials import Make, bound, made, mlp_recipe
+
+VECTORS = zoo.vectors(8)
+
+# ---------------------------------------------------------------------- random numbers
 
 
-def test_a_forward_that_does_not_fit_is_the_users_error_with_shapes():
-    batch = zoo.vectors(8, features=7)
-    with pytest.raises(ConfigurationError, match=r"forward failed.*float32\[8, 7\].*int64\[8\]"):
-        start(mlp_recipe()(), [batch])
+def drawing_forward(draw):
+    class Draws(zoo.Net):
+        def forward(self, x):
+            return super().forward(x * 2 if self.training and draw() < 0 else x)
+
+    return made(Draws)
 
 
-def test_a_column_of_another_type_is_told_to_be_cast():
-    with pytest.raises(ConfigurationError, match=r"float32\[8, 6\].*BFloat16; cast the columns"):
-        start(mlp_recipe(model=lambda: zoo.mlp().bfloat16())(), two_sub_epochs()[0])
-
-
-def test_a_loss_that_fails_is_the_users_error_with_its_message():
+def drawing_loss(draw):
     def loss(outputs, labels):
-        raise KeyError("no such label")
+        return nn.functional.cross_entropy(outputs, labels) * (2 if draw() < 0 else 1)
 
-    with pytest.raises(ConfigurationError, match=r"the loss failed.*no such label'; correct it"):
-        start(seeded(zoo.mlp, loss=loss)(), two_sub_epochs()[0])
+    return made(zoo.Net, lambda model: loss)
 
 
-class Restless(nn.Module):
-    calls = 0
+def drawing_collate(draw):
+    return made(zoo.Net, collate=lambda batch, training: batch if draw() >= 0 else {})
+
+
+def drawing_collate_of_evaluation(draw):
+    return made(zoo.Net, collate=lambda batch, training: batch if training or draw() >= 0 else {})
+
+
+DRAWING = (drawing_forward, drawing_loss, drawing_collate, drawing_collate_of_evaluation)
+
+
+class DrawsAlways(zoo.One):
+    """It draws in evaluation too, like a variational autoencoder that never stops sampling."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn(len(x), 3)
+
+
+# ---------------------------------------------------------------------- what steps keep
+
+
+def keeping(first: Callable[[], object], keep: Callable[[nn.Module, torch.Tensor], object]):
+    """Return a model that keeps something in `calls`, which changes no value that it gives."""
+
+    class Keeps(zoo.Net):
+        def add(self):
+            self.calls = first()
+
+        def forward(self, x):
+            out = super().forward(x)
+            if self.training:
+                keep(self, out)
+            return out
+
+    return Keeps
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self) -> None:
+        self.rows += 1
+
+
+def counting_hook() -> Callable[[], None]:
+    count = [0]
+    return lambda: count.append(0)
+
+
+def count(model, out):
+    model.calls += 1
+
+
+def average(model, out):
+    model.calls = 0.9 * model.calls + 0.1 * out.detach().mean(0)
+
+
+def turn(model, out):
+    model.calls = not model.calls
+
+
+KEPT = {
+    "a number": keeping(int, count),
+    "a dict": keeping(
+        lambda: {"all": 0, "rows": Counter()}, lambda model, out: model.calls["rows"].update("x")
+    ),
+    "a list": keeping(list, lambda model, out: model.calls.append(out.mean().item())),
+    "a tensor": keeping(lambda: torch.zeros(3), average),
+    "a switch": keeping(bool, turn),
+    "an object": keeping(Statistics, lambda model, out: model.calls()),
+    "a closure": keeping(counting_hook, lambda model, out: model.calls()),
+    "a generator of numpy": keeping(
+        lambda: np.random.default_rng(0), lambda model, out: model.calls.random()
+    ),
+    "a generator of torch": keeping(
+        lambda: torch.Generator().manual_seed(0),
+        lambda model, out: torch.rand(1, generator=model.calls),
+    ),
+}  # fmt: skip
+
+
+class MakesABuffer(zoo.Net):
+    def add(self):
+        self.register_buffer("rows", None)
+
+    def forward(self, x):
+        if self.training:
+            self.rows = torch.tensor(len(x)) + (0 if self.rows is None else self.rows)
+        return super().forward(x)
+
+
+class Smoothed(nn.Module):
+    """A loss that keeps an average of itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(6, 3)
+        self.mean = 0.0
+
+    def forward(self, outputs, labels):
+        loss = nn.functional.cross_entropy(outputs, labels)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss
+
+
+def counting_collate():
+    seen = []
+    return lambda batch, training: seen.append(training) or batch
+
+
+# ---------------------------------------------------------------------- what writes, or fails
+
+
+class WritesInEvaluation(Momentum):
+    def forward(self, x):
+        self.follow()
+        return self.c(self.b(self.a(x).tanh() + self.slow(x)).tanh())
+
+
+class Masks(nn.Linear):
+    """Keeps part of its weight at 0, by writing there, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mask", (torch.arange(36) % 2).view(6, 6).float())
+
+    def forward(self, x):
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class ChecksTwice(zoo.Net):
+    """Runs a unit twice under checkpoints."""
+
+    def add(self):
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(lambda y: self.drop(self.a(y)), x, use_reentrant=False)
+        return self.c(self.b(x))
+
+
+def complex_numbers(kind: str) -> Callable[[], nn.Module]:
+    def model() -> nn.Module:
+        built, numbers = zoo.mlp(), torch.ones(2, dtype=torch.complex128)
+        if kind == "buffer":
+            built.register_buffer("numbers", numbers)
+        else:
+            built.register_parameter("numbers", nn.Parameter(numbers))
+        return built
+
+    return model
+
+
+def failing_loss(outputs, labels):
+    raise KeyError("no such label")
+
+
+class Broken:
+    """A custom metric whose update fails."""
+
+    def start(self):
+        return 0
+
+    def update(self, state, outputs, labels):
+        return state + labels.no_such_thing()
+
+    def merge(self, state, other):
+        return state + other
+
+    def compute(self, state):
+        return state
+
+
+def by(optimizer: type[torch.optim.Optimizer]) -> Make:
+    return mlp_recipe(lambda model: optimizer(model.parameters(), lr=0.1))
+
+
+class HalvesNowAndThen(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, and halves the weights at every fifth."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if self.calls % 5 == 0:
+                parameter.data.mul_(0.5)
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] = 1
+
+
+STATE = r"each step changes attribute 'calls' of the model \(Keeps\).* no part of the state"
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    **{
+        f"{kind.__name__} by {name}": (kind(draw), f"draw random numbers from {name}")
+        for kind in DRAWING
+        for name, draw in {
+            "Python's random": random.random, "numpy.random": lambda: np.random.rand()
+        }.items()
+    },
+    "random numbers in evaluation": (made(DrawsAlways), r"random numbers from .* or in evaluation"),
+    **{
+        f"{kept} that is kept, {shards}": (
+            made(model, shards=shards), STATE
+        )
+        for kept, model in KEPT.items()
+        for shards in (1, 2)
+    },
+    "one of a part": (
+        made(lambda: nn.Sequential(nn.Linear(6, 6), KEPT["a number"]())),
+        "attribute 'calls' of module '1'",
+    ),
+    "a buffer that is made": (
+        made(MakesABuffer), "each step changes buffer 'rows', which the first"
+    ),
+    "what a loss keeps": (
+        made(zoo.Net, lambda model: Smoothed()), "each step changes a value of the loss"
+    ),
+    "what a collate keeps": (
+        made(zoo.Net, collate=counting_collate()), "each step changes a value of the collate"
+    ),
+    "an average of what the forward writes": (
+        made(Momentum, ema=0.9),
+        "ema is 0.9, and the forward writes to frozen parameter 'slow.weight'",
+    ),
+    "writes in evaluation": (
+        made(WritesInEvaluation),
+        r"writes to parameter 'slow\.weight' in evaluation.*`if self\.training` only",
+    ),
+    "writes to what trains in evaluation": (
+        mlp_recipe(model=lambda: nn.Sequential(Masks(), nn.Tanh(), nn.Linear(6, 3)), shards=2),
+        r"writes to parameter '0\.weight' in evaluation.*`if self.training` only, or use .*mask$",
+    ),
+    "checkpoints around a unit that runs twice": (
+        made(ChecksTwice, shards=3), r"backward runs 'a' again.* 2 times"
+    ),
+    **{
+        f"a complex {kind}": (
+            mlp_recipe(model=complex_numbers(kind)),
+            f"{kind} 'numbers' has .*complex128.* complex64",
+        )
+        for kind in ("parameter", "buffer")
+    },
+    "another type": (
+        mlp_recipe(model=lambda: zoo.mlp().bfloat16()),
+        r"float32\[8, 6\].*BFloat16; cast the columns",
+    ),
+    "another width": (
+        mlp_recipe(model=lambda: nn.Linear(7, 3)), r"forward failed.*float32\[8, 6\].*int64\[8\]"
+    ),
+    "a loss that fails": (
+        made(zoo.mlp, lambda model: failing_loss), r"the loss failed.*no such label'; correct it"
+    ),
+    **{
+        f"{name} metric": (
+            mlp_recipe(metrics={"m": (metric, "max")}), r"metric 'm' failed .*no_such_thing"
+        )
+        for name, metric in {
+            "a failing": lambda outputs, labels: outputs.no_such_thing(), "an own failing": Broken()
+        }.items()
+    },
+    "a collate that loses rows in evaluation": (
+        mlp_recipe(collate=lambda b, training: b if training else {n: t[1:] for n, t in b.items()}),
+        "none may be added or lost",
+    ),
+    "a collate that loses a column": (
+        mlp_recipe(collate=lambda batch, training: {"x": batch["x"]}),
+        "without a tensor for column 'y'",
+    ),
+    "a collate that gives a tensor": (
+        mlp_recipe(collate=lambda batch, training: batch["x"]), "collate returned Tensor without"
+    ),
+    "a collate that loses rows": (
+        mlp_recipe(collate=lambda batch, training: {k: v[1:] for k, v in batch.items()}),
+        r"for a batch of 8 rows",
+    ),
+    "an optimizer that counts": (
+        by(HalvesNowAndThen),
+        r"attribute 'calls' of optimizer HalvesNowAndThen.*as group\['calls'\]",
+    ),
+    "optimizer state that is no tensor": (by(Counting), r"Counting keeps 'steps' of .*'0\.weight'"),
+    **{
+        f"shards={shards} by {cut}": (mlp_recipe(shards=shards, cut=cut), message)
+        for shards, cut, message in [
+            # 0 begins shard 0 anyway, and 4 is a ReLU that writes over what came before.
+            (["0"], "export", r"'0'.*places \['1', '2', '3', '5'"),
+            (["4"], "export", r"'4'.*places \['1', '2', '3', '5'"),
+            (["0"], "modules", r"'0'.*places \['1', '2', '3', '4', '5'"),
+            (
+                [["0", "6"], ["3"]], "modules",
+                r"puts '6' into shard 0, but the model runs it elsewhere.*'0', '1'",
+            ),
+            ([["0"], []], "modules", "shard 1 of shards has no block"),
+            ([["0"], "3"], "modules", "mixes names and lists"),
+            ([["0"], ["nose"]], "modules", "'nose', which is no module"),
+            (
+                "Auto", "modules",
+                "'Auto', which is no module of the model; give 'auto', a number, or",
+            ),
+            ([["0"], [nn.Linear(1, 1)]], "modules", "a Linear that is no module of the model"),
+            (2.5, "modules", r"shards is 2\.5; give a number"),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_with_what_is_wrong(what: str) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(ConfigurationError, match=message):
+        start(bound(make)(), [VECTORS])
+
+
+@pytest.mark.parametrize(
+    ("model", "labels"),
+    [(text.bert, 1), (text.gpt2, 12), (text.t5, 12)],
+    ids=["bert", "gpt2", "t5"],
+)
+def test_models_of_transformers_are_not(model, labels) -> None:
+    make = made(lambda: model(16, 1, 50), lambda model: "model", shards=1)
+    tokens, targets = torch.randint(50, (4, 12)), torch.randint(3, (4, labels)).squeeze(1)
+    batches = [Batch((tokens[:rows],), (targets[:rows],), rows) for rows in (4, 3)]
+    start(make().bind(Columns(("input_ids",), ("labels",))), zoo.singly(batches))
+
+
+class Restless(zoo.One):
+    calls = 0
 
     def forward(self, x):
         Restless.calls += 1
         return self.a(x) * Restless.calls
 
 
-def test_a_model_that_can_never_be_repeated_is_refused():
+def test_a_model_that_can_never_be_repeated_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="can't be trained reproducibly") as refused:
-        start(seeded(Restless)(), two_sub_epochs()[0])
+        start(made(Restless)(), [VECTORS])
     assert str(refused.value).count("; ") == 1, "it ends after its remedy"
     assert [note.partition(":")[0] for note in refused.value.__notes__] == ["as one shard"]
 
 
-def test_optimizer_state_that_is_no_tensor_is_refused_by_name():
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["steps"] = 1
+def test_another_way_to_cut_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"cut is 'layers'; it is one of \['export', "):
+        mlp_recipe(cut="layers")()
 
-    model = zoo.mlp()
-    recipe = Recipe(model, Counting(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), shards=2)
-    with pytest.raises(ConfigurationError, match=r"Counting keeps 'steps' of .*'0\.weight'"):
-        start(recipe, two_sub_epochs()[0])
+
+def test_parameters_that_overlap_in_memory_are_refused() -> None:
+    model = zoo.Pair()
+    model.b.weight = nn.Parameter(model.a.weight.data[:3])
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    with pytest.raises(ConfigurationError, match="different views of the same memory"):
+        start(recipe, [VECTORS])

@@ -1,4 +1,4 @@
-"""Cuts of models: where they lie, what each shard holds, and what becomes of other models."""
+"""Cuts of models: where they lie, what each shard holds, and when shards come and go."""
 
 from __future__ import annotations
 
@@ -7,56 +7,31 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
+from cerebro_hydra.shards.admission.admit import CutReport, admit
+from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.engine import module_tasks
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
-from tests.shards.cut.cut_recipes import owned, seeded
-from tests.shards.engine.test_shards_equivalence import mlp_recipe, two_sub_epochs
-from tests.shards.hopping import assert_equal_to_plain, start
+from tests.shards.cut.test_shards_cut_models import Named
+from tests.shards.executors.executor_case import assert_equal_to_plain
+from tests.shards.hopping import STEPS_PER_EPOCH, Trial, owned, start
+from tests.shards.trials import mlp_recipe, seeded, two_sub_epochs
 
 
-def test_cuts_are_where_the_names_say():
-    trial = assert_equal_to_plain(mlp_recipe(shards=["3", "6"]), two_sub_epochs())
-    assert trial.admission.spec == CutSpec("export", ("3@0", "6@0"), overwritten=("4@0",))
-    assert [owned(trial, k) for k in range(3)] == [
-        ("0.weight", "0.bias"), ("3.weight", "3.bias"),
-        ("6.weight", "6.bias", "8.weight", "8.bias"),
-    ]  # fmt: skip
-
-
-def test_a_container_stands_for_its_first_unit():
-    def build():
-        return nn.Sequential(
-            nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 3), nn.Dropout())
-        )
-
-    trial = assert_equal_to_plain(seeded(build, ["1"]), two_sub_epochs())
-    assert trial.admission.spec.at == ("1.0@0",)
-
-
-@pytest.mark.parametrize(
-    ("name", "cut", "places"),
-    [
-        ("0", "export", "'1', '2', '3', '5'"),  # 0 begins shard 0 anyway
-        ("4", "export", "'1', '2', '3', '5'"),  # a ReLU that writes over what came before
-        ("0", "modules", "'1', '2', '3', '4', '5'"),
-    ],
-)
-def test_a_name_that_is_no_place_to_cut_is_refused_with_the_places(name, cut, places):
-    with pytest.raises(ConfigurationError, match=rf"'{name}'.*places \[{places}"):
-        start(mlp_recipe(shards=[name], cut=cut)(), two_sub_epochs()[0])
+def reported(shards, **rules) -> CutReport:
+    return start(mlp_recipe(shards=shards, **rules)(), two_sub_epochs()[0]).admission.report
 
 
 @pytest.mark.parametrize("cut", ["modules", "export"])
 def test_more_shards_than_units_are_clamped_and_the_report_says_so(cut):
-    trial = start(mlp_recipe(shards=50, cut=cut)(), two_sub_epochs()[0])
-    assert trial.cut_model.num_shards == 4, "a shard without parameters is nothing but overhead"
-    assert "50 shards were asked for" in trial.admission.report.text()
+    report = reported(50, cut=cut)
+    assert len(report.shards) == 4, "a shard without parameters is nothing but overhead"
+    assert "50 shards were asked for" in report.text()
 
 
 def test_a_balanced_cut_isolates_the_heaviest_layer():
@@ -70,8 +45,7 @@ def test_a_balanced_cut_isolates_the_heaviest_layer():
 
 
 def test_the_report_counts_what_each_shard_holds_and_receives():
-    recipe = mlp_recipe(shards=["3"], cut="export")()
-    report = start(recipe, two_sub_epochs()[0]).admission.report
+    report = reported(["3"], cut="export")
     first, second = report.shards
     assert (first.first_unit, first.last_unit) == ("0", "2")
     assert (second.first_unit, second.last_unit) == ("3", "8")
@@ -82,84 +56,57 @@ def test_the_report_counts_what_each_shard_holds_and_receives():
     assert json.loads(json.dumps(report.to_json()))["fallback"] is None
 
 
-class Inputs(nn.Module):
-    """It has two inputs, a mask from one of them, constants of every kind, and a dict as output."""
+def test_a_cut_by_number_says_what_share_of_the_time_each_shard_takes():
+    report = reported(3)
+    shares = [int(shard.why.split("%")[0]) for shard in report.shards]
+    assert 98 <= sum(shares) <= 102
+    assert all("of a step's measured time" in shard.why for shard in report.shards)
 
-    def __init__(self) -> None:
+
+def test_a_cut_by_name_says_which_name():
+    report = reported(["3", "6"])
+    why = ["it begins the model", "'3' was named", "'6' was named"]
+    assert [shard.why for shard in report.shards] == why
+    assert "('3' was named)" in report.text()
+
+
+def test_shards_may_be_lists_of_blocks_and_are_named_by_any_name():
+    assert first_units(reported([["0", "1"], ["3"], ["6", "8"]])) == ["0", "3", "6"]
+    model = zoo.mlp()
+    blocks = [[model[0]], [model[3], model[6]]]
+    assert first_units(reported(blocks, model=lambda: model)) == ["0", "3"]
+    named = reported(["again.2", "last"], model=lambda: Named(outside_first=False))
+    assert first_units(named) == ["body.0", "body.2", "last"]
+
+
+def first_units(report: CutReport) -> list[str]:
+    return [shard.first_unit for shard in report.shards]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.embed = nn.Embedding(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 3)
-        self.register_buffer("scale", torch.full((6,), 0.5))
-        self.register_buffer("shift", torch.arange(6.0), persistent=False)
-        self.plain = torch.ones(6) * 0.25
-
-    def forward(self, x, kind):
-        mask = (kind > 1).unsqueeze(1).to(x.dtype) * self.shift
-        y = x + self.embed(kind)
-        for layer in self.layers:
-            y = torch.tanh(layer(y)) * self.scale + mask + self.plain
-        return {"logits": self.last(y), "mask": mask}
-
-
-def two_inputs(*rows):
-    g = torch.Generator().manual_seed(0)
-    return [
-        Batch(
-            (torch.randn(n, 6, generator=g), torch.randint(5, (n,), generator=g)),
-            (torch.randint(3, (n,), generator=g),), n,
-        )
-        for n in rows
-    ]  # fmt: skip
-
-
-def dict_loss(outputs, labels):
-    return nn.functional.cross_entropy(outputs["logits"], labels) + outputs["mask"].mean()
-
-
-def test_values_of_inputs_alone_are_made_again_instead_of_shipped():
-    make = seeded(Inputs, 4, loss=dict_loss)
-    trial = assert_equal_to_plain(make, [zoo.singly(two_inputs(8, 5))] * 2, "recompute")
-    for shard_graph in trial.cut_model.graphs.train[1:]:
-        assert len(shard_graph.live_in) == 1, "only the activation crosses"
-    frozen = {e.name for s in trial.layout.shards for e in s.frozen.entries}
-    assert frozen == {"buffer:scale"}, "what no checkpoint holds, the factory makes again"
-
-
-class Counts(nn.Module):
-    """Counts its calls in a buffer that no checkpoint holds, and uses the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.cell = kind(6, 8, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
-        y = self.a(x)
-        self.calls.add_(1)
-        return self.b(y * self.calls)
+        return self.head(self.cell(x.unsqueeze(1))[0][:, -1])
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_buffer_that_training_writes_to_hops(mode):
-    trial = assert_equal_to_plain(seeded(Counts), two_sub_epochs(), mode)
-    held = {e.name for s in trial.layout.shards for e in s.trainable.entries}
-    assert "buffer:calls" in held
-
-
-class SharedNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return self.c(self.norm(self.b(self.norm(self.a(x)))))
-
-
-def test_no_cut_parts_two_writers_of_one_buffer():
-    trial = assert_equal_to_plain(seeded(SharedNorm, 9), two_sub_epochs(), "recompute")
-    assert trial.admission.spec.at == ("norm@0", "c@0")
+@pytest.mark.parametrize(
+    "make",
+    [
+        mlp_recipe(shards=3),
+        seeded(lambda: Recurrent(nn.LSTM), cut="export"),
+        seeded(lambda: Recurrent(nn.GRU), cut="export"),
+    ],
+    ids=["measured once", "LSTM", "GRU"],
+)
+def test_equal_models_are_cut_alike_and_share_what_was_cut(make):
+    cache = CutModelCache()
+    trials = [start(make(), two_sub_epochs()[0], cache=cache) for _ in range(4)]
+    assert len({trial.admission.spec for trial in trials}) == 1
+    assert len({id(trial.cut_model) for trial in trials}) == 1
 
 
 def test_a_model_that_writes_into_its_input_is_cut_by_modules():
@@ -171,103 +118,13 @@ def test_a_model_that_writes_into_its_input_is_cut_by_modules():
 
     make = seeded(build, 3, cut="export")
     reference = make()
-    plain.train(reference, sub_epochs())
+    _, training = plain.train(reference, sub_epochs())
     trial = start(make(), [w for s in sub_epochs() for w in s])
     assert trial.admission.spec.mode != "export"
     assert "writes into its own input" in trial.admission.report.fallback
     for windows in sub_epochs():
         trial.train(windows)
-    assert plain.everything(trial.loaded()) == plain.everything(reference)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 6)
-        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.3, batch_first=True)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, tokens):
-        return self.last(self.lstm(self.embed(tokens))[0][:, -1])
-
-
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_recurrent_layer_is_one_unit(mode):
-    def batches(*rows):
-        return [
-            Batch(t.features, labels.labels, t.rows)
-            for t, labels in zip(zoo.tokens(*rows), zoo.vectors(*rows), strict=True)
-        ]
-
-    trial = assert_equal_to_plain(seeded(Recurrent, 3), [zoo.singly(batches(8, 5))] * 2, mode)
-    assert trial.admission.spec.at == ("lstm@0", "last@0")
-
-
-class TwoPrecisions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.b = nn.Linear(6, 6).double()
-
-    def forward(self, *inputs):
-        return self.c(self.b(torch.tanh(self.a(inputs[0])).double()).float())
-
-
-def test_two_precisions_are_clipped_together():
-    make = seeded(TwoPrecisions, 3, clip_grad_norm=0.1)
-    trial = assert_equal_to_plain(make, two_sub_epochs())
-    assert trial.cut_model.num_shards == 3
-
-
-def test_a_sequential_that_cannot_be_exported_is_cut_by_modules():
-    def build():
-        return nn.Sequential(zoo.Decides(), zoo.Decides(), nn.Dropout(0.2), nn.Linear(6, 3))
-
-    make = seeded(build, 3)
-    trial = assert_equal_to_plain(
-        make, two_sub_epochs(), "recompute", cut="modules", asked="export"
-    )
-    assert trial.cut_model.num_shards == 3
-    assert "torch.export failed" in trial.admission.report.fallback
-
-
-def test_layers_with_batch_norm_agree_too():
-    def build():
-        return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
-
-    for mode in ("keep", "recompute"):
-        assert_equal_to_plain(seeded(build, ["1", "3"]), two_sub_epochs(), mode, cut="modules")
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_layers_and_whole_models_evaluate_as_plain_ones_do(shards):
-    def build():
-        return nn.Sequential(zoo.Decides(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 3))
-
-    make = seeded(build, shards, metrics=["accuracy"])
-    windows = zoo.singly(zoo.vectors(8, 5))
-    reference = make()
-    _, training = plain.train(reference, [windows])
-    trial = assert_equal_to_plain(make, [windows], cut="modules")
-    before = [content for content, _ in trial.shards]
-    found = trial.evaluate(zoo.vectors(8, 7, seed=3))
-    assert found == training.evaluate(zoo.vectors(8, 7, seed=3))
-    assert before == [content for content, _ in trial.shards]
-
-
-def test_any_model_that_cannot_be_exported_is_cut_by_modules():
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.last = zoo.Decides(), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.last(self.body(x))
-
-    make = seeded(Wrapped, 3)
-    trial = assert_equal_to_plain(make, two_sub_epochs(), cut="modules", asked="export")
-    assert trial.cut_model.num_shards == 2
-    assert "torch.export failed" in trial.admission.report.fallback
+    assert_same_state(trial.tensors(), training)
 
 
 def test_admission_changes_neither_model_nor_optimizer():
@@ -288,34 +145,166 @@ def test_spec_and_template_travel_as_json():
         assert cls.from_json(json.loads(json.dumps(value.to_json()))) == value
 
 
-class Checkpointed(nn.Module):
-    """Drops activations of its blocks and computes them again in backward, if it is told to."""
-
-    def __init__(self, again: bool, twice: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(3)
-        )
-        self.last = nn.Linear(6, 3)
-        self.again, self.twice = again, twice
+class FixedRows(zoo.Pair):
+    """Counts rows in Python, so an exported graph is right for one number of rows only."""
 
     def forward(self, x):
-        for block in (*self.blocks, *self.blocks[: int(self.twice)]):
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return self.last(x)
+        return self.b(self.a(x) * float(sum(1 for _ in range(x.shape[0]))))
 
 
-def test_checkpoints_around_dropout_draw_the_same_numbers_again():
-    trial = assert_equal_to_plain(
-        seeded(lambda: Checkpointed(True), 3), two_sub_epochs(), cut="modules"
-    )
+def test_a_model_that_fixes_the_number_of_rows_has_a_graph_for_each():
+    sub_epochs = [zoo.singly(zoo.vectors(8, 5)), zoo.singly(zoo.vectors(1, 8, seed=1))]
+    trial = assert_equal_to_plain(seeded(FixedRows), sub_epochs)
+    assert trial.admission.spec == CutSpec("export", ("b@0",), rows=(8, 5, 1))
+    assert trial.evaluate(zoo.vectors(5)).sums["loss"][1] == 5
+    with pytest.raises(ConfigurationError, match="has 7 rows, and the model was cut for"):
+        trial.evaluate(zoo.vectors(7))
+
+
+class Late(zoo.Pair):
+    """Some of its parameters have a gradient only when it is told."""
+
+    def add(self):
+        self.vector, self.matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+        self.told = False
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return y + self.vector * self.matrix.sum(1) if self.told else y
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Adagrad", "Adam", "Rprop"])
+def test_a_first_gradient_may_come_after_admission(kind):
+    optimizer = getattr(torch.optim, kind)
+    make = mlp_recipe(lambda model: optimizer(model.parameters(), lr=0.1), 2, Late)
+    reference = make()
+    trial = start(make(), two_sub_epochs()[0])
+    training = PlainTrainer(reference, plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    for told in (False, True):
+        reference.model.told = trial.recipe.model.told = told
+        training.train(zoo.singly(zoo.vectors(8, 5)))
+        trial.train(zoo.singly(zoo.vectors(8, 5)))
+    assert_same_state(trial.tensors(), training)
+
+
+class Wrapped(nn.Module):
+    """Gives a language model whatever else it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = zoo.Language()
+        self.language.gpt.config.use_cache = True
+
+    def forward(self, input_ids, **others):
+        return self.language.gpt(input_ids, **others)
+
+
+def test_a_cache_behind_keywords_is_off_while_the_recipe_computes():
+    torch.manual_seed(0)
+    model = Wrapped()
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), "model", shards=2)
+    recipe.bind(Columns(("input_ids", "attention_mask"), ("labels",)))
+    tokens = zoo.tokens(4)[0].features[0]
+    example = ((tokens, torch.ones_like(tokens)), (tokens,))
+    with recipe.precision():
+        assert recipe.call(recipe.model, recipe.inputs(*example)).past_key_values is None
+    assert recipe.model.language.gpt.config.use_cache is True
+    assert len(admit(recipe, [example], 1).report.shards) == 2
+
+
+def trial_of(model: nn.Module, shards=2, mode="keep") -> Trial:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards, cut="modules")
+    return start(recipe, zoo.singly(zoo.vectors(8, 8)), mode)
+
+
+class Notes(nn.Module):
+    """Calls a function when its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.note = lambda: None
+
+    def forward(self, x):
+        self.note()
+        return torch.tanh(self.layer(x))
+
+
+def test_a_shard_is_needed_when_the_forward_enters_it_and_leaves_after_its_last_backward():
+    trial = trial_of(nn.Sequential(Notes(), Notes(), nn.Linear(6, 3)), shards=["1", "2"])
     assert trial.cut_model.num_shards == 3
-    other = assert_equal_to_plain(
-        seeded(lambda: Checkpointed(False), 3), two_sub_epochs(), cut="modules"
-    )
-    assert plain.everything(trial.loaded()) == plain.everything(other.loaded())
+    for number in range(2):
+        note = lambda number=number: trial.events.append(f"runs{number}")  # noqa: E731
+        trial.recipe.model[number].note = note
+    trial.train(zoo.singly(zoo.vectors(8)))
+    assert trial.events == [
+        "need0", "runs0", "need1", "runs1", "need2", "publish2", "publish1", "publish0",
+    ]  # fmt: skip
 
 
-def test_a_checkpoint_around_a_unit_that_runs_twice_is_refused():
-    with pytest.raises(ConfigurationError, match=r"backward runs 'blocks.0.0' again.* 2 times"):
-        start(seeded(lambda: Checkpointed(True, twice=True), 3)(), two_sub_epochs()[0])
+def test_the_model_has_its_own_tensors_again_after_training():
+    trial = trial_of(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    before = {n: (t, t.clone()) for n, t in trial.recipe.model.state_dict(keep_vars=True).items()}
+    trial.train(zoo.singly(zoo.vectors(8, 8)))
+    trial.evaluate(zoo.vectors(8))
+    after = trial.recipe.model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        own, value = before[name]
+        assert tensor is own and torch.equal(tensor, value) and tensor.grad is None
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_an_update_that_comes_before_the_backward_is_over_is_seen(mode, monkeypatch):
+    """The negative control of the hooks that tell that a shard's backward is over."""
+
+    class TooEarly(module_tasks.ModuleTasks):
+        def _go_backward(self, shard: int) -> None:
+            super()._go_backward(max(0, shard - 1))
+
+    trial = start(mlp_recipe(cut="modules")(), two_sub_epochs()[0], mode)
+    trial.train(two_sub_epochs()[0])
+    monkeypatch.setattr("cerebro_hydra.shards.engine.sub_epoch.ModuleTasks", TooEarly)
+    with pytest.raises(StepDiffers, match="got a gradient after the update of its shard"):
+        trial.train(two_sub_epochs()[0])
+
+
+class KeepsKeys(nn.Module):
+    """Adds its input to a cache, as attention with a cache of keys does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, cache):
+        cache.keys.append(self.layer(x))
+        return torch.stack(cache.keys).sum(0)
+
+
+class KeyCache:
+    """Holds the keys of one forward."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Decoder(nn.Module):
+    """Hands one cache to all of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([KeepsKeys(), KeepsKeys(), KeepsKeys()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        cache = KeyCache()
+        for layer in self.layers:
+            x = layer(x, cache)
+        return self.head(x)
+
+
+def test_units_that_change_an_object_that_they_are_given_are_cut_and_not_run_again():
+    trial = trial_of(Decoder(), shards=["layers.1", "layers.2"], mode="recompute")
+    assert trial.cut_model.num_shards == 3, trial.admission.report.text()
+    assert set(trial.admission.spec.overwritten) == {f"layers.{i}@0" for i in range(3)}

@@ -1,6 +1,8 @@
-"""What a model does only later, or only within a sub-epoch, trains as plainly or is told."""
+"""What a model does only later, or only within a sub-epoch, and what would go wrong, is told."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,79 +10,21 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from tests.shards import zoo
-from tests.shards.cut.test_shards_closures import Three, made
-from tests.shards.hopping import assert_equal_on_two_workers, start
+from tests.shards.cut.test_shards_two_workers import Momentum
+from tests.shards.hopping import start
+from tests.shards.trials import made
 
 
-def sub_epochs(count: int = 3):
-    return [zoo.singly(zoo.vectors(8, 8, 8, 5, seed=seed)) for seed in range(count)]
+class UsesTheLastWeight(zoo.Net):
+    """Does so from the second step on, when all shards are there."""
 
-
-class LeavesItsDropoutInEvaluation(Three):
-    def add(self):
-        self.drop = nn.Dropout(0.5)
+    late = 0
 
     def forward(self, x):
-        out = self.c(self.drop(self.b(self.a(x).tanh()).tanh()))
-        self.drop.eval()
-        return out
-
-
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_every_step_begins_in_training_mode(mode):
-    make = made(LeavesItsDropoutInEvaluation, shards=["b"])
-    trial = assert_equal_on_two_workers(make, sub_epochs(), mode)
-    assert trial.cut_model.num_shards == 2
-
-
-def test_a_shard_that_changes_the_mode_of_one_before_it_is_not_parted_from_it():
-    make = made(LeavesItsDropoutInEvaluation, shards=["c"])
-    trial = assert_equal_on_two_workers(make, sub_epochs())
-    assert trial.cut_model.num_shards == 1
-    assert "a step failed: CheckpointError" in trial.admission.report.text()
-
-
-class Counting(Three):
-    """Counts its forwards in a buffer, which hops."""
-
-    def add(self):
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        if self.training:
-            self.forwards += 1
-        return super().forward(x)
-
-
-class UsesTheLastWeightLate(Counting):
-    def forward(self, x):
-        if self.forwards == 5:  # the second step of a sub-epoch, when all shards are there
+        if self.late:
+            self.late += 1
+        if self.late > 2:
             x = x + nn.functional.linear(x, self.c.weight).mean()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_gradient_after_the_update_is_told_and_goes_into_no_other_step(mode):
-    trial = start(made(UsesTheLastWeightLate)(), sub_epochs()[0], mode)
-    assert trial.cut_model.num_shards == 2
-    trial.train(sub_epochs()[0])
-    with pytest.raises(StepDiffers, match=r"step 5, parameter 'c\.weight' got a gradient after"):
-        trial.train(sub_epochs()[1])
-
-
-class ChangesAnArgumentLate(Counting):
-    """Puts something else into a list that a layer was given, after it has run."""
-
-    def add(self):
-        super().add()
-        self.layers = nn.ModuleList(Summed(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            given = [x]
-            x = x + layer(given).tanh()
-            if self.forwards >= 5:
-                given[0] = x
         return super().forward(x)
 
 
@@ -89,73 +33,136 @@ class Summed(nn.Linear):
         return super().forward(sum(values) * 2)
 
 
-def test_a_unit_is_not_run_again_from_an_argument_that_changed():
-    trial = start(made(ChangesAnArgumentLate)(), sub_epochs()[0], "recompute")
-    assert trial.cut_model.num_shards == 2
-    trial.train(sub_epochs()[0])
-    with pytest.raises(StepDiffers, match=r"changed an argument of unit 'layers"):
-        trial.train(sub_epochs()[1])
+class ChangesAnArgument(zoo.Net):
+    """Puts something else into a list that a layer was given, after it has run."""
 
+    late = False
 
-class LooksAtTheLastWeight(Three):
-    """Its branch is the same for NaN and for the values of the first steps."""
+    def add(self):
+        self.layers_of_lists = nn.ModuleList(Summed(6, 6) for _ in range(4))
 
     def forward(self, x):
-        return super().forward(x * 1.1 if self.c.weight.norm() < 1.004 else x)
+        for layer in self.layers_of_lists:
+            given = [x]
+            x = x + layer(given).tanh()
+            if self.late:
+                given[0] = x
+        return super().forward(x)
 
 
-def test_a_forward_that_reads_a_weight_before_its_shard_comes_is_one_shard():
-    trial = assert_equal_on_two_workers(made(LooksAtTheLastWeight), sub_epochs(4))
-    assert trial.cut_model.num_shards == 1
-    assert "reads parameter 'c.weight' before its shard has come" in trial.admission.report.text()
+class Overwrites(zoo.Net):
+    """Writes into the input of a layer behind it."""
 
+    late = False
 
-class ReadsTheFormOfTheLastWeight(Three):
+    def add(self):
+        self.b = nn.Sigmoid()
+
     def forward(self, x):
-        weight = self.c.weight
-        x = x + torch.zeros_like(weight).sum() + weight.new_zeros(1)
-        return super().forward(x.to(weight.dtype) * weight.shape[0] * weight.t().shape[1])
+        x = self.a(x) * 2
+        y = self.b(x)
+        if self.late:
+            x.mul_(3)
+        return self.c(y)
 
 
-def test_a_forward_may_read_the_form_of_a_weight_whose_shard_has_not_come():
-    trial = assert_equal_on_two_workers(made(ReadsTheFormOfTheLastWeight), sub_epochs())
-    assert trial.cut_model.num_shards == 2
+class Freezes(zoo.Net):
+    late = False
 
-
-class FreezesLate(Counting):
     def forward(self, x):
-        if self.forwards == 5:
+        if self.late:
             self.b.requires_grad_(False)
         return super().forward(x)
 
 
-def test_a_forward_that_freezes_a_layer_is_refused():
-    trial = start(made(FreezesLate)(), sub_epochs()[0])
-    trial.train(sub_epochs()[0])
-    with pytest.raises(
-        ConfigurationError, match=r"requires_grad of parameter 'b\.weight' to False"
-    ):
-        trial.train(sub_epochs()[1])
+class Writes(Momentum):
+    """Writes to its frozen layer only when it is told to: by an operation, data or assignment."""
+
+    how = "operation"
+    late = False
+
+    def follow(self):
+        for slow, fast in self.pairs() if self.late else ():
+            if self.how == "operation":
+                with torch.no_grad():
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+            elif self.how == "data":
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+            else:
+                slow.data = slow.data * 0.9 + fast.data * 0.1
 
 
-class HalvesNowAndThen(torch.optim.SGD):
-    """Counts its steps in an attribute of its own, and halves the weights at every fifth."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        self.calls = 0
-
-    def step(self, closure=None):
-        self.calls += 1
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if self.calls % 5 == 0:
-                parameter.data.mul_(0.5)
-        return super().step(closure)
+def writes(how: str) -> type[nn.Module]:
+    return type("Writes", (Writes,), {"how": how})
 
 
-def test_an_optimizer_that_counts_in_an_attribute_is_refused():
-    recipe = made(Three)()
-    recipe.optimizer = HalvesNowAndThen(recipe.model.parameters(), lr=0.1)
-    message = r"attribute 'calls' of optimizer HalvesNowAndThen.*as group\['calls'\]"
-    with pytest.raises(ConfigurationError, match=message):
-        start(recipe, sub_epochs()[0])
+def counts(how: str, persistent: bool = True) -> Callable[[], nn.Module]:
+    """Return a model that writes to a buffer only late, by value, version or another tensor."""
+
+    class Counts(zoo.Pair):
+        late = False
+
+        def add(self):
+            self.register_buffer("seen", torch.zeros(1), persistent)
+
+        def forward(self, x):
+            if self.late and how == "value":
+                self.seen.data += 1
+            elif self.late and how == "version":
+                self.seen.add_(1)
+            elif self.late:
+                self.seen = self.seen + 1
+            return super().forward(x)
+
+    return Counts
+
+
+FROZEN = (ConfigurationError, r"wrote to frozen parameter 'slow\.weight'")
+BUFFER = (ConfigurationError, "wrote to buffer 'seen'")
+
+LATE = {
+    "a gradient after the update": (
+        made(UsesTheLastWeight), "keep",
+        StepDiffers, r"step 2, parameter 'c\.weight' got a gradient after",
+    ),
+    "one that is recomputed": (
+        made(UsesTheLastWeight), "recompute",
+        StepDiffers, r"step 2, parameter 'c\.weight' got a gradient after",
+    ),
+    "an argument that changes": (
+        made(ChangesAnArgument), "recompute", StepDiffers, r"changed an argument of unit 'layers"
+    ),
+    "an input that is overwritten": (
+        made(Overwrites, shards=["c"]), "recompute",
+        RuntimeError, "modified by an inplace operation",
+    ),
+    "a layer that is frozen": (
+        made(Freezes), "keep",
+        ConfigurationError, r"requires_grad of parameter 'b\.weight' to False",
+    ),
+    "a frozen weight": (made(writes("operation")), "keep", *FROZEN),
+    "one in one shard": (made(writes("operation"), shards=1), "keep", *FROZEN),
+    "one by data": (made(writes("data"), shards=1), "keep", *FROZEN),
+    "one by assignment": (made(writes("assignment"), shards=1), "keep", *FROZEN),
+    "a buffer by value": (made(counts("value")), "keep", *BUFFER),
+    "a buffer by version": (made(counts("version")), "keep", *BUFFER),
+    "another buffer": (made(counts("other")), "keep", *BUFFER),
+    "a passing buffer by version": (made(counts("version", False)), "keep", *BUFFER),
+    "another passing buffer": (made(counts("other", False)), "keep", *BUFFER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_comes_only_after_the_first_sub_epoch_is_an_error(what: str) -> None:
+    make, mode, error, message = LATE[what]
+    windows = zoo.singly(zoo.vectors(8, 8))
+    trial = start(make(), windows, mode)
+    assert trial.cut_model.num_shards == (1 if make().shards == 1 else 2)
+    frozen = [trial.need(k)[0]["frozen"].copy() for k in range(trial.cut_model.num_shards)]
+    trial.train(windows[:1])
+    trial.recipe.model.late = True
+    with pytest.raises(error, match=message):
+        trial.train(windows)
+    if "buffer" in message:
+        for k, before in enumerate(frozen):
+            assert (trial.need(k)[0]["frozen"] == before).all(), "other trials share these bytes"

@@ -42,8 +42,8 @@ from cerebro_hydra.shards.engine.layout import (
 )
 from cerebro_hydra.shards.engine.shard_run import ShardRun
 from tests.shards import plain
-from tests.shards.engine.accelerated import MODELS, Case
 from tests.shards.hopping import STEPS_PER_EPOCH, start
+from tests.shards.trials import ACCELERATED, Case
 
 aten = torch.ops.aten
 SOURCE = str(Path(cerebro_hydra.__file__).parent)
@@ -248,6 +248,6 @@ if __name__ == "__main__":
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     found = {}
     for name, cut in (arg.split(":") for arg in sys.argv[1:]):
-        watched = run(MODELS[name], cut, torch.device("pretended", 0))
+        watched = run(ACCELERATED[name], cut, torch.device("pretended", 0))
         found[f"{name}:{cut}"] = {"there": watched.there, "waits": watched.waits}
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Training features give the same bits in shards as in a plain loop."""
+"""What features of training do to a cut; their bits are proved with every executor."""
 
 from __future__ import annotations
 
@@ -11,126 +11,112 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
-from tests.shards import plain, zoo
-from tests.shards.engine.test_shards_equivalence import (
-    MODES,
-    first_layer_frozen,
+from cerebro_hydra.shards.engine.differences import first_difference
+from tests.shards import zoo
+from tests.shards.executors.executor_case import Proof, assert_equal_to_plain, proof
+from tests.shards.hopping import start
+from tests.shards.trials import (
+    TRIALS,
+    VECTORS,
+    bound,
+    by_groups,
     mlp_recipe,
-    resnet_recipe,
+    recipe_of,
     two_sub_epochs,
 )
-from tests.shards.hopping import assert_equal_to_plain, start
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_clipping_by_value(mode):
-    assert_equal_to_plain(mlp_recipe(clip_grad_value=0.01), two_sub_epochs(), mode)
+@pytest.mark.parametrize(("shards", "cuts"), [(1, 1), (99, 4)])
+def test_any_number_of_shards_gives_the_same_bits(shards, cuts):
+    cut = "modules" if shards == 1 else "export"
+    trial = assert_equal_to_plain(mlp_recipe(shards=shards), two_sub_epochs(), cut)
+    assert trial.cut_model.num_shards == cuts
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_mixed_precision(mode):
-    make = mlp_recipe(autocast="bfloat16")
-    trial = assert_equal_to_plain(make, two_sub_epochs(), mode)
-    full = assert_equal_to_plain(mlp_recipe(), two_sub_epochs(), mode)
-    assert trial.shards[0][0] != full.shards[0][0], "it computes in another precision"
-    (crossing,) = trial.cut_model.graphs.train[1].crossing
-    assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
+SCHEDULERS = {
+    "step": lambda o: lrs.StepLR(o, 2, gamma=0.5),
+    "multi step": lambda o: lrs.MultiStepLR(o, [1, 3], gamma=0.3),
+    "one cycle": lambda o, steps: lrs.OneCycleLR(o, max_lr=0.1, total_steps=3 * steps),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "sequential": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=2), lrs.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+}
 
 
-def test_mixed_precision_with_batch_norm_and_long_skips():
-    def make() -> Recipe:
-        recipe = resnet_recipe(3)()
-        return Recipe(recipe.model, recipe.optimizer, recipe.loss, shards=3, autocast="bfloat16")
-
-    assert_equal_to_plain(make, [zoo.singly(zoo.images(6, 6, 4))] * 2)
-
-
-@pytest.mark.parametrize("model", [None, first_layer_frozen], ids=["all", "frozen"])
-def test_moving_averages_are_torchs_own_and_hop(model):
-    assert_equal_to_plain(mlp_recipe(ema=0.9, model=model), two_sub_epochs())
-
-
-def test_evaluation_uses_the_moving_averages():
-    recipe = mlp_recipe(ema=0.5)()
-    windows = two_sub_epochs()[0]
-    _, training = plain.train(recipe, [windows])
-    trial = start(mlp_recipe(ema=0.5)(), windows)
-    trial.train(windows)
-    batches = zoo.vectors(8, 5, seed=9)
-    found = trial.evaluate(batches)
-    assert found == training.evaluate(batches)
-    live = mlp_recipe()()
-    live.model.load_state_dict(recipe.model.state_dict())
-    assert found != PlainTrainer(live, 0, 4).evaluate(batches)
-
-
-def flips(batch, training):
-    if training:
-        signs = torch.randint(2, (len(batch["x"]), 1)) * 2.0 - 1.0
-        batch["x"] = batch["x"] * signs
-    return batch
-
-
-COLUMNS = Columns(("x",), ("y",))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_augmentation_is_seeded_by_key(mode):
-    def make(**rules) -> Recipe:
-        return mlp_recipe(**rules)().bind(COLUMNS)
-
-    trial = assert_equal_to_plain(lambda: make(collate=flips), two_sub_epochs(), mode)
-    without = assert_equal_to_plain(make, two_sub_epochs(), mode)
-    assert trial.shards[0][0] != without.shards[0][0]
+@pytest.mark.parametrize("optimizer", [None, by_groups], ids=["adamw", "groups"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_one_scheduler_per_shard_is_one_scheduler(name, optimizer):
+    make = mlp_recipe(optimizer, lr_scheduler=SCHEDULERS[name])
+    assert_equal_to_plain(make, two_sub_epochs(), "modules")
 
 
 @pytest.mark.parametrize(
-    ("collate", "message"),
+    "loss",
     [
-        (lambda batch, training: {"x": batch["x"]}, "without a tensor for column 'y'"),
-        (lambda batch, training: batch["x"], "collate returned Tensor without"),
-        (lambda batch, training: {k: v[1:] for k, v in batch.items()}, r"for a batch of 8 rows"),
+        nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.tensor([0.2, 1.0, 3.0])),
+        nn.MultiMarginLoss(),
+        lambda outputs, labels: nn.functional.cross_entropy(outputs * 2, labels),
     ],
+    ids=["smoothed and weighed by class", "margin", "function"],
 )
-def test_a_collate_that_loses_something_is_refused(collate, message):
-    with pytest.raises(ConfigurationError, match=message):
-        start(mlp_recipe(collate=collate)().bind(COLUMNS), two_sub_epochs()[0])
+def test_any_loss(loss):
+    assert_equal_to_plain(recipe_of(zoo.mlp, loss=loss, shards=3), two_sub_epochs())
 
 
-class Mean(nn.Module):
-    """Takes sequences of any length from two on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(1, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        y = torch.tanh(self.a(x.unsqueeze(-1)))
-        return self.c(torch.tanh(self.b(y)).mean(1))
+def cut_of(name: str):
+    return proof(name, "export").trial.cut_model
 
 
-def shortened(batch, training):
-    return batch | {"x": batch["x"][:, : 2 + len(batch["x"]) % 4]}
+def segments_of(name: str, cut: str = "modules", which: str = "trainable") -> list[list[str]]:
+    """Return the names of what a segment of each shard has."""
+    shards = proof(name, cut).trial.layout.shards
+    return [[entry.name for entry in getattr(shard, which).entries] for shard in shards]
 
 
-def test_batches_may_differ_in_length():
-    def make() -> Recipe:
-        torch.manual_seed(0)
-        model = Mean()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=3, collate=shortened)
-        return recipe.bind(COLUMNS)
-
-    trial = assert_equal_to_plain(
-        make, [zoo.singly(zoo.vectors(8, 7, 6)), zoo.singly(zoo.vectors(5))]
-    )
-    shapes = trial.admission.report.shards[1].receives[0].shape
+def test_what_crosses_a_cut():
+    for name, shards in (("resnet", 3), ("resnet, in five", 5)):
+        assert cut_of(name).num_shards == shards
+        crossing = [len(graph.live_in) for graph in cut_of(name).graphs.train]
+        assert max(crossing) >= 2, "long skips pass through shards"
+    (crossing,) = cut_of("mlp, bfloat16").graphs.train[1].crossing
+    assert crossing.dtype == "bfloat16", "what crosses has half the bytes"
+    shapes = proof("mlp, of lengths", "export").trial.admission.report.shards[1].receives[0].shape
     assert shapes[:2] == (None, None)
 
 
+def test_a_tied_weight_lies_in_one_shard_and_a_frozen_one_in_no_trainable_segment():
+    embeddings = "gpt.transformer.wte.weight"
+    assert cut_of("gpt2, accumulated, clipped").tied == {embeddings: (0, 2)}
+    held = [name for names in segments_of("gpt2, accumulated, clipped") for name in names]
+    assert held.count(f"param:{embeddings}") == 1
+    assert "param:gpt.lm_head.weight" not in held
+    assert all(cut_of(f"layer thrice{more}").tied for more in ("", ", in three", ", in all"))
+    frozen = segments_of("mlp, frozen first, clipped", which="frozen")
+    assert frozen == [["param:0.weight", "param:0.bias"], [], []]
+    held = [name for names in segments_of("mlp, frozen first, clipped") for name in names]
+    assert not any("optim:0." in name for name in held)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "augmented"])
+def test_a_feature_has_an_effect(name):
+    assert (
+        proof(f"mlp, {name}", "modules").left[0][0] != proof("mlp, dropout", "modules").left[0][0]
+    )
+
+
+def test_evaluation_uses_the_moving_averages():
+    each = proof("mlp, frozen first, average", "modules")
+    batches = zoo.vectors(8, 5, seed=9)
+    live = TRIALS["mlp, frozen first, average"].recipe()
+    live.model.load_state_dict(each.reference.recipe.model.state_dict())
+    assert each.reference.evaluate(batches) != PlainTrainer(live, 0, 4).evaluate(batches)
+
+
 def test_a_length_that_the_graph_can_not_take_is_refused():
-    recipe = mlp_recipe(collate=lambda batch, training: batch, cut="export")().bind(COLUMNS)
-    trial = start(recipe, two_sub_epochs()[0])
+    make = bound(mlp_recipe(collate=lambda batch, training: batch, cut="export"))
+    trial = start(make(), VECTORS[0])
     with pytest.raises(ConfigurationError, match=r"can't take: input.shape\[1\] == 6"):
         trial.train(zoo.singly(zoo.vectors(8, features=7)))
 
@@ -165,11 +151,8 @@ def test_a_scheduler_on_a_metric_sees_it():
 
 
 def test_sample_weights_weigh_the_loss_of_each_row():
-    g = torch.Generator().manual_seed(0)
-    features, labels, weights = (
-        torch.randn(8, 6, generator=g), torch.randint(3, (8,), generator=g),
-        torch.rand(8, generator=g),
-    )  # fmt: skip
+    (batch,) = zoo.vectors(8)
+    (features,), (labels,), weights = batch.features, batch.labels, torch.rand(8)
     recipe = mlp_recipe()().bind(Columns(("x",), ("y",), "w"))
     outputs = recipe.model.eval()(features)
     rows = nn.functional.cross_entropy(outputs, labels, reduction="none")
@@ -182,17 +165,27 @@ def test_sample_weights_weigh_the_loss_of_each_row():
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("name", "told"),
     [
-        nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.tensor([0.2, 1.0, 3.0])),
-        nn.MultiMarginLoss(),
-        lambda outputs, labels: nn.functional.cross_entropy(outputs * 2, labels),
+        ("param:0.weight", "parameter '0.weight'"),
+        ("ema:0.weight", "moving average of '0.weight'"),
+        ("optim:0.weight:exp_avg", "optimizer state 'exp_avg' of '0.weight'"),
+        (None, None),
     ],
-    ids=["smoothed and weighed by class", "margin", "function"],
 )
-def test_any_loss(loss):
-    def make() -> Recipe:
-        recipe = mlp_recipe()()
-        return Recipe(recipe.model, recipe.optimizer, loss, shards=3)
-
-    assert_equal_to_plain(make, two_sub_epochs())
+def test_one_wrong_bit_is_named(name: str | None, told: str | None) -> None:
+    """The control of all comparisons: one bit of one tensor differs, or none."""
+    each = Proof(mlp_recipe(ema=0.9), two_sub_epochs(), "modules")
+    trial = each.trial
+    for windows in each.sub_epochs:
+        trial.train(windows)
+    if name is not None:
+        (entry,) = [e for e in trial.layout.shards[0].trainable.entries if e.name == name]
+        content, cursor = trial.shards[0]
+        changed = bytearray(content["trainable"])
+        changed[entry.offset] ^= 1
+        trial.shards[0] = {**content, "trainable": bytes(changed)}, cursor
+        with pytest.raises(AssertionError, match="other bits than plain training"):
+            each.check(each.sums)
+    after = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
+    assert first_difference(trial.layout, after, each.reference.tensors()) == told

@@ -3,62 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
-from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut import shard_graph
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine import graph_tasks, microbatch, sub_epoch
+from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.layout import memory_of
-from tests.shards import plain, zoo
-from tests.shards.engine.test_shards_equivalence import (
+from tests.shards import zoo
+from tests.shards.executors.executor_case import Proof
+from tests.shards.hopping import Trial
+from tests.shards.trials import (
+    Make,
     language_recipe,
     mlp_recipe,
     resnet_recipe,
+    seeded,
     two_sub_epochs,
 )
-from tests.shards.hopping import start
+
+Break = Callable[[pytest.MonkeyPatch, Trial], object]
 
 
-def differing(
-    make, sub_epochs, mode="keep", break_rule=lambda trial: None, cut="export"
-) -> set[str]:
-    """Return the names of what differs from plain training once a rule is broken."""
-    reference = make()
-    plain.train(reference, sub_epochs)
-    recipe = make()
-    recipe.cut = cut
-    trial = start(recipe, [w for windows in sub_epochs for w in windows], mode)
-    break_rule(trial)
-    for windows in sub_epochs:
-        trial.train(windows)
-    here, there = plain.everything(trial.loaded()), plain.everything(reference)
-    return {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+def without_reseeds(patch: pytest.MonkeyPatch, trial: Trial) -> None:
+    patch.setattr(shard_graph, "enter_unit", lambda unit: None)
+    sample = zoo.sample(zoo.vectors(8)[0])
+    trial.cut_model = CutModel.build(trial.recipe.model, trial.admission.spec, sample)
 
 
-def test_without_reseeds_inside_the_graph(monkeypatch):
-    def break_rule(trial):
-        monkeypatch.setattr(shard_graph, "enter_unit", lambda unit: None)
-        sample = zoo.sample(zoo.vectors(8)[0])
-        trial.cut_model = CutModel.build(trial.recipe.model, trial.admission.spec, sample)
-
-    assert not differing(mlp_recipe(), two_sub_epochs())
-    assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
-
-
-def test_without_the_step_in_the_key(monkeypatch):
-    def break_rule(trial):
-        key = microbatch.RandomKey
-
-        def without(seed, step, *where):
-            return key(seed, 0, *where)
-
-        monkeypatch.setattr(microbatch, "RandomKey", without)
-
-    assert "param:0.weight" in differing(mlp_recipe(), two_sub_epochs(), break_rule=break_rule)
+def without_the_step_in_the_key(patch: pytest.MonkeyPatch, trial: Trial) -> None:
+    key = microbatch.RandomKey
+    patch.setattr(microbatch, "RandomKey", lambda seed, step, *where: key(seed, 0, *where))
 
 
 class AddsTiedGradients(graph_tasks.GraphTasks):
@@ -72,34 +50,11 @@ class AddsTiedGradients(graph_tasks.GraphTasks):
             owner.grad = grad if owner.grad is None else owner.grad + grad
 
 
-def test_tied_gradients_added_to_grad_are_wrong_with_accumulation(monkeypatch):
-    windows = [[zoo.tokens(4, 4, 3)]]
-    make = language_recipe(accumulate=3)
-
-    def break_rule(trial):
-        monkeypatch.setattr(sub_epoch, "GraphTasks", AddsTiedGradients)
-
-    assert not differing(make, windows)
-    names = differing(make, windows, break_rule=break_rule)
-    assert "optim:gpt.transformer.wte.weight:exp_avg" in names
-
-
 class RecomputesOnLiveBuffers(graph_tasks.GraphTasks):
     def forward(self, k, batch):
         super().forward(k, batch)
         if k in batch.buffers_before:
             batch.buffers_before[k] = {}
-
-
-def test_recomputation_on_live_buffers_moves_statistics_twice(monkeypatch):
-    windows = [zoo.singly(zoo.images(6, 6))]
-
-    def break_rule(trial):
-        monkeypatch.setattr(sub_epoch, "GraphTasks", RecomputesOnLiveBuffers)
-
-    assert not differing(resnet_recipe(3), windows, "recompute")
-    names = differing(resnet_recipe(3), windows, "recompute", break_rule)
-    assert "buffer:stem.1.running_mean" in names
 
 
 class AddsPassingGradientsLater(graph_tasks.GraphTasks):
@@ -115,59 +70,36 @@ class AddsPassingGradientsLater(graph_tasks.GraphTasks):
             batch.grads[name] = grad if own is None else own + grad
 
 
-class ManyReaders(nn.Module):
+def instead(tasks: type[graph_tasks.GraphTasks]) -> Break:
+    return lambda patch, trial: patch.setattr(sub_epoch, "GraphTasks", tasks)
+
+
+class ManyReaders(zoo.Net):
     """Every layer reads the first value many times, so the order of its gradients matters."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 3)
+    layers = {"first": (6, 6), "a": (6, 6), "b": (6, 6), "c": (6, 6), "last": (6, 3)}  # noqa: RUF012
 
     def forward(self, x):
         x = y = self.first(x)
-        for layer in self.layers:
+        for layer in (self.a, self.b, self.c):
             y = layer(y) + x * 1.7
             y = y.tanh() + x.sigmoid() + x * 0.3
         return self.last(y)
 
 
-def test_a_passing_gradient_added_afterwards_is_wrong(monkeypatch):
-    def make() -> Recipe:
-        torch.manual_seed(1)
-        model = ManyReaders()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=5)
-
-    def break_rule(trial):
-        monkeypatch.setattr(sub_epoch, "GraphTasks", AddsPassingGradientsLater)
-
-    assert not differing(make, two_sub_epochs())
-    assert "param:first.weight" in differing(make, two_sub_epochs(), break_rule=break_rule)
-
-
-def test_clipping_each_shard_by_its_own_norm_is_wrong(monkeypatch):
-    def break_rule(trial):
-        whole = sub_epoch.clip_coefficient
-        monkeypatch.setattr(
-            sub_epoch,
-            "clip_coefficient",
-            lambda norms, order, limit: whole(norms, [n for n in order if n[0] == "0"], limit),
-        )
-
-    make = mlp_recipe(clip_grad_norm=0.05)
-    assert not differing(make, two_sub_epochs())
-    assert "param:0.weight" in differing(make, two_sub_epochs(), break_rule=break_rule)
-
-
-@pytest.mark.parametrize("lost", ["groups", "scheduler", "exists"])
-def test_a_hop_that_loses_something_is_seen(lost):
-    make = mlp_recipe(
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+def clips_by_a_part(patch: pytest.MonkeyPatch, trial: Trial) -> None:
+    whole = sub_epoch.clip_coefficient
+    patch.setattr(
+        sub_epoch,
+        "clip_coefficient",
+        lambda norms, order, limit: whole(norms, [n for n in order if n[0] == "0"], limit),
     )
 
-    def break_rule(trial):
+
+def loses(lost: str) -> Break:
+    """Return what makes a hop lose something."""
+
+    def break_rule(patch: pytest.MonkeyPatch, trial: Trial) -> None:
         publish = trial.publish
 
         def losing(k, segments, cursor):
@@ -183,7 +115,54 @@ def test_a_hop_that_loses_something_is_seen(lost):
                 cursor["groups"][0]["lr"] = 0.1
             publish(k, segments, cursor)
 
-        trial.publish = losing
+        patch.setattr(trial, "publish", losing)
 
-    assert not differing(make, two_sub_epochs())
-    assert "param:0.weight" in differing(make, two_sub_epochs(), break_rule=break_rule)
+    return break_rule
+
+
+HOPS = mlp_recipe(
+    lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+    lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+)
+VECTORS = two_sub_epochs()
+IMAGES, TOKENS = [zoo.singly(zoo.images(6, 6))], [[zoo.tokens(4, 4, 3)]]
+
+BROKEN: dict[str, tuple[Make, list, str, Break, str]] = {
+    "reseeds inside the graph": (mlp_recipe(), VECTORS, "keep", without_reseeds, "param:0.weight"),
+    "the step in the key": (
+        mlp_recipe(), VECTORS, "keep", without_the_step_in_the_key, "param:0.weight"
+    ),
+    "tied gradients that go backwards": (
+        language_recipe(accumulate=3), TOKENS, "keep", instead(AddsTiedGradients),
+        "optim:gpt.transformer.wte.weight:exp_avg",
+    ),
+    "recomputation on copies of buffers": (
+        resnet_recipe(3), IMAGES, "recompute", instead(RecomputesOnLiveBuffers),
+        "buffer:stem.1.running_mean",
+    ),
+    "a passing gradient that comes first": (
+        seeded(ManyReaders, 5), VECTORS, "keep", instead(AddsPassingGradientsLater),
+        "param:first.weight",
+    ),
+    "the norm of the whole model": (
+        mlp_recipe(clip_grad_norm=0.05), VECTORS, "keep", clips_by_a_part, "param:0.weight"
+    ),
+    "options of groups": (HOPS, VECTORS, "keep", loses("groups"), "param:0.weight"),
+    "the scheduler": (HOPS, VECTORS, "keep", loses("scheduler"), "param:0.weight"),
+    "which state exists": (HOPS, VECTORS, "keep", loses("exists"), "param:0.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_without_it_the_bits_differ(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, sub_epochs, mode, break_rule, name = BROKEN[rule]
+    one = Proof(make, sub_epochs, "export")
+    one.trial.mode = mode
+    for broken in (False, True):
+        one.begin()
+        if broken:
+            break_rule(monkeypatch, one.trial)
+        for windows in sub_epochs:
+            one.trial.train(windows)
+        here, there = one.trial.tensors(), one.reference.tensors()
+        assert same_bits(here[name], there[name]) != broken

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from tests.shards.engine.test_shards_equivalence import two_sub_epochs
-from tests.shards.hopping import assert_equal_to_plain
+from tests.shards.executors.executor_case import assert_equal_to_plain
+from tests.shards.trials import mlp_recipe, two_sub_epochs
 
-# Each is tried with its defaults and with these settings, which make more state.
-SEPARABLE = {
-    "Adadelta": {},
-    "Adafactor": {"beta2_decay": -0.7},
-    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.05},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"fused": True},
-    "Adamax": {"weight_decay": 0.1},
-    "ASGD": {"t0": 1.0},
-    "Muon": {"nesterov": False},
-    "NAdam": {"decoupled_weight_decay": True},
-    "RAdam": {"weight_decay": 0.1},
-    "RMSprop": {"centered": True, "momentum": 0.9},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9, "nesterov": True},
-}
+# Each is tried with its defaults and with these settings, some of which make more state.
+SEPARABLE: dict[str, list[dict[str, Any]]] = {
+    "Adadelta": [],
+    "Adafactor": [{"beta2_decay": -0.7}],
+    "Adagrad": [{"lr_decay": 0.1, "initial_accumulator_value": 0.05}],
+    "Adam": [{"amsgrad": True}],
+    "AdamW": [{"fused": True}, {"foreach": True}],
+    "Adamax": [{"weight_decay": 0.1}],
+    "ASGD": [{"t0": 1.0}],
+    "Muon": [{"nesterov": False}],
+    "NAdam": [{"decoupled_weight_decay": True}],
+    "RAdam": [{"weight_decay": 0.1}],
+    "RMSprop": [{"centered": True, "momentum": 0.9}],
+    "Rprop": [],
+    "SGD": [
+        {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3},
+        {"momentum": 0.9, "fused": True},
+    ],
+}  # fmt: skip
 REFUSED = {"LBFGS", "SparseAdam"}
 
 
@@ -66,11 +71,24 @@ def made(name: str, settings: dict, frozen: bool = False):
     return make
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
-@pytest.mark.parametrize("own", [False, True], ids=["defaults", "more state"])
-def test_two_groups_with_different_settings_train_to_the_same_bits(name, own):
-    trial = assert_equal_to_plain(made(name, SEPARABLE[name] if own else {}), two_sub_epochs())
+@pytest.mark.parametrize(
+    ("name", "settings"), [(n, each) for n, more in SEPARABLE.items() for each in [{}, *more]]
+)
+def test_two_groups_with_different_settings_train_to_the_same_bits(name, settings):
+    trial = assert_equal_to_plain(made(name, settings), two_sub_epochs())
     assert trial.cut_model.num_shards == 3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.01),
+        lambda model: torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9),
+    ],
+    ids=["by name", "of some parameters"],
+)
+def test_an_optimizer_may_have_parameters_by_name_or_some_of_them(optimizer):
+    assert_equal_to_plain(mlp_recipe(optimizer), two_sub_epochs())
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW"])

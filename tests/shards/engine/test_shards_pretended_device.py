@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.shards.engine.accelerated import MODELS
+from tests.shards.trials import ACCELERATED as MODELS
 
 AT_LOAD = 3
 """Waits where a shard is bound: for both headers, and for which optimizer state exists."""

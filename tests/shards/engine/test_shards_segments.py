@@ -15,8 +15,8 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.shards.engine.differences import checksum, same_bits
 from cerebro_hydra.shards.engine.layout import (
-    TrialLayout,
     in_place,
     initial_segments,
     on_host,
@@ -25,19 +25,20 @@ from cerebro_hydra.shards.engine.layout import (
 from cerebro_hydra.shards.engine.state import ShardState, decode, encode
 from cerebro_hydra.storage.digest import digest
 from tests.shards import plain, zoo
-from tests.shards.engine.test_shards_equivalence import (
+from tests.shards.executors.executor_case import Proof, assert_equal_to_plain
+from tests.shards.hopping import start
+from tests.shards.trials import (
     first_layer_frozen,
     mlp_recipe,
     resnet_recipe,
     two_sub_epochs,
 )
-from tests.shards.hopping import assert_equal_to_plain, start
 
 
 def test_a_segment_is_a_safetensors_file():
-    make = resnet_recipe(3)
-    windows = zoo.singly(zoo.images(6, 4))
-    trial = assert_equal_to_plain(make, [windows])
+    one = Proof(resnet_recipe(3), [zoo.singly(zoo.images(6, 4))], "export")
+    trial = one.trial
+    trial.train(one.sub_epochs[0])
     found = {}
     for content, _ in trial.shards:
         for segment in content.values():
@@ -46,7 +47,7 @@ def test_a_segment_is_a_safetensors_file():
             found |= {n: plain.bits(t) for n, t in loaded.items() if not n.startswith("pad:")}
     marks = found.pop("exists")
     assert set(marks[2]) == {1}
-    assert found == plain.everything(trial.loaded())
+    assert found == {n: plain.bits(t) for n, t in one.reference.tensors().items()}
 
 
 def test_every_tensor_is_aligned_and_every_gap_has_a_name():
@@ -132,19 +133,6 @@ def test_parameters_keep_the_order_in_which_they_lie_in_memory():
         e for s in trial.layout.shards for e in s.trainable.entries if e.name == "param:2.weight"
     )
     assert entry.strides == weight.stride()
-    read = {}
-    for content, _ in trial.shards:
-        read |= read_tensors(np.frombuffer(content["trainable"], np.uint8))
-    assert torch.equal(read["param:2.weight"], trial.loaded().model[2].weight)
-
-
-def test_parameters_that_overlap_in_memory_are_refused():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    model[1].weight = nn.Parameter(model[0].weight.data[:3])
-    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    trial = start(mlp_recipe()(), two_sub_epochs()[0])
-    with pytest.raises(ConfigurationError, match="different views of the same memory"):
-        TrialLayout.make(recipe, trial.cut_model, trial.admission.template)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +151,16 @@ def test_cursor_values_come_back_equal_through_json(value):
 def test_a_cursor_value_that_json_lacks_is_refused_by_name():
     with pytest.raises(ConfigurationError, match=r"group\['lr'\] is a Tensor"):
         encode({"lr": torch.tensor(0.1)}, "group")
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 2, 8])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_part_of_a_larger_tensor_equals_its_copy(numbers: int, at: int) -> None:
+    part = torch.arange(16.0)[at : at + numbers]
+    assert same_bits(part, part.clone()) and same_bits(part.clone(), part)
+    assert checksum(part) == checksum(part.clone())
+    if numbers:
+        other = part.clone()
+        other.view(torch.int32)[-1] ^= 1
+        assert not same_bits(part, other) and not same_bits(other, part)
+        assert checksum(part) != checksum(other)

@@ -14,14 +14,15 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine.layout import TrialLayout
 from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.testing.model_case import assert_same_state
 from cerebro_hydra.tune.admission import relaid_state, write_segments
 from tests.shards import plain, zoo
-from tests.shards.engine.test_shards_equivalence import (
+from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
+from tests.shards.trials import (
     first_layer_frozen,
     mlp_recipe,
     resnet_recipe,
 )
-from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
 
 
 def relaid(trial: Trial, other: Trial, path: Path) -> None:
@@ -68,7 +69,7 @@ def test_training_goes_on_with_the_bits_of_plain_training(
     sub_epochs = [zoo.singly(batches(6, 4)), zoo.singly(batches(6, 5))]
     make = {number: CASES[case](number) for number in (before, after)}
     reference: Recipe = make[before]()
-    plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
+    _, training = plain.train(reference, sub_epochs, STEPS_PER_EPOCH)
     everything = [window for windows in sub_epochs for window in windows]
     trial, other = (start(make[number](), everything) for number in (before, after))
     assert len(trial.shards) != len(other.shards)
@@ -76,7 +77,7 @@ def test_training_goes_on_with_the_bits_of_plain_training(
     relaid(trial, other, tmp_path)
     other.step = trial.step
     other.train(sub_epochs[1])
-    assert plain.everything(other.loaded()) == plain.everything(reference)
+    assert_same_state(other.tensors(), training)
 
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in mapped files: the bits of memory, within less of it."""
+"""Memory of the host: freed blocks are kept for a while, and tensors lie in mapped files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,33 @@ from torch import nn
 from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.layout import aligned
 from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED, MappedMemory
+
+SCRIPT = """
+from pathlib import Path
+import torch
+from cerebro_hydra.shards.heap import kept_heap
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
+
+before = resident()
+with kept_heap():
+    with kept_heap():
+        pass
+    blocks = [torch.ones(4 << 20) for _ in range(20)]
+    del blocks
+    print(resident() - before)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone is told to keep memory")
+def test_freed_blocks_stay_inside_and_go_back_outside() -> None:
+    printed = subprocess.check_output([sys.executable, "-c", SCRIPT], text=True)
+    inside, outside = map(int, printed.split())
+    assert inside > 280, f"of 320 MiB {inside} were kept"
+    assert outside < 80, f"of 320 MiB {outside} were kept outside"
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
-"""A traced forward takes the way that it takes when it runs plainly."""
+"""A traced forward takes the way that it takes when it runs plainly, and its failures are told."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.cut.export import PlainAnswers
+from cerebro_hydra.shards.cut.export import PlainAnswers, export_program
 from cerebro_hydra.shards.cut.trace import CutFailed, FlatGraph, trace
 from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.export.program import load_exported, save_exported
 from tests.shards import zoo
-from tests.shards.cut.test_shards_graph_cut import rotary_recipe
+from tests.shards.trials import rotary_recipe
 
 pytestmark = pytest.mark.kernels
 
@@ -76,12 +80,8 @@ def test_torch_itself_has_the_true_answers():
     assert type(torch.compiler) is type(torch._subclasses) is type(torch)
 
 
-class Reads(nn.Module):
+class Reads(zoo.One):
     """Reads a value where it is not traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -179,3 +179,63 @@ def test_a_value_is_known_that_is_the_same_for_every_number_of_rows(made):
 def test_a_value_is_not_known_that_depends_on_the_number_of_rows(made):
     with pytest.raises(CutFailed, match="data-dependent"):
         trace(Repeats(made), zoo.sample(zoo.vectors(4)[0]))
+
+
+class ChangedMask(zoo.Pair):
+    """Asks for the value of a mask into which it has written what is no constant."""
+
+    def forward(self, x):
+        mask = torch.zeros(6)
+        view = mask[:3]
+        view += x[0, :3]
+        return self.b(self.a(x) * (2 if mask.sum() > 0 else 1))
+
+
+@pytest.mark.parametrize("kind", [ChangedMask, zoo.Decides])
+def test_questions_about_other_values_are(kind):
+    with pytest.raises(CutFailed, match="data-dependent"):
+        trace(kind(), zoo.sample(zoo.vectors(4)[0]))
+
+
+class Misfit(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+
+def test_a_failed_export_names_the_line_and_logs_no_traceback(caplog, capfd):
+    with pytest.raises(CutFailed) as failed:
+        trace(Misfit(), zoo.sample(zoo.vectors(4)[0]))
+    assert re.search(r"test_shards_tracing\.py:\d+: return x @ x", str(failed.value))
+    assert not [each for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert not capfd.readouterr().err
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(zoo.Decides):
+    @decorated
+    def forward(self, x):
+        return self.drop(self.a(x))
+
+
+def test_a_decorated_forward_is_traced_by_its_own_arguments():
+    traced = trace(Decorated(), zoo.sample(zoo.vectors(4)[0]))
+    assert traced.train.markers.keys() == {"a@0", "drop@0"}
+
+
+def test_torch_warns_of_nothing_while_it_traces(recwarn, caplog):
+    class Warns(zoo.One):
+        def forward(self, x):
+            warnings.warn("a trace", stacklevel=1)
+            logging.getLogger("torch.export").warning("a trace")
+            return self.a(x)
+
+    export_program(Warns(), (torch.zeros(2, 6),), None, None)
+    assert not [each for each in recwarn if "a trace" in str(each.message)]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]

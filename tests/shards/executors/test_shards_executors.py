@@ -1,0 +1,311 @@
+"""Which executor is proved with which trial: the bits are those of plain training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.engine.engine import Mode
+from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.shard_run import ShardRun
+from tests.examples import examples
+from tests.shards.executors.alone import train_alone
+from tests.shards.executors.executor_case import WAYS, ExecutorCase, Proof, proof
+from tests.shards.executors.worker import Moving, Resident, Staying, Worker, shard_run
+from tests.shards.hopping import train_uncut
+from tests.shards.trials import TRIALS
+
+DEVICES = 3
+
+QUICK = """
+                                      keep again alone queue kept eager moves uncut gpipe 1f1b inter
+mlp, dropout                          me   me    m     m     m    e     e     m     e     .    .
+mlp, in two                           m    e     .     .     .    .     .     .     .     .    .
+mlp, in four                          e    m     .     .     .    .     .     .     .     .    .
+mlp, groups, schedule                 me   m     .     m     .    .     e     m     .     .    .
+mlp, clipped                          me   me    m     .     .    .     .     .     .     .    .
+mlp, never clipped                    m    .     .     .     .    .     .     .     .     .    .
+mlp, values clipped, average          m    e     m     me    m    .     .     m     .     .    .
+mlp, accumulated                      me   me    m     .     .    .     .     .     .     .    .
+mlp, accumulated, clipped             me   me    me    .     .    .     .     m     .     e    .
+mlp, accumulated, cosine              me   m     m     m     m    .     .     m     .     .    .
+mlp, bfloat16                         me   me    m     .     .    .     e     m     .     .    .
+mlp, frozen first, clipped            me   me    .     m     m    .     e     .     .     .    .
+mlp, frozen first, average            me   .     .     .     .    .     .     m     .     .    .
+mlp, frozen middle                    .    me    .     .     .    .     .     .     .     .    .
+mlp, augmented                        me   me    .     m     .    .     e     m     .     .    .
+mlp, of lengths                       me   .     .     m     .    .     .     .     .     .    .
+resnet                                me   me    m     m     m    e     e     me    .     .    .
+resnet, in five                       e    me    .     .     .    .     .     .     .     .    .
+resnet, accumulated                   me   me    .     .     .    .     .     .     e     .    e
+resnet, bfloat16                      me   .     .     .     .    .     .     .     .     .    .
+gpt2                                  me   .     .     .     .    .     .     m     .     .    .
+gpt2, accumulated, clipped            me   me    m     m     m    .     .     .     .     .    .
+tied, accumulated, clipped, average   me   me    .     m     .    .     e     .     e     e    e
+encoder, bfloat16, accumulated        m    m     .     m     m    .     .     .     .     .    .
+llama                                 m    m     .     m     m    .     .     .     .     .    .
+bert, bfloat16                        .    m     .     .     .    .     .     .     .     .    .
+layer thrice                          me   me    m     m     m    .     e     m     .     .    .
+layer thrice, in three                me   me    .     .     .    .     .     .     .     .    .
+layer thrice, in all                  me   me    .     .     .    .     .     .     .     .    .
+counts                                me   me    m     m     m    e     e     m     .     .    e
+norms, accumulated, clipped, average  m    m     m     m     .    .     .     m     .     .    .
+"""
+"""What `make test` runs (m: cut by modules, e: as a graph); `make test-long` runs all the others.
+
+keep, again: the engine, which keeps activations, or computes them again in backward.
+alone: each shard alone in memory, every microbatch in another run, within the measured memory.
+queue, kept: runs of two trials in the queues of a worker whose devices have little memory, again
+    with recomputation and without.
+eager: those of a graph cut whose shards run the model's own modules.
+moves: microbatches that go from device to device.
+gpipe, 1f1b, inter: the same in a pipeline of several microbatches; the second one with
+    recomputation, the others without.
+uncut: the plain trainer in the segments of the shards.
+"""
+
+
+def column(name: str) -> dict[str, str]:
+    header, *lines = (line for line in QUICK.splitlines() if line)
+    names = header.split()
+    cells = {line[:37].strip(): line[37:].split() for line in lines}
+    assert cells.keys() == TRIALS.keys()
+    return {trial: ways[names.index(name)] for trial, ways in cells.items()}
+
+
+class TestKeep(ExecutorCase):
+    quick = column("keep")
+    mode: ClassVar[Mode] = "keep"
+
+    def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
+        for each in proofs:
+            each.trial.mode = self.mode
+        return [each.trial.train(each.sub_epochs[number]).loss_sum for each in proofs]
+
+
+class TestAgain(TestKeep):
+    quick = column("again")
+    mode = "recompute"
+
+
+class TestAlone(ExecutorCase):
+    quick = column("alone")
+
+    def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
+        sums = []
+        for each in proofs:
+            windows = each.sub_epochs[number]
+            shared = each.profile.tasks.shared
+            most = spec_of(each, number).task_bytes if each.limited else None
+            runs = [
+                shard_run(each.trial, windows, each.make(), True, shared, most) for _ in range(2)
+            ]
+            sums.append(train_alone(each.trial, runs, windows))
+        return sums
+
+
+def spec_of(
+    each: Proof,
+    number: int,
+    run: int = 0,
+    recompute: bool = True,
+    devices: int = 1,
+    schedule: str = "sequential",
+) -> RunSpec:
+    """Describe a trial's sub-epoch to the queues."""
+    microbatches, window = sum(map(len, each.sub_epochs[number])), each.trial.recipe.accumulate
+    return each.profile.training(run, microbatches, window, recompute, devices, schedule)
+
+
+class TestQueue(ExecutorCase):
+    quick = column("queue")
+    alone = False
+    recompute: ClassVar[bool] = True
+    share, devices = 1 / 8, 2
+
+    def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
+        residents = []
+        for which, each in enumerate(proofs):
+            spec = spec_of(each, number, which, self.recompute)
+            make = partial(
+                shard_run, each.trial, each.sub_epochs[number], None, self.recompute,
+                each.profile.tasks.shared,
+            )  # fmt: skip
+            residents.append(Resident(each.trial, spec, Staying(make)))
+        return work(residents, number, self.share, self.devices)
+
+    def evaluate(self, proofs: Sequence[Proof], batches: Sequence[list]) -> list[Evaluation]:
+        residents = []
+        for which, (each, given_batches) in enumerate(zip(proofs, batches, strict=True)):
+            trial, found = each.trial, each.profile
+            make = partial(ShardEvaluation, trial.runtime(), given_batches, found.tasks.shared)
+            spec = found.evaluation(which, len(given_batches))
+            residents.append(Resident(trial, spec, Staying(make)))
+        work(residents, 0, self.share, self.devices)
+        return [resident.run.run.result for resident in residents]
+
+    @pytest.mark.parametrize("share", [1 / 8, 1 / 2])
+    def test_many_trials_at_once(self, share: float) -> None:
+        """Trials of many kinds have the devices of one worker."""
+        self.share = share
+        names = [name for name, ways in self.quick.items() if self.ways[0] in ways]
+        self.prove([self.proof(name, WAYS[self.ways[0]]) for name in names])
+
+
+def work(
+    residents: Sequence[Resident], seed: int, share: float, devices: int, deaths: int = 0
+) -> list[float]:
+    """Let a worker train sub-epochs, and return their losses, summed over rows."""
+    worker = Worker(residents, seed, share, devices, deaths)
+    worker.run()
+    if deaths:
+        event(f"restarts: {worker.restarts}")
+    for each in residents:
+        each.trial.step += len({n // each.trial.recipe.accumulate for n in each.losses})
+    return [each.loss_sum for each in residents]
+
+
+class TestKept(TestQueue):
+    quick = column("kept")
+    recompute = False
+    share, devices = 1 / 2, 1
+
+
+class TestEager(TestQueue):
+    quick = column("eager")
+    ways = "e"
+
+    @staticmethod
+    @functools.cache
+    def proof(name: str, cut: str) -> Proof:
+        """Return one whose graph is cut, and whose model's own modules are run."""
+        found = Proof(TRIALS[name].recipe, TRIALS[name].sub_epochs, cut)
+        found.trial.cut_model = found.trial.cut_model.eager(found.trial.recipe.model)
+        return found
+
+
+class TestMoves(ExecutorCase):
+    quick = column("moves")
+    ways = "e"
+    alone = False
+    schedule: ClassVar[str] = "sequential"
+    recompute: ClassVar[bool] = True
+    devices: ClassVar[int] = DEVICES
+    seed = deaths = 0
+
+    def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
+        self.residents = [
+            moving(each, number, which, self.recompute, self.devices, self.schedule)
+            for which, each in enumerate(proofs)
+        ]
+        return work(self.residents, self.seed + number, 0, self.devices, self.deaths)
+
+
+class TestGPipe(TestMoves):
+    quick = column("gpipe")
+    schedule, recompute, devices = "gpipe", False, 3
+
+
+class Test1F1B(TestMoves):
+    quick = column("1f1b")
+    schedule, recompute, devices = "1f1b", True, 3
+
+
+class TestInterleaved(TestMoves):
+    quick = column("inter")
+    schedule, recompute, devices = "interleaved", False, 2
+
+
+def moving(
+    each: Proof,
+    number: int,
+    run: int = 0,
+    recompute: bool = True,
+    devices: int = DEVICES,
+    schedule: str = "sequential",
+) -> Resident:
+    """Return a visit whose microbatches move."""
+    spec = spec_of(each, number, run, recompute, devices, schedule)
+    assert spec.moves
+    windows = each.sub_epochs[number]
+
+    def make() -> ShardRun:
+        shared, most = each.trial.cut_model.shared, spec.task_bytes if each.limited else None
+        return shard_run(each.trial, windows, each.make(), recompute, shared, most, moves=True)
+
+    return Resident(each.trial, spec, Moving(make, spec))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_microbatch_has_several_devices(schedule: str) -> None:
+    each = proof("mlp, frozen first, clipped", "export")
+    each.begin()
+    resident = moving(each, 0, schedule=schedule)
+    work([resident], 0, 0, DEVICES)
+    assert max(map(len, resident.run.places.values())) > 1
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    deaths=st.integers(0, 6),
+    schedule=st.sampled_from(list(SCHEDULES)),
+    devices=st.integers(2, DEVICES),
+)
+def test_devices_that_die_change_no_bit(
+    seed: int, deaths: int, schedule: str, devices: int
+) -> None:
+    """Units are done again, or whole sub-epochs."""
+    executor = TestMoves()
+    executor.seed, executor.deaths = seed, deaths
+    recompute = schedule == "sequential" or seed % 2 == 0
+    executor.schedule, executor.recompute, executor.devices = schedule, recompute, devices
+    names = "mlp, frozen first, clipped", "tied, accumulated, clipped, average", "counts"
+    executor.prove([proof(name, "export") for name in names])
+
+
+class TestUncut(ExecutorCase):
+    quick = column("uncut")
+
+    def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
+        """The second sub-epoch has a model that was just built, as an audit has."""
+        sums = []
+        for each in proofs:
+            recipe = each.make() if number else each.trial.recipe
+            sums.append(train_uncut(each.trial, each.sub_epochs[number], recipe))
+        return sums
+
+
+def test_a_microbatch_leaves_what_was_measured_and_one_that_leaves_more_is_an_error() -> None:
+    each = proof("tied, accumulated, clipped, average", "export")
+    each.begin()
+    resident = moving(each, 0)
+    work([resident], 3, 0, DEVICES)
+    most = resident.spec.host_boundary_bytes
+    assert 0.7 * most < resident.run.left <= most
+    each.begin()
+    resident = moving(each, 0)
+    first, *others = resident.spec.shards
+    less = replace(resident.spec, shards=(replace(first, boundary=0), *others))
+    resident.spec = resident.run.spec = less
+    with pytest.raises(MemoryError, match=r"a batch leaves .* and it may leave .*, by the largest"):
+        work([resident], 0, 0, DEVICES)
+
+
+def test_a_trial_that_ran_out_of_memory_keeps_its_microbatches_on_one_device() -> None:
+    each = proof("tied, accumulated, clipped, average", "export")
+    assert not spec_of(each, 0, devices=DEVICES).stays
+    assert spec_of(each, 0).stays
+    roomy = TaskProfiler(1 << 30).with_all_room(each.profile, 2)
+    assert roomy.training(0, 2, 2, True, DEVICES).stays

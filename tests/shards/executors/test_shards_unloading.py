@@ -1,0 +1,331 @@
+"""A shard that has left its memory: what is held of it, what is refused, and how a run pauses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from contextvars import ContextVar
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.recipe.randomness import without_fast_path
+from cerebro_hydra.shards.engine.bound_model import HeldTensors
+from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.layout import aligned, in_place, memory_of, on_host
+from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Reach
+from cerebro_hydra.shards.engine.module_tasks import PausedRun
+from cerebro_hydra.shards.engine.shard_run import ShardRun
+from tests.shards import zoo
+from tests.shards.admission.test_shards_task_profile import WIDTH, ReadsBack
+from tests.shards.executors.alone import train_alone
+from tests.shards.executors.executor_case import Proof, described
+from tests.shards.executors.worker import shard_run
+from tests.shards.hopping import Trial, start
+from tests.shards.trials import Make, mlp_recipe, resnet_recipe, seeded
+
+F, B = ActionKind.F, ActionKind.B
+WINDOWS = [zoo.vectors(5, seed=2)]
+
+
+def trained(make: Make, windows, shared=(), share: float | None = None) -> None:
+    """Train with each shard alone in memory, within a share of what tasks were measured to hold."""
+    proof = Proof(make, [windows], make().cut)
+    most = None
+    if share is not None:
+        spec = proof.profile.training(0, 1, 1, recompute=True)
+        most = [int(nbytes * share) for nbytes in spec.task_bytes]
+    run = shard_run(proof.trial, windows, shared=shared, most=most)
+    proof.check([train_alone(proof.trial, [run], windows)])
+
+
+def test_parameters_that_other_shards_read_are_held_if_the_profile_names_them():
+    make = seeded(ReadsBack, ["layers.1", "layers.2", "layers.3"], cut="modules")
+    windows = [zoo.vectors(8, features=WIDTH)]
+    trained(make, windows, Proof(make, [windows], "modules").profile.tasks.shared)
+    with pytest.raises(ConfigurationError, match=r"enters 'layers.0@1' while another shard runs"):
+        trained(make, windows)
+
+
+class KeepsAView(zoo.Net):
+    """Adds a view of a parameter of its first layer in every later one."""
+
+    class Prefix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            return self.weight.expand(len(x), -1)
+
+    def add(self):
+        self.prefix = self.Prefix()
+
+    def forward(self, x):
+        prefix = self.prefix(x)
+        x = torch.tanh(self.a(x + prefix))
+        x = torch.tanh(self.b(x + prefix))
+        return self.c(x + prefix)
+
+
+def test_a_view_of_a_parameter_that_the_forward_keeps_is_an_error_by_modules():
+    make = seeded(KeepsAView, ["b", "c"], cut="modules")
+    with pytest.raises(ConfigurationError, match=r"keeps a view of parameter 'prefix.weight'"):
+        trained(make, [zoo.vectors(8)])
+    trained(make, [zoo.vectors(8)], shared=["prefix.weight"])
+
+
+def test_a_view_of_a_parameter_crosses_a_cut_graph():
+    trained(seeded(KeepsAView, ["b", "c"], cut="export"), [zoo.vectors(8)])
+
+
+class RootScale(zoo.Net):
+    """Reads a parameter of its own at its end."""
+
+    def add(self):
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_without_what_is_held_the_bits_are_others(monkeypatch):
+    """The negative control: buffers and shared parameters have to be held."""
+    make = seeded(RootScale, ["b", "c"], cut="modules")
+    trained(make, zoo.singly(zoo.vectors(8, 8)))
+    monkeypatch.setattr(HeldTensors, "hold", lambda self, state: {})
+    with pytest.raises((AssertionError, NonFiniteLoss, RuntimeError)):
+        trained(make, zoo.singly(zoo.vectors(8, 8)))
+
+
+def small_trial() -> Trial:
+    return start(mlp_recipe(cut="modules")(), WINDOWS)
+
+
+def load(run: ShardRun | ShardEvaluation, trial: Trial, *shards: int) -> None:
+    for k in shards:
+        segments, cursor = trial.need(k)
+        given = on_host(in_place(segments))
+        run.load(k, given, cursor) if isinstance(run, ShardRun) else run.load(k, given)
+
+
+def test_a_run_that_keeps_activations_has_its_shards_throughout():
+    trial = small_trial()
+    run = shard_run(trial, WINDOWS, recompute=False)
+    load(run, trial, 0)
+    run.perform(Action(0, 0, F, 0))
+    with pytest.raises(ValueError, match="shard 0 is unloaded before its backward"):
+        run.unload(0)
+    run.cancel()
+
+
+def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
+    trial = small_trial()
+    run = shard_run(trial, WINDOWS)
+    with pytest.raises(ValueError, match="t0s0F0 can't be done; load its shard before"):
+        run.perform(Action(0, 0, F, 0))
+    load(run, trial, 0, 1)
+    with pytest.raises(ValueError, match="shard 1 is loaded already"):
+        load(run, trial, 1)
+    segments, cursor = trial.need(2)
+    skewed = memory_of(aligned(segments["trainable"].nbytes + 64)[64:])
+    with pytest.raises(ValueError, match="the memory of shard 2 is not aligned to 256 bytes"):
+        run.load(2, on_host(in_place(segments)) | {"trainable": skewed}, cursor)
+    run.perform(Action(0, 0, F, 0))
+    with pytest.raises(ValueError, match=r"t0s1B0 can't come now; .* before \('F', 1\)"):
+        run.perform(Action(0, 1, B, 0))
+    run.cancel()
+
+
+@pytest.mark.parametrize("done", [0, 1, 4])
+def test_a_cancelled_run_ends_its_thread_and_gives_the_model_back(done):
+    trial = small_trial()
+    before = {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()}
+    threads = set(threading.enumerate())
+    run = shard_run(trial, WINDOWS)
+    load(run, trial, 0, 1, 2)
+    for kind, k in [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)][:done]:
+        run.perform(Action(0, k, kind, 0))
+    run.cancel()
+    assert set(threading.enumerate()) == threads
+    assert {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()} == before
+    trial.train(WINDOWS)
+
+
+def test_a_batch_that_takes_more_than_was_measured_is_an_error_of_memory():
+    make, windows = mlp_recipe(cut="modules"), zoo.singly(zoo.vectors(8))
+    trained(make, windows, share=1.0)
+    with pytest.raises(MemoryError, match=r"a batch takes .* of a device beside its shard, and "):
+        trained(make, windows, share=0.6)
+
+
+@pytest.mark.parametrize("cut", ["export", "modules"])
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_activations_that_are_kept_count_until_their_backward(cut: str, share: float):
+    recipe, windows = resnet_recipe(3)(), zoo.singly(zoo.images(6))
+    recipe.cut = cut
+    trial = start(recipe, windows)
+    spec = described(trial, windows).training(0, 1, 1, recompute=False)
+    most = [int(nbytes * share) for nbytes in spec.task_bytes]
+    run = shard_run(trial, windows, recompute=False, most=most)
+    load(run, trial, *range(len(spec.shards)))
+    try:
+        with pytest.raises(MemoryError) if share < 1 else nullcontext():
+            for task in spec.graph.tasks(0, 0):
+                run.perform(task)
+    finally:
+        run.cancel()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_an_evaluation_holds_what_was_measured_and_no_more(share: float):
+    trial = start(mlp_recipe(cut="modules")(), zoo.singly(zoo.vectors(8)))
+    spec = described(trial, zoo.singly(zoo.vectors(8))).evaluation(0, 1)
+    run = ShardEvaluation(
+        trial.runtime(), zoo.vectors(8),
+        limit=MemoryLimit(0, [int(nbytes * share) for nbytes in spec.task_bytes]),
+    )  # fmt: skip
+    load(run, trial, *range(len(spec.shards)))
+
+    try:
+        with pytest.raises(MemoryError) if share < 1 else nullcontext():
+            for task in TaskGraph(len(spec.shards), 1, training=False).tasks(0, 0):
+                run.perform(task)
+    finally:
+        run.close()
+
+
+def test_the_fast_path_stays_off_until_the_last_thread_has_left():
+    first, second = without_fast_path(), without_fast_path()
+    enabled: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
+    before = enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not enabled()
+    second.__exit__(None, None, None)
+    assert enabled() == before
+
+
+def test_random_numbers_go_on_where_the_run_left_them() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def run(reach: Reach) -> None:
+        torch.manual_seed(3)
+        for kind in ("F", "B"):
+            reach(kind, 0)
+            drawn.append(torch.rand(2))
+
+    paused = PausedRun()
+    paused.begin(run)
+    for _ in range(2):
+        torch.rand(5)  # another run draws, too
+        paused.advance()
+    paused.close()
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat(drawn), torch.rand(4))
+
+
+def test_what_a_step_raises_is_raised_by_its_advance() -> None:
+    def run(reach) -> None:
+        reach("F", 0)
+        raise KeyError("lost")
+
+    paused = PausedRun()
+    assert paused.begin(run) == ("F", 0)
+    with pytest.raises(KeyError, match="lost"):
+        paused.advance()
+    assert paused.begin(run) == ("F", 0), "the next microbatch begins on the same thread"
+    paused.close()
+
+
+def test_a_microbatch_runs_with_the_threads_and_the_context_of_who_began_it() -> None:
+    name: ContextVar[str] = ContextVar("name")
+    name.set("trial 3")
+    seen: list[object] = []
+
+    def run(reach) -> None:
+        reach("F", 0)
+        seen.extend([torch.get_num_threads(), name.get(), torch.is_grad_enabled()])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        paused = PausedRun()
+        paused.begin(run)
+        paused.advance()
+        paused.close()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, "trial 3", True]
+
+
+def test_a_closed_run_ends_where_it_stands() -> None:
+    seen: list[object] = []
+
+    def run(reach) -> None:
+        try:
+            for k in range(3):
+                reach("F", k)
+                seen.append(k)
+        except Cancelled as error:
+            seen.append(str(error))
+            raise
+
+    paused = PausedRun()
+    paused.begin(run)
+    paused.advance()
+    paused.close()
+    assert seen == [0, "a run was cancelled before F of shard 1"]
+
+
+def test_a_cancelled_run_ends_though_its_code_takes_no_error_for_an_answer() -> None:
+    paused, reached = PausedRun(), list[int]()
+
+    def stubborn(reach: Reach) -> None:
+        for shard in range(3):
+            with suppress(Exception):
+                reach("F", shard)
+                reached.append(shard)
+
+    assert paused.begin(stubborn) == ("F", 0)
+    closing = threading.Thread(target=paused.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    for _ in range(2):
+        paused.close()
+    assert reached == []
+
+
+def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None:
+    threads: list[threading.Thread] = []
+
+    def note(*_: object) -> None:
+        threads.append(threading.current_thread())
+
+    def fail() -> None:
+        raise ValueError("the user's schedule is wrong")
+
+    def steps(reach: Reach) -> None:
+        for kind in ("F", "B"):
+            reach(kind, 0)
+            note()
+
+    run = PausedRun()
+    run.begin(steps)
+    run.call(note)
+    with pytest.raises(ValueError, match="schedule"):
+        run.call(fail)
+    assert run.advance() == ("B", 0)
+    run.call(note)
+    assert run.advance() is None
+    run.call(note)
+    run.close()
+    assert len(threads) == 5
+    assert {thread.name for thread in threads} == {"paused-run"}
