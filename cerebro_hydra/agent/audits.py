@@ -32,8 +32,9 @@ from cerebro_hydra.shards.engine.layout import Bytes
 STEPS_OF_AN_AUDIT = 4
 """Steps of training that a trial's first audit is thought to last, beside the factory."""
 
-MAPPED_PATIENCE = 10
-"""Times the limits of a task: an audit in mapped files may take that long, at the disk's speed."""
+AUDIT_PATIENCE = 10
+"""Times the limits of a task: an audit may take that long, because it trains uncut, and maybe in
+mapped files, at the disk's speed."""
 
 OVERDUE_AUDIT = "its audit takes too long (audit_share=0 makes none): "
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from cerebro_hydra.agent.audits import (
-    MAPPED_PATIENCE,
+    AUDIT_PATIENCE,
     OVERDUE_AUDIT,
     WRITTEN_LATE,
     AuditRoom,
@@ -466,7 +466,7 @@ class QueueTrainer:
         self._devices.age(TICK_SECONDS)
         for run in self._runs.values():
             if not run.over:
-                run.time.check(MAPPED_PATIENCE if run.mapped else 1)
+                run.time.check(1 if run.audits is None else AUDIT_PATIENCE)
 
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a task whose code takes too long, or its audit's; end the device that runs it."""

@@ -71,8 +71,8 @@ class Search(ABC):
             order of partitions beforehand, so that two runs give the same bits.
         batch_seconds: how long one batch may take, without the wait for shards; None allows any
             time. A trial that takes longer fails alone, and its agent is replaced. A batch that
-            takes 20 times the median of its trial's batches is told of in any case. An audit has
-            the same limit, ten times as much where memory lacks room for it.
+            takes 20 times the median of its trial's batches is told of in any case. An audit may
+            take ten times as long.
         keep: "best" takes the state after a trial's best epoch as its result, "last" that after its
             last one. None is "best" where there are validation rows or early stopping.
         sub_epoch_seconds: how long a sub-epoch, or the evaluation of one partition, may take from

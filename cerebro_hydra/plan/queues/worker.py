@@ -26,7 +26,7 @@ by next use, and what a reserved unit needs comes before what another one may ne
 
 That is why there is always progress:
 
-- No reserved unit waits for ever: ``WorkerQueues._may_stay`` says why nobody waits in a circle.
+- No reserved unit waits for ever: ``WorkerState._may_stay`` says why nobody waits in a circle.
 - If nothing is reserved or runs, some run has the device and the room for a task that is ready:
   one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
   if there is none, one that stays has its device, and DRAM for any one shard; if none stays, the
@@ -36,8 +36,7 @@ That is why there is always progress:
   whose list waits is at least 1 (``RunProgress.next_use``), so the second goes to disk for the
   first. Where all that is there is ready too, that goes on instead.
 
-A device that has died is waited for by what only it may do. ``WorkerState`` adds the events, and
-has the picture.
+A device that has died is waited for by what only it may do.
 """
 
 from __future__ import annotations
@@ -67,8 +66,10 @@ from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, Unit, p
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 
-class WorkerQueues:
-    """Holds the queues, runs and ledger of one worker, and makes the decisions that are due.
+class WorkerState:
+    """Holds the queues, runs and ledger of one worker, and handles its events.
+
+    It is not thread-safe: one writer hands in the events.
 
     Args:
         budgets: the bytes of each device; None means no limit.
@@ -101,6 +102,42 @@ class WorkerQueues:
     def budget(self, place: int) -> float:
         """Return the bytes that may be in use there."""
         return self.ledger.host_budget if place == HOST else self.queues[place].budget
+
+    def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
+        """Handle what happened at one moment and return what to do, in this order."""
+        self._answers = []
+        for event in events:
+            self._events += 1
+            self._apply(event)
+        while self._decide():
+            pass
+        return self._answers
+
+    def validate(self) -> None:
+        """Check every invariant.
+
+        Raises:
+            AssertionError: an invariant is broken; the message names it and the object.
+        """
+        self.ledger.validate()
+        pinned = dict.fromkeys(self.runs, 0)
+        for block in self.ledger:
+            assert block.key.run in self.runs, f"{block.key} is of no run"
+            pinned[block.key.run] += block.nbytes if block.pinned else 0
+        for queue in self.queues.values():
+            used = self.used(queue.number)
+            assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
+            assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
+        under_way = [unit for run in self.runs.values() for unit in run.units]
+        queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
+        assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
+        for run in self.runs.values():
+            boundary = run.spec.host_boundary_bytes if run.status == "open" or run.units else 0
+            assert pinned[run.spec.run] == boundary, f"boundary values of run {run.spec.run}"
+            places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
+            assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
+            staying = {q.number for q in self.queues.values() if run in q.staying}
+            assert run.status == "restarting" or run.staying == staying, f"{run.spec.run} stays"
 
     # ------------------------------------------------------------------ decisions
 
@@ -326,51 +363,6 @@ class WorkerQueues:
         block = self.ledger.get(key)
         assert block is not None, f"the {key.kind} {key.number} of run {key.run} is nowhere"
         return block
-
-
-class WorkerState(WorkerQueues):
-    """Handles the events of one worker.
-
-    It is not thread-safe: one writer hands in the events.
-    """
-
-    # ------------------------------------------------------------------ the public interface
-
-    def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
-        """Handle what happened at one moment and return what to do, in this order."""
-        self._answers = []
-        for event in events:
-            self._events += 1
-            self._apply(event)
-        while self._decide():
-            pass
-        return self._answers
-
-    def validate(self) -> None:
-        """Check every invariant.
-
-        Raises:
-            AssertionError: an invariant is broken; the message names it and the object.
-        """
-        self.ledger.validate()
-        pinned = dict.fromkeys(self.runs, 0)
-        for block in self.ledger:
-            assert block.key.run in self.runs, f"{block.key} is of no run"
-            pinned[block.key.run] += block.nbytes if block.pinned else 0
-        for queue in self.queues.values():
-            used = self.used(queue.number)
-            assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
-            assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
-        under_way = [unit for run in self.runs.values() for unit in run.units]
-        queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
-        assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
-        for run in self.runs.values():
-            boundary = run.spec.host_boundary_bytes if run.status == "open" or run.units else 0
-            assert pinned[run.spec.run] == boundary, f"boundary values of run {run.spec.run}"
-            places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
-            assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
-            staying = {q.number for q in self.queues.values() if run in q.staying}
-            assert run.status == "restarting" or run.staying == staying, f"{run.spec.run} stays"
 
     # ------------------------------------------------------------------ events
 
