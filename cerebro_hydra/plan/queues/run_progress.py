@@ -171,11 +171,18 @@ class RunSpec:
         state = sum(shard.state for shard in mine)
         if self.keeps_all:
             if self.is_pipelined:
-                kept += self.most_open * self.boundary_bytes  # what it reads of other devices
+                kept += self.most_open * self.boundary_bytes + self._transient(shards)
             return Share(tuple(shards), state, kept, state + kept, state + kept)
         held = self.boundary_bytes if self.stays else 0
         need = held + max(shard.state + shard.activations for shard in mine)
         return Share(tuple(shards), state, held, need, held)
+
+    def _transient(self, shards: Sequence[int]) -> int:
+        """Return the most bytes that a task of these shards has beside what it keeps for later.
+
+        Where activations are kept, those of the last shard have the peak of all tasks.
+        """
+        return 0 if len(self.shards) - 1 in shards else self.shards[-1].activations
 
     def _most_kept(self, tasks: Sequence[Action]) -> int:
         """Return the most bytes of activations that are kept at once from F to B."""
@@ -195,8 +202,13 @@ class RunSpec:
 
     @property
     def task_bytes(self) -> tuple[int, ...]:
-        """Return the bytes beside the shards that tasks of each shard may have on a device."""
+        """Return the bytes beside the shards that tasks of each shard may have for a microbatch."""
         held = {shard: share.held for share in self.shares() for shard in share.shards}
+        if self.keeps_all and self.is_pipelined:
+            for share in self.shares():
+                kept = sum(self.shards[number].activations for number in share.shards)
+                most = kept + self.boundary_bytes + self._transient(share.shards)
+                held |= dict.fromkeys(share.shards, most)
         if self.keeps_all:
             return tuple(held[number] for number in range(len(self.shards)))
         return tuple(held[number] + each.activations for number, each in enumerate(self.shards))

@@ -67,7 +67,9 @@ def test_a_device_keeps_one_microbatch_more_than_devices_are_behind_it(
     most = [min(devices - place, microbatches) for place in range(devices)]
     assert spec.most_open == most[0]
     activations, read = spec.shards[0].activations, spec.most_open * spec.boundary_bytes
-    assert [share.held - read for share in spec.shares()] == [n * activations for n in most]
+    peaks = [activations] * (devices - 1) + [0]
+    kept = [n * activations + peak for n, peak in zip(most, peaks, strict=True)]
+    assert [share.held - read for share in spec.shares()] == kept
 
 
 def test_a_window_that_is_shorter_than_the_pipeline_is_done_whole() -> None:

@@ -144,11 +144,14 @@ def test_what_a_window_keeps_counts_on_each_device_and_in_dram() -> None:
     assert spec.host_boundary_bytes == 4 * 3 * 2
     assert spec.device_need == 8 + 3, "a shard and its task; the rest is in DRAM"
     kept = spec_of(3, 4, recompute=False)
-    assert [share.held for share in kept.shares()] == [4 * 3 + spec.host_boundary_bytes] * 3
-    assert kept.device_need == 8 + 4 * 3 + spec.host_boundary_bytes, "what it reads is there, too"
+    # What it reads is there, too; and the last shard's activations have the peak of all tasks.
+    held = [4 * 3 + spec.host_boundary_bytes + more for more in (3, 3, 0)]
+    assert [share.held for share in kept.shares()] == held
+    assert kept.device_need == 8 + held[0]
+    assert kept.task_bytes == (3 + 3 * 2 + 3, 3 + 3 * 2 + 3, 3 + 3 * 2), "of one microbatch"
     used: Counter[int] = Counter()
     timeline = simulate([kept], 3, kept.device_need, used)
-    assert used == dict.fromkeys(range(3), kept.device_need)
+    assert used == {device: 8 + nbytes for device, nbytes in enumerate(held)}
     validate_order([each for each in timeline.given if isinstance(each, Action)], {0: kept.graph})
     assert simulate([replace(kept, run=0), replace(kept, run=1)], 3, kept.device_need).done
 
