@@ -1,6 +1,8 @@
-"""A driver of a hop state, which hands in one event at a time."""
+"""A driver of a hop state, which hands in one event at a time, of a closed or an open search."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from cerebro_hydra.plan.hop.trials import visit_order
 from cerebro_hydra.plan.messages import events as ev
@@ -43,14 +45,19 @@ def done(attempt: int, worker: str, loss: float = 1.0) -> ev.SubEpochDone:
 
 
 class Driver:
-    """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event."""
+    """A state with workers "a", "b", ... on partitions 0, 1, ...; validates after every event.
 
-    def __init__(self, joins: bool = True, **more) -> None:
+    Args:
+        closed: whether all trials are added at once, each with its whole budget.
+        joins: whether the workers are there from the beginning.
+    """
+
+    def __init__(self, closed: bool = True, joins: bool = True, **more) -> None:
         search = config(**more)
         self.scheduler = Scheduler(search.config)
         self.state = self.scheduler.state
         self.told: list[Instruction] = []
-        for event in search.events():
+        for event in search.events() if closed else ():
             self(event)
         for worker in range(self.state.config.partitions if joins else 0):
             self(ev.WorkerJoined(worker, "abcdef"[worker], (worker,)))
@@ -62,11 +69,20 @@ class Driver:
         return self.last
 
     def train(self, attempt: int, worker: str, loss: float = 1.0) -> list[Instruction]:
-        source = self.state.attempts[attempt].source.visit
-        trial = self.state.attempts[attempt].trial
-        self(ev.StateReceived(trial, source, worker))
+        """Let a task end, of whose end was told before."""
+        self._receive(attempt, worker)
         self(ev.SubEpochEnding(attempt, worker))
         return self(done(attempt, worker, loss))
+
+    def train_one(self) -> list[Instruction]:
+        """Let the only task that runs end, of whose end nobody was told."""
+        ((worker, attempt),) = self.running.items()
+        self._receive(attempt, worker)
+        return self(done(attempt, worker))
+
+    def _receive(self, attempt: int, worker: str) -> None:
+        begun = self.state.attempts[attempt]
+        self(ev.StateReceived(begun.trial, begun.source.visit, worker))
 
     def epoch(self, workers: str, loss: float) -> None:
         """Let trial 0 train an epoch on these workers, in this order."""
@@ -78,6 +94,27 @@ class Driver:
         """The number of the running attempt by incarnation."""
         agents = self.state.workers
         return {a.incarnation: each.number for a in agents for each in a.started}
+
+    def held(self, number: int) -> list[tuple[int, str]]:
+        """Return (visit, place) of every copy of the trial's states."""
+        holders = self.state.holders
+        return [(v, place) for v in holders.visits(number) for place in holders.where(number, v)]
+
+
+def open_search(partitions: int = 2, **more) -> Driver:
+    """Return the driver of a search that is open, whose trials come by events."""
+    given = {"evaluate": False, "checkpoint": "end", **more}
+    return Driver(closed=False, partitions=partitions, **given)
+
+
+def trial(number: int, **more) -> TrialConfig:
+    """Return a trial of two shards."""
+    shards = ((f"f{number}", f"t{number}"), (f"g{number}", f"u{number}"))
+    return TrialConfig(number, 1.0, 100, shards, **more)
+
+
+def fork_of(parent: int, number: int) -> TrialConfig:
+    return replace(trial(number), initial_digests=trial(parent).initial_digests)
 
 
 def of(kind: type, instructions: list[Instruction]) -> list:

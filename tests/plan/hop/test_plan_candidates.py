@@ -9,13 +9,12 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.policy.policy import Scheduler
-from tests.plan.driver import of
-from tests.plan.open_driver import OpenDriver, trial
+from tests.plan.driver import Driver, of, open_search, trial
 
 
-def closed(*numbers: int) -> OpenDriver:
+def closed(*numbers: int) -> Driver:
     """A search that has proposed these candidates and closed."""
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     for number in numbers:
         run(ev.TrialProposed(number, {"lr": number}, 1))
     run(ev.SearchClosed())
@@ -25,11 +24,11 @@ def closed(*numbers: int) -> OpenDriver:
 def test_a_run_waits_for_candidates_that_were_proposed_before_its_search_closed() -> None:
     run = closed(0, 1)
     run(ev.TrialAdded(trial(1), 1))
-    run.train()
+    run.train_one()
     told = run(ev.Checkpointed(1, 1, "a"))
     assert of(ins.FinishTrial, told) and not run.state.finished
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
+    run.train_one()
     told = run(ev.Checkpointed(0, 1, "a"))
     assert of(ins.FinishRun, told)
 
@@ -43,7 +42,7 @@ def test_a_refused_candidate_fails_with_its_traceback_and_may_be_the_last_to_end
 
 
 def test_a_refused_candidate_that_is_proposed_once_more_keeps_no_run_from_its_end() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialProposed(0, {"lr": 0}, 1))
     run(ev.TrialRefused(0, "ValueError: no layer"))
     run(ev.TrialProposed(0, {"lr": 0}, 1))

@@ -16,20 +16,20 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
-from tests.plan.driver import config, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
+from tests.plan.driver import Driver, config, fork_of, of, trial
 from tests.plan.hop.test_plan_resume import killed_at
-from tests.plan.open_driver import OpenDriver, fork_of, trial
 from tests.plan.world import World
+from tests.plan.worlds import check_outcome, check_undisturbed, scripts, worlds
 
 WHY = "MemoryError: 3 GiB"
 
 
-class LackingDriver(OpenDriver):
+class LackingDriver(Driver):
     """One worker "a" and trial 0, which may be cut finer unless it is said not to be."""
 
     def __init__(self, finer: bool = True, **more) -> None:
-        super().__init__(partitions=1, **more)
+        given = {"evaluate": False, "checkpoint": "end", **more}
+        super().__init__(closed=False, partitions=1, **given)
         self(ev.TrialAdded(trial(0, finer=finer), 4))
 
     def lack_memory(self) -> list[ins.Instruction]:
@@ -51,8 +51,8 @@ def test_a_trial_waits_until_its_newest_state_is_stored_and_goes_on_from_it_in_m
     None
 ):
     run = LackingDriver()
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     told = run.lack_memory()
     assert not of(ins.FinishTrial, told) and not of(ins.CutFiner, told) and not run.running
     assert of(ins.CutFiner, run.save(told)) == [ins.CutFiner(0, (0, 2), WHY)]
@@ -108,7 +108,7 @@ def test_a_stopped_trial_takes_no_cut() -> None:
 
 def test_a_state_that_cant_be_stored_ends_the_trial_with_both_reasons() -> None:
     run = LackingDriver()
-    run.train()
+    run.train_one()
     told = run.lack_memory()
     for _ in range(MOST_FAILED_WRITES):
         assert of(ins.Checkpoint, told)
@@ -131,7 +131,7 @@ def test_segments_stay_while_a_cut_is_made_because_it_may_write_equal_ones() -> 
     run.lack_memory()
     collected = []
     for visit in range(1, 3):
-        run.train()
+        run.train_one()
         collected += of(ins.Collect, run(ev.Checkpointed(1, visit, "a")))
     assert collected == [ins.Collect(1, 1, ())]
 
@@ -139,7 +139,7 @@ def test_segments_stay_while_a_cut_is_made_because_it_may_write_equal_ones() -> 
 def forked_while_cut(visit: int = 1) -> LackingDriver:
     """A fork of the trial that was admitted before its parent was cut finer, and came after."""
     run = LackingDriver()
-    run.train()
+    run.train_one()
     run.save(run.lack_memory())
     run(run.recut(0, 1))
     fork = replace(fork_of(0, 1), finer=True)
@@ -172,7 +172,7 @@ def test_a_fork_that_was_laid_out_like_its_parent_may_be_cut_finer_itself_once()
 
 def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before() -> None:
     run = LackingDriver()
-    run.train()
+    run.train_one()
     run.save(run.lack_memory())
     fork = fork_of(0, 1)
     told = run(ev.TrialForked(fork, 0, 1, 3))

@@ -17,8 +17,8 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
 from tests.plan.driver import Driver, in_order, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, places, scripts
 from tests.plan.world import World
+from tests.plan.worlds import check_outcome, places, scripts
 
 Task = ins.StartSubEpoch | ins.Evaluate
 

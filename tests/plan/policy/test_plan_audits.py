@@ -10,7 +10,7 @@ from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.policy.audit_budget import LATER_SHARE, AuditBudget
 from tests.examples import examples
 from tests.plan.driver import Driver, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
+from tests.plan.worlds import check_outcome, check_undisturbed, scripts, worlds
 
 DIFFERENCE = "at step 7: parameter '0.weight'"
 
