@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.testing.run_in_process import run_in_process
-from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent
-from tests.shards.hopping import start
+from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 
 
 class Frozen(nn.Linear):
@@ -37,21 +33,13 @@ def recipe() -> Recipe:
     return made.bind(COLUMNS)
 
 
-class LateWriter(Agent):
-    def _factory(self, params: Any) -> Recipe:
-        return recipe()
-
-
-def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(np.int64)
-    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
-    store = LocalStore(str(tmp_path / "store"))
-    trained = run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
-    agent = LateWriter(trained, tmp_path, share=0.0)
+def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(
+    tmp_path: Path, make_agent: Callable[..., Agent]
+) -> None:
+    trained = train_without_agent(LocalStore(str(tmp_path / "store")), recipe)
+    agent = make_agent(trained, make=recipe, share=0.0)
     Frozen.admitted = True
     failed = agent.train()
-    agent.close()
     assert isinstance(failed, events.TaskFailed)
     assert "wrote to frozen parameter '0.weight'" in failed.error
     for number in range(2):
