@@ -131,19 +131,6 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
 
 
-def tied_gpt2(params: dict[str, Any]) -> Recipe:
-    """A small language model over bytes."""
-    model = TiedGPT2(vocabulary=128)
-    return Recipe(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
-        loss=next_token_loss,
-        batch_size=8,
-        shards=params["shards"],
-        clip_grad_norm=1.0,
-    )
-
-
 def quarrelsome(params: dict[str, Any]) -> Recipe:
     """Trials that fail in the way that `params["fault"]` names, while they train."""
     recipe = feed_forward({"lr": 0.01})

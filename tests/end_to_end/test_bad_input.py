@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from cerebro_hydra import TLS, GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import TLS, LocalStore, SparkBackend
 from cerebro_hydra.errors import CerebroHydraError
 from tests.end_to_end import models
+from tests.end_to_end.runs import grid
 
 pytestmark = pytest.mark.spark(group=1)
 
@@ -79,26 +80,13 @@ DATA: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-def search(backend: SparkBackend, path: Path, **changes: Any) -> GridSearch:
-    given = {
-        "backend": backend,
-        "store": LocalStore(prefix_path=str(path)),
-        "estimator_gen_fn": models.feed_forward,
-        "search_space": {"lr": hp_choice([0.1])},
-        "num_epochs": 1,
-        "evaluation_metric": "accuracy",
-        "verbose": 0,
-    }
-    return GridSearch(**{**given, **changes})
-
-
 @pytest.mark.parametrize("name", DATA)
 def test_data_that_can_not_be_trained_on(
     backend: SparkBackend, df: Any, tmp_path: Path, name: str
 ) -> None:
     change, options, said = DATA[name]
     with pytest.raises(CerebroHydraError, match=f"(?s){said}"):
-        search(backend, tmp_path, **options).fit(change(df))
+        grid(backend, tmp_path, models.feed_forward, {"lr": [0.1]}, **options).fit(change(df))
     assert not list(tmp_path.glob("runs/*/journal")), "a run was begun"
 
 

@@ -14,7 +14,7 @@ from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays
 from tests.end_to_end import models
-from tests.end_to_end.test_runs import assert_replays, classes, search
+from tests.end_to_end.runs import assert_replays, classes, search
 from tests.end_to_end.trials import rich_models
 
 pytestmark = pytest.mark.slow
@@ -26,36 +26,19 @@ def weighed(rows: int = 200) -> Arrays:
     return Arrays(data.arrays | {"weight": weights})
 
 
-def test_every_training_feature_at_once(tmp_path: Path) -> None:
-    result = search(
-        tmp_path, rich_models.rich, {"lr": [0.1, 0.01]}, weighed(),
-        evaluation_metric="f1", num_epochs=3, sample_weight_column="weight",
-    )  # fmt: skip
-    assert_replays(result)
-    for trial in result.trials:
-        assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
-        assert all(0 <= value <= 1 for value in trial.history["val_f1"])
-    averaged = result.torch().state_dict()
-    folder = RunFolder.open(result.run_path)
-    number = result.trials.index(result.best_trial)
-    visit = read_trial(folder, number).result_visit
-    live = {}
-    for shard in folder.read_state(number, visit)["shards"]:
-        live |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
-    assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
-    assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
-
-
-def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
+def test_every_training_feature_at_once_and_early_stopping_keeps_the_best_epoch(
+    tmp_path: Path,
+) -> None:
     result = search(
         tmp_path, rich_models.rich, {"lr": [0.5, 0.1], "patience": [1]}, weighed(),
         evaluation_metric="f1", num_epochs=8, sample_weight_column="weight",
     )  # fmt: skip
     assert_replays(result)
-    lengths = []
+    folder, lengths = RunFolder.open(result.run_path), []
     for number, trial in enumerate(result.trials):
+        assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
         values = trial.history["val_f1"]
-        folder = RunFolder.open(result.run_path)
+        assert all(0 <= value <= 1 for value in values)
         visit = read_trial(folder, number).result_visit
         assert trial.result_epoch == values.index(max(values)) + 1
         assert visit == 2 * trial.result_epoch
@@ -67,6 +50,19 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
     assert min(lengths) < 8, "a trial stopped early"
     best = max(max(trial.history["val_f1"]) for trial in result.trials)
     assert max(result.best_trial.history["val_f1"]) == best
+    averaged = result.torch().state_dict()
+    number = result.trials.index(result.best_trial)
+    live = trainable(folder, number, read_trial(folder, number).result_visit)
+    assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
+    assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
+
+
+def trainable(folder: RunFolder, trial: int, visit: int) -> dict[str, torch.Tensor]:
+    """Return the tensors in the trainable segments of a state."""
+    found = {}
+    for shard in folder.read_state(trial, visit)["shards"]:
+        found |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
+    return found
 
 
 def test_two_inputs_by_name_and_two_losses(tmp_path: Path) -> None:
@@ -112,28 +108,17 @@ def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) ->
         assert one.history == three.history
 
 
-def assert_state_0_has(folder: RunFolder, weights: dict[str, torch.Tensor]) -> None:
-    tensors = {}
-    for shard in folder.read_state(0, 0)["shards"]:
-        tensors |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
-    for name, weight in weights.items():
-        assert torch.equal(tensors[f"param:{name}"], weight), name
-
-
 def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
     first = search(tmp_path / "a", models.feed_forward, {"lr": [0.1]}, classes())
     weights = {n: t.contiguous() for n, t in first.torch().state_dict().items()}
     path = str(tmp_path / "weights.safetensors")
     safetensors.torch.save_file(weights, path)
-    second = search(
-        tmp_path / "b", models.feed_forward, {"lr": [0.1], "warm_start": [path]}, classes()
-    )
+    space = {"lr": [0.1], "warm_start": [path]}
+    second = search(tmp_path / "b", models.feed_forward, space, classes())
     assert_replays(second)
-    assert_state_0_has(RunFolder.open(second.run_path), weights)
+    began = trainable(RunFolder.open(second.run_path), 0, 0)
+    for name, weight in weights.items():
+        assert torch.equal(began[f"param:{name}"], weight), name
+    space = {"lr": [0.1], "warm_start": [path + "x"]}
     with pytest.raises(AllTrialsFailed, match="there is no such file"):
-        search(
-            tmp_path / "c",
-            models.feed_forward,
-            {"lr": [0.1], "warm_start": [path + "x"]},
-            classes(),
-        )
+        search(tmp_path / "c", models.feed_forward, space, classes())

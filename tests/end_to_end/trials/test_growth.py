@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra import GridSearch, LocalStore, SparkEstimator, hp_choice
-from cerebro_hydra.observe.records import AgentStarted, Decision, Record
-from cerebro_hydra.plan.messages.events import SubEpochDone
-from cerebro_hydra.plan.messages.instructions import StartSubEpoch
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra import SparkEstimator
+from cerebro_hydra.plan.messages.instructions import Commit
+from cerebro_hydra.testing.local_backend import Arrays
+from tests.end_to_end.runs import Tape, search, statuses
 
 pytestmark = pytest.mark.slow
 
@@ -58,51 +57,28 @@ class Held:
         return cls(resident, threads, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-class Watch:
-    """Looks at the agent after the sub-epoch of each trial."""
-
-    def __init__(self) -> None:
-        self.pid = 0
-        self.trials: set[int] = set()
-        self.after: dict[int, Held] = {}
-        """What it holds, by the number of trials that it has trained."""
-        self._trials: dict[int, int] = {}
-
-    def on_record(self, record: Record) -> None:
-        if isinstance(record, AgentStarted):
-            self.pid = record.pid
-        elif isinstance(record, Decision):
-            for told in record.instructions:
-                if isinstance(told, StartSubEpoch):
-                    self._trials[told.attempt] = told.trial
-            if isinstance(record.event, SubEpochDone):
-                self.trials.add(self._trials[record.event.attempt])
-                self.after[len(self.trials)] = Held.by(self.pid)
-
-
 def held_after(
     folder: Path, trials: int, validation: float | None, frozen: int, depth: int
 ) -> dict[int, Held]:
-    """Run a search on one agent."""
+    """Return what an agent holds by the number of trials that it has trained."""
     random = np.random.default_rng(0)
     features = random.normal(size=(64, FEATURES)).astype("float32")
-    watch = Watch()
-    result = GridSearch(
-        backend=LocalBackend(1),
-        store=LocalStore(str(folder)),
-        estimator_gen_fn=estimator_gen_fn,
-        search_space={
-            "number": hp_choice(list(range(trials))),
-            "frozen": hp_choice([frozen]),
-            "depth": hp_choice([depth]),
-        },
-        num_epochs=1,
-        validation=validation,
-        verbose=0,
-        observers=[watch],
-    ).fit(Arrays({"features": features, "label": features[:, :1]}))
-    assert {trial.status for trial in result.trials} == {"finished"}
-    return watch.after
+    trained: set[int] = set()
+    after: dict[int, Held] = {}
+
+    def look(tape: Tape) -> None:
+        """Look at the agent after the sub-epoch of each trial."""
+        trained.update(commit.trial for commit in tape.of(Commit, last=True))
+        if trained and len(trained) not in after:
+            after[len(trained)] = Held.by(tape.pids[0][0])
+
+    space = {"number": range(trials), "frozen": [frozen], "depth": [depth]}
+    options = {"evaluation_metric": "loss", "num_epochs": 1, "validation": validation}
+    data = Arrays({"features": features, "label": features[:, :1]})
+    tape = Tape(look)
+    result = search(folder, estimator_gen_fn, space, data, 1, observers=[tape], **options)
+    assert set(statuses(result)) == {"finished"}
+    return after
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc")

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.observe.records import AgentStarted, Decision
 from cerebro_hydra.plan.messages.events import SubEpochDone
 from tests.end_to_end import models
-from tests.end_to_end.test_runs import assert_replays, classes, search
+from tests.end_to_end.runs import Tape, assert_replays, classes, search, statuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -25,35 +24,20 @@ def files_without_a_name(pid: int) -> int:
     return count
 
 
-class Killer:
-    """Watches for spilled segments, and kills the agent that has some when it ends a task."""
+def test_trials_on_disk_replay_after_an_agent_was_killed(tmp_path: Path) -> None:
+    killed: list[int] = []
 
-    def __init__(self) -> None:
-        self.pids: dict[str, int] = {}
-        self.spilled: list[int] = []
-        self.killed: int | None = None
-
-    def on_record(self, record: object) -> None:
-        if isinstance(record, AgentStarted):
-            self.pids[record.incarnation] = record.pid
-        elif isinstance(record, Decision) and isinstance(record.event, SubEpochDone):
-            pid = self.pids[record.event.incarnation]
-            if pid == self.killed:
-                return
-            self.spilled.append(files_without_a_name(pid))
-            if self.killed is None and self.spilled[-1]:
-                self.killed = pid
+    def kill_one_that_spills(tape: Tape) -> None:
+        """Kill the first agent that has spilled segments when it ends a task."""
+        for done in tape.of(SubEpochDone, last=True):
+            pid = tape.agents[done.incarnation]
+            if not killed and files_without_a_name(pid):
+                killed.append(pid)
                 os.kill(pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_trials_on_disk_replay_after_an_agent_was_killed(tmp_path: Path) -> None:
-    killer = Killer()
     space = {"lr": [1e-3, 1e-4], "dropout": [0.0, 0.2], "width": [1200]}
-    result = search(tmp_path, models.wide, space, classes(), observers=[killer])
-    assert killer.killed is not None, "nothing was spilled, so nothing was tested"
-    assert max(killer.spilled) > 0
-    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    tape = Tape(kill_one_that_spills)
+    result = search(tmp_path, models.wide, space, classes(), observers=[tape])
+    assert killed, "nothing was spilled, so nothing was tested"
+    assert statuses(result) == ["finished"] * 4
     assert_replays(result)

@@ -12,7 +12,7 @@ import torch
 import cerebro_hydra
 from cerebro_hydra.errors import AllTrialsFailed, ReplayError
 from cerebro_hydra.testing.local_backend import Arrays
-from tests.end_to_end.test_runs import search
+from tests.end_to_end.runs import search
 from tests.end_to_end.trials import meta_models
 from tests.end_to_end.trials.meta_models import WIDTH
 
