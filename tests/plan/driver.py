@@ -68,26 +68,32 @@ class Driver:
         self.told += self.last
         return self.last
 
-    def train(self, attempt: int, worker: str, loss: float = 1.0) -> list[Instruction]:
-        """Let a task end, of whose end was told before."""
-        self._receive(attempt, worker)
+    def train(self, worker: str, loss: float = 1.0) -> list[Instruction]:
+        """Let the task of a worker end, of whose end was told before."""
+        attempt = self._receive(worker)
         self(ev.SubEpochEnding(attempt, worker))
         return self(done(attempt, worker, loss))
 
     def train_one(self) -> list[Instruction]:
         """Let the only task that runs end, of whose end nobody was told."""
-        ((worker, attempt),) = self.running.items()
-        self._receive(attempt, worker)
-        return self(done(attempt, worker))
+        worker = self.only
+        return self(done(self._receive(worker), worker))
 
-    def _receive(self, attempt: int, worker: str) -> None:
-        begun = self.state.attempts[attempt]
+    def _receive(self, worker: str) -> int:
+        begun = self.state.attempts[self.running[worker]]
         self(ev.StateReceived(begun.trial, begun.source.visit, worker))
+        return begun.number
+
+    @property
+    def only(self) -> str:
+        """The only worker on which a task runs."""
+        (worker,) = self.running
+        return worker
 
     def epoch(self, workers: str, loss: float) -> None:
         """Let trial 0 train an epoch on these workers, in this order."""
         for worker in workers:
-            self.train(self.running[worker], worker, loss)
+            self.train(worker, loss)
 
     @property
     def running(self) -> dict[str, int]:

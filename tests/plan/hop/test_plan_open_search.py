@@ -199,3 +199,53 @@ def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> Non
     before = comparable(run.state)
     assert run(late) == []
     assert comparable(run.state) == before
+
+
+# ---------------------------------------------------------------------- candidates
+
+
+def closed(*numbers: int) -> Driver:
+    """A search that has proposed these candidates and closed."""
+    run = open_search(partitions=1)
+    for number in numbers:
+        run(ev.TrialProposed(number, {"lr": number}, 1))
+    run(ev.SearchClosed())
+    return run
+
+
+def test_a_run_waits_for_candidates_that_were_proposed_before_its_search_closed() -> None:
+    run = closed(0, 1)
+    run(ev.TrialAdded(trial(1), 1))
+    run.train_one()
+    told = run(ev.Checkpointed(1, 1, "a"))
+    assert of(ins.FinishTrial, told) and not run.state.finished
+    run(ev.TrialAdded(trial(0), 1))
+    run.train_one()
+    told = run(ev.Checkpointed(0, 1, "a"))
+    assert of(ins.FinishRun, told)
+
+
+def test_a_refused_candidate_fails_with_its_traceback_and_may_be_the_last_to_end() -> None:
+    run = closed(0)
+    told = run(ev.TrialRefused(0, "ValueError: no layer"))
+    assert told == [ins.FinishTrial(0, "failed", "ValueError: no layer", 0), ins.FinishRun()]
+    assert run(ev.TrialRefused(0, "again")) == []
+    assert not run.state.trials
+
+
+def test_a_refused_candidate_that_is_proposed_once_more_keeps_no_run_from_its_end() -> None:
+    run = open_search(partitions=1)
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    run(ev.TrialRefused(0, "ValueError: no layer"))
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    assert run(ev.SearchClosed()) == [ins.FinishRun()]
+
+
+def test_nothing_is_added_after_the_end_of_the_search_that_was_not_proposed_before() -> None:
+    run = closed(0)
+    run(ev.TrialProposed(1, {}, 1))
+    run(ev.TrialAdded(trial(1), 1))
+    assert not run.state.trials and list(run.state.tables.candidates) == [0]
+    run(ev.TrialAdded(trial(0), 1))
+    run(ev.TrialAdded(trial(0), 5))
+    assert run.state.trials[0].budget == 1 and not run.state.tables.candidates
