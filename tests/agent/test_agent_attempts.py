@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.errors import TransferError
+from cerebro_hydra.agent.device.messages import FailureKind
+from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, TransferError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.storage.digest import digest
@@ -161,3 +162,26 @@ def test_what_user_code_raises_ends_the_task_alone(
 
     failed = made(factory=build).perform()
     assert isinstance(failed, events.TaskFailed | events.TransferFailed)
+
+
+# ---------------------------------------------------------------------- kinds of failures
+
+
+class Unreachable(TransferError):
+    """Says more than its base."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TransferError("gone"), FailureKind.TRANSFER),
+        (Unreachable("gone"), FailureKind.TRANSFER),
+        (StepDiffers("at step 7"), FailureKind.DIFFERENCE),
+        (NonFiniteLoss("nan"), FailureKind.NON_FINITE_LOSS),
+        (ScratchFull("disk"), FailureKind.SCRATCH_FULL),
+        (type("TransferError", (Exception,), {})("a user's own"), FailureKind.OTHER),
+        (SystemExit(1), FailureKind.OTHER),
+    ],
+)
+def test_an_exception_has_a_kind(error: BaseException, kind: FailureKind) -> None:
+    assert FailureKind.of(error) is kind

@@ -42,7 +42,7 @@ def search(folder: str, kind: str, backend: Any, **options: Any) -> Search:
 
 
 def main(folder: str, kind: str, workers: str, place: str, run: str | None = None) -> None:
-    rows = classes(240)
+    rows: Any = classes(240)
     if place == "local":
         search(folder, kind, LocalBackend(int(workers))).fit(rows, resume=run)
         return

@@ -59,7 +59,7 @@ def search(
     path: Path,
     factory: Callable[..., Any],
     space: Mapping[str, Sequence[Any]],
-    data: Arrays,
+    data: Any,
     workers: int = 2,
     tls: bool = False,
     resources: Mapping[str, Any] = MappingProxyType({}),

@@ -54,7 +54,7 @@ def chosen(made: QueueBench, step: int | None = None) -> list[int]:
 def test_a_trial_that_trains_otherwise_from_a_step_on_is_told_and_trained_uncut(
     step: int, recompute: bool
 ) -> None:
-    trials = ByteTrials(SIZES, seconds=0.02, faults={1: "wrong"}, wrong_from=step)
+    trials = ByteTrials(SIZES, seconds=0.01, faults={1: "wrong"}, wrong_from=step)
     budgets = [4500, 4500] if recompute else [None]
     with audited(trials, budgets, recompute=recompute) as made:
         chosen(made, step)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent.memory.shard_store import ShardHome
+from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.queues.log import MOST_SPANS
+from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials, trained
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, bench, spec_of
@@ -217,3 +221,29 @@ def test_a_device_that_can_not_be_started_ends_the_agent(
     ):
         made.result()
     assert "CUDA is not there" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- how a worker chooses
+
+
+OLDEST = Candidate(0, 0, remaining=1.0, waiting_since=0, own=False)
+LONGEST = Candidate(1, 1, remaining=9.0, waiting_since=0, own=False)
+AUDIT = Candidate(2, 2, remaining=0.5, waiting_since=0, own=False)
+
+
+@pytest.mark.parametrize(("pick", "picked"), [("oldest_first", OLDEST), ("sharp", LONGEST)])
+def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
+    pick: str, picked: Candidate
+) -> None:
+    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
+    planner.learn(trial)
+    assert planner.rule([LONGEST, OLDEST, AUDIT]) == picked
+
+
+@pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
+def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
+    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
+    planner.audit_spec(AUDIT.run, profile.training(OLDEST.run, 1, 1, True), 0, profile)
+    assert planner.rule([LONGEST, OLDEST, AUDIT]) == AUDIT
