@@ -95,19 +95,12 @@ def text(rows: int = 96) -> Arrays:
     return Arrays({"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 3})
 
 
-def bert_search(path: Path, **space: list) -> object:
-    return search(
-        path, rich_models.bert, {"lr": [0.003], **space}, text(),
+def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
+    result = search(
+        tmp_path, rich_models.bert, {"lr": [0.003], "shards": [1, 3]}, text(),
         feature_columns=["input_ids", "attention_mask"], label_columns=["labels"],
     )  # fmt: skip
-
-
-def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
-    result = bert_search(tmp_path, shards=[1, 3])
     assert_replays(result)
-    one, three = result.trials
-    if one.visit_log == three.visit_log:
-        assert one.history == three.history
 
 
 def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
