@@ -127,6 +127,18 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
         made.state.wait_until(lambda: not made.state.runs)
 
 
+def test_an_attempt_that_is_cancelled_while_its_trial_is_built_never_begins() -> None:
+    def cancel(trial: int) -> None:
+        if trial == 0:
+            made.trainer.cancel(trial)
+            made.settle()
+
+    with bench(ByteTrials(SIZES, hooks={"factory": cancel}), place="resident") as made:
+        made.begin(2)
+        assert made.result().attempt == 1
+        assert len(made.state.added) == 1 and made.reported.empty()
+
+
 def test_what_a_cancelled_run_wrote_to_frozen_bytes_is_mended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

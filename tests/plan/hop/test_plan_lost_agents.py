@@ -18,7 +18,7 @@ from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
 from tests.plan.driver import Driver, in_order, of
 from tests.plan.world import World
-from tests.plan.worlds import check_outcome, places, scripts
+from tests.plan.worlds import check_outcome, check_undisturbed, places, scripts
 
 Task = ins.StartSubEpoch | ins.Evaluate
 
@@ -218,13 +218,7 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
 def test_innocent_trials_have_the_results_of_a_run_without_lethal_ones(lethal, script) -> None:
     world, killers, _ = lethal
     world.run(script)
-    calm = World(world.search, world.workers, Counter(), places=world.places)
-    calm.run([])
-    for index in set(range(len(world.state.trials))) - killers:
-        mine, other = world.state.trials[index], calm.state.trials[index]
-        assert repr(mine.history) == repr(other.history)
-        assert mine.result == other.result
-        assert world.store[index, mine.result] == calm.store[index, mine.result]
+    check_undisturbed(world, but=killers)
 
 
 # ---------------------------------------------------------------------- workers that stay away
