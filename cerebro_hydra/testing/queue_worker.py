@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,23 +64,26 @@ def in_this_process(
     in_place: bool = False,
     double_buffering: bool = True,
     end_process: Callable[[], object] = sys.exit,
+    begin: Callable[[int], object] = lambda attempt: None,
+    lane: Lane | None = None,
 ) -> StartDevice:
-    """Return what starts a device in this process, which computes on a thread of its own."""
+    """Return what starts a device in this process.
+
+    Args:
+        opener: opens its runs.
+        in_place: whether it computes in the worker's memory.
+        double_buffering: whether a shard is brought while another one computes.
+        end_process: ends the process, because code of a trial hangs.
+        begin: is told of the attempt whose code runs.
+        lane: on which it computes; None means on a thread of its own.
+    """
 
     def start(slabs: Slabs, on_answer: OnAnswer, on_gone: OnGone) -> OwnDevice:
-        computing = Lane("device-computes")
-        computing.start()
+        computing = lane or Lane("device-computes")
+        if lane is None:
+            computing.start()
         memory, buffers = DeviceMemory(in_place=in_place), double_buffering and not in_place
-        return OwnDevice(
-            opener,
-            computing,
-            memory,
-            buffers,
-            end_process,
-            lambda attempt: None,
-            on_answer,
-            on_gone,
-        )
+        return OwnDevice(opener, computing, memory, buffers, end_process, begin, on_answer, on_gone)
 
     return start
 
@@ -98,6 +102,12 @@ class QueueWorker:
         memory: the bytes of DRAM for states, beyond which they are spilled.
         batch_seconds: after which a batch is ended.
         audit_share: how much of the time audits may take.
+        lane: on which the one device computes, if that is the thread that waits for results.
+        pool: gives the memory, if no other process has to see it.
+        folder: holds states that are at no agent.
+        connect: connects to the agents from which states are fetched.
+        on_whole: is told of a state that was fetched, by its trial and visit.
+        name: of the agent.
     """
 
     def __init__(
@@ -113,11 +123,18 @@ class QueueWorker:
         memory: int = 4 << 30,
         batch_seconds: float | None = None,
         audit_share: float = 0.0,
+        lane: Lane | None = None,
+        pool: BufferPool | None = None,
+        folder: Any = None,
+        connect: Any = None,
+        on_whole: Callable[[int, int], None] = lambda trial, visit: None,
+        name: str = ME,
     ) -> None:
         self.slabs = Slabs()
         self._scratch = tempfile.TemporaryDirectory(prefix="cerebro-hydra-")
         self._spec_of = spec_of
-        pool = BufferPool(poison=poison, allocate=self.slabs.allocate)
+        self._lane = lane
+        pool = pool or BufferPool(poison=poison, allocate=self.slabs.allocate)
         self.store = ShardStore(SegmentStore(memory, self._scratch.name, pool))
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
@@ -127,19 +144,19 @@ class QueueWorker:
         )
         known_seconds = BatchSeconds()
         self.audits = Audits(audit_share)
-        nobody: Any = None
+        self.fetches = FetchManager(name, self.store, folder, connect, on_whole)
         self.trainer = QueueTrainer(
-            ME,
+            name,
             [partial(start, self.slabs)] * len(state.queues),
             state,
             self.planner,
             self.store,
-            FetchManager(ME, self.store, nobody, nobody, lambda trial, visit: None),
-            self.reported.put,
+            self.fetches,
+            self._report,
             lambda record: None,
             lambda attempt: None,
             self.audits,
-            self.reported.put,
+            self._report,
             self._scratch.name,
             partial(TaskWatch, batch_seconds, None, print, known_seconds),
             known_seconds,
@@ -147,11 +164,11 @@ class QueueWorker:
         self.store.on_change = self.trainer.look_again
         self.trainer.start()
 
-    def perform(self, task: Task) -> None:
-        """Give the worker a task, as a coordinator would."""
+    def perform(self, task: Task, uri: str | None = None) -> None:
+        """Give the worker a task, as a coordinator would; ``uri`` is where its state is."""
         self.trainer.learn(self._spec_of(task.trial))
         self.trainer.accept(task.attempt)
-        self.trainer.perform(task, None)
+        self.trainer.perform(task, uri)
 
     def put(self, trial: int, visit: int, state: Sequence[HostSegments], step: int = 0) -> None:
         """Publish a state here, as a fetch would."""
@@ -169,25 +186,49 @@ class QueueWorker:
         found = [self.store.wait(trial, visit, k, lambda: True).segments for k in range(shards)]
         return [{name: b.copy() for name, (_, b) in each.items()} for each in found]
 
-    def result(self, seconds: float | None = None) -> Any:
-        """Return the next thing that the worker reports, but for ends that are near.
+    def report(self, seconds: float | None = None) -> Any:
+        """Return the next thing that the worker reports.
 
         Raises:
-            queue.Empty: nothing was reported in so many seconds.
+            queue.Empty: nothing was reported in so many seconds, or before the device ended.
+        """
+        while self._lane is not None and self.reported.empty():
+            if not self._lane.step():
+                raise queue.Empty
+        report = self.reported.get(timeout=seconds)
+        if isinstance(report, Exception):
+            raise report
+        return report
+
+    def result(self, seconds: float | None = None) -> Any:
+        """Return the next end that the worker reports.
+
+        Raises:
+            queue.Empty: nothing was reported in so many seconds, or before the device ended.
         """
         while True:
-            report = self.reported.get(timeout=seconds)
-            if isinstance(report, Exception):
-                raise report
+            report = self.report(seconds)
             if isinstance(report, events.DevicesWorked):
                 self.worked.append(report)
             elif not isinstance(report, events.SubEpochEnding):
                 return report
 
+    def settle(self) -> None:
+        """Wait until the worker has decided on all that it was told by now."""
+        done = threading.Event()
+        self.trainer._loop.put(done.set)
+        done.wait()
+
     def close(self) -> None:
-        """End the devices."""
+        """End the devices and fetches."""
         self.trainer.close()
+        self.fetches.close()
         self._scratch.cleanup()
+
+    def _report(self, report: Any) -> None:
+        self.reported.put(report)
+        if self._lane is not None:
+            self._lane.put(lambda: None)  # whoever waits there looks for reports again
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cerebro_hydra.agent.device.messages import Done, RunOrder
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
@@ -36,31 +38,28 @@ class ByteTrials:
         sizes: bytes of the trainable segment of each shard; those of the frozen one are half of it.
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
-        always_lethal: where the code of a trial ends its process each time: in its "factory", as a
-            run is "opened", in a "backward", or as a run is "closed".
-        hanging: the trials whose code never returns from a backward.
-        faulty: the trials whose code raises in a backward.
-        greedy: the trials for whose activations there is no memory in a backward.
-        hungry: the trials for which there is none in any backward.
+        faults: what is wrong with a trial's code, by its number. "dies: factory", "dies: opened",
+            "dies: backward" and "dies: closed" end the process each time; in a backward, "hangs"
+            never returns, "raises" does, "greedy" finds no memory for activations, "hungry" none
+            at all, "asserting" names an element that is not there, and "endless" asks for more
+            than a device has; "wrong" updates differ from those of the uncut trial; "unauditable"
+            can't be built a second time. In an audit, "hangs audited" never returns from a
+            backward, and "dies audited" ends the process with a step half done, while there is
+            ``lethal``.
+        wrong_from: the step from which on updates are wrong.
         stale: the code reads the first slots that a shard lay in.
-        wrong: the trials whose updates are wrong unless they are uncut.
-        wrong_from: the step from which on they are.
-        unauditable: the trials that can't be built a second time.
+        hooks: are called with the trial in the "factory", in a "forward", or when it is
+            "cancelled", of trials in this process.
     """
 
     sizes: tuple[int, ...]
     window: int = 1
     seconds: float = 0.0
     lethal: str | None = None
-    always_lethal: Mapping[int, str] = field(default_factory=dict)
-    hanging: frozenset[int] = frozenset()
-    faulty: frozenset[int] = frozenset()
-    greedy: frozenset[int] = frozenset()
-    hungry: frozenset[int] = frozenset()
-    stale: bool = False
-    wrong: frozenset[int] = frozenset()
+    faults: Mapping[int, str] = field(default_factory=dict)
     wrong_from: int = 0
-    unauditable: frozenset[int] = frozenset()
+    stale: bool = False
+    hooks: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
 
     def __call__(self) -> ByteTrials:
         """Be what makes the opener, too."""
@@ -69,20 +68,22 @@ class ByteTrials:
     def forget(self, trial: int) -> None:
         pass
 
-    def die(self, trial: int, where: str) -> None:
-        """End the process if the trial's code does so there."""
-        if self.always_lethal.get(trial) == where:
+    def reach(self, trial: int, where: str) -> None:
+        """Do what is to be done there."""
+        if self.faults.get(trial) == f"dies: {where}":
             os._exit(1)
+        self.hooks.get(where, abs)(trial)
 
     def profile(self, trial: Any) -> TrialProfile:
-        self.die(getattr(trial, "trial", trial), "factory")
-        shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in self.sizes)
+        self.reach(getattr(trial, "trial", trial), "factory")
+        sizes = self.sizes[: len(getattr(trial, "shards", self.sizes))]
+        shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in sizes)
         return TrialProfile(tuple(shards), (), False)
 
     def open(self, order: RunOrder) -> ByteRun:
-        if order.audits is not None and order.task.trial in self.unauditable:
+        if order.audits is not None and self.faults.get(order.task.trial) == "unauditable":
             raise OSError("the hub is gone")
-        self.die(order.task.trial, "opened")
+        self.reach(order.task.trial, "opened")
         return ByteRun(self, order)
 
     def initial(self, trial: int) -> list[HostSegments]:
@@ -96,42 +97,54 @@ class ByteTrials:
 
 @dataclass
 class ByteRun:
-    """Computes with the bytes of the shards that are loaded."""
+    """Computes with the bytes of the shards that are loaded, and leaves copies to the device."""
 
     trials: ByteTrials
     order: RunOrder
+    slots: dict[int, Segments] = field(default_factory=dict)
     shards: dict[int, HostSegments] = field(default_factory=dict)
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)
     gradients: dict[int, Bytes] = field(default_factory=dict)
     first: dict[int, HostSegments] = field(default_factory=dict)
     total: float = 0.0
     rows: int = 0
+    scratch: Tensor | None = None
+
+    @property
+    def fault(self) -> str:
+        return self.trials.faults.get(self.order.task.trial, "")
 
     def moved(self, slots: Segments) -> Segments:
         return slots
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
-        arrays = self.shards[shard] = {name: slot.numpy() for name, slot in slots.items()}
+        self.slots[shard] = slots
+        arrays = self.shards[shard] = {name: slot.cpu().numpy() for name, slot in slots.items()}
         self.first.setdefault(shard, arrays)
         self.cursors[shard] = dict(cursor or {"step": 0})
+        if self.fault == "dies audited" and self.order.audits is not None:
+            self.cursors[shard]["step"] = self.order.first_step  # as shards of models do
         if "gradients" in arrays and arrays["gradients"][0]:
             self.gradients[shard] = arrays["gradients"][1:]
 
     @property
     def stays(self) -> bool:
-        return isinstance(self.order.task, StartSubEpoch) and not self.order.recompute
-
-    def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
-        slots, gradients = self.shards.pop(shard), self.gradients.pop(shard, None)
-        if gradients is not None:
-            slots["gradients"][1:] = gradients
-        if "gradients" in slots:
-            slots["gradients"][0] = gradients is not None
-        return self.cursors.pop(shard), gradients is not None
+        training = isinstance(self.order.task, StartSubEpoch)
+        return self.resident or (training and not self.order.recompute)
 
     @property
     def resident(self) -> bool:
         return self.order.resident
+
+    def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
+        arrays, gradients = self.shards.pop(shard, {}), self.gradients.pop(shard, None)
+        if gradients is not None:
+            arrays["gradients"][1:] = gradients
+        if "gradients" in arrays:
+            arrays["gradients"][0] = gradients is not None
+        for name, slot in self.slots.pop(shard, {}).items():
+            slot.copy_(torch.from_numpy(arrays[name]), non_blocking=True)
+        return self.cursors.pop(shard), gradients is not None
 
     def cursor(self, shard: int) -> Mapping[str, Any]:
         return dict(self.cursors[shard])
@@ -139,9 +152,22 @@ class ByteRun:
     def digests(self, shard: int) -> TensorDigests:
         return {"param:bytes": digest(self.shards[shard]["trainable"])}
 
-    def perform(self, task: Action, then: Any = None) -> Done:
+    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+        """Do a task, and in the agent's memory the later passes of its microbatch, too."""
+        done = self._perform(task)
+        while then is not None and self._goes_on(task):
+            task = then(done)
+            done = self._perform(task)
+        return done
+
+    def _goes_on(self, task: Action) -> bool:
+        plain = self.order.audits is not None or self.order.task.uncut
+        training = isinstance(self.order.task, StartSubEpoch) and not plain
+        return training and (task.kind is ActionKind.F or task.shard > 0)
+
+    def _perform(self, task: Action) -> Done:
         time.sleep(self.trials.seconds)
-        self._die()
+        self._die(task)
         slots = self.shards[task.shard]
         trainable = slots["trainable"]
         assert task.microbatch is not None
@@ -149,6 +175,7 @@ class ByteRun:
         last = task.shard == len(self.trials.sizes) - 1
         match task.kind:
             case ActionKind.F:
+                self.trials.reach(self.order.task.trial, "forward")
                 read = self.first[task.shard] if self.trials.stale else slots
                 loss = loss_of(read, number)
                 if last and isinstance(self.order.task, StartSubEpoch):
@@ -156,14 +183,7 @@ class ByteRun:
                 if last:
                     self.total, self.rows = self.total + loss * ROWS, self.rows + ROWS
             case ActionKind.B:
-                self.trials.die(self.order.task.trial, "backward")
-                if self.order.task.trial in self.trials.hanging:
-                    time.sleep(10 * SECONDS)
-                if self.order.task.trial in self.trials.faulty:
-                    raise ValueError("the user's code is wrong")
-                trial, kept = self.order.task.trial, not self.order.recompute
-                if trial in self.trials.hungry or (kept and trial in self.trials.greedy):
-                    raise MemoryError("there is no room")
+                self._fail(self.slots[task.shard]["trainable"])
                 gradient = gradient_of(trainable, number)
                 before = self.gradients.get(task.shard)
                 self.gradients[task.shard] = gradient if before is None else before * 3 + gradient
@@ -172,23 +192,43 @@ class ByteRun:
                 assert self.cursors[task.shard]["step"] == step
                 trainable += self.gradients.pop(task.shard)
                 self.cursors[task.shard]["step"] += 1
-                order, trial = self.order, self.order.task.trial
-                plain = order.audits is not None or order.task.uncut
-                if trial in self.trials.wrong and not plain and step >= self.trials.wrong_from:
+                plain = self.order.audits is not None or self.order.task.uncut
+                if self.fault == "wrong" and not plain and step >= self.trials.wrong_from:
                     trainable[-1] ^= 1
         return Done(task)
 
     def close(self) -> Evaluation | None:
-        assert not self.shards
-        self.trials.die(self.order.task.trial, "closed")
+        assert self.resident or not self.shards
+        self.trials.reach(self.order.task.trial, "closed")
         return Evaluation({"loss": (self.total, self.rows)}, {})
 
     def cancel(self) -> None:
         self.shards.clear()
+        self.slots.clear()
+        self.trials.reach(self.order.task.trial, "cancelled")
 
-    def _die(self) -> None:
+    def _fail(self, slot: Tensor) -> None:
+        self.trials.reach(self.order.task.trial, "backward")
+        match self.fault:
+            case "hangs audited" if self.order.audits is not None:
+                time.sleep(10 * SECONDS)
+            case "hangs":
+                time.sleep(10 * SECONDS)
+            case "raises":
+                raise ValueError("the user's code is wrong")
+            case "asserting":
+                slot[torch.tensor([slot.numel()], device=slot.device)] = 0
+            case "endless":
+                self.scratch = torch.empty(1 << 50, dtype=torch.uint8, device=slot.device)
+        if self.fault == "hungry" or (self.fault == "greedy" and not self.order.recompute):
+            raise MemoryError("there is no room")
+
+    def _die(self, task: Action) -> None:
         lethal = self.trials.lethal
-        if lethal is not None and Path(lethal).exists():
+        half_done = self.order.audits is not None and task.kind is ActionKind.U
+        if lethal is None or (self.fault == "dies audited" and not half_done):
+            return
+        if Path(lethal).exists():
             os.unlink(lethal)
             os._exit(1)
 

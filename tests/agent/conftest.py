@@ -1,14 +1,15 @@
-"""A trained trial, and an agent that trains it again."""
+"""Agents that train a trained trial again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cerebro_hydra.storage import LocalStore, RunFolder
-from tests.agent.lone_agent import Agent, train_without_agent
+from tests.agent.lone_agent import Agent, train_without_agent, trained_many
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +19,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture
-def agent(trained: RunFolder, tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(trained, tmp_path, share=0.01)
-    made.budget.trained = 1e6  # it has trained for long: audits are allowed
-    yield made
-    made.close()
+def make_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """Make agents of a trial of many shards, by its cut, or of another trained trial."""
+    agents: list[Agent] = []
+
+    def make(
+        cut: str | RunFolder, everything: bool = False, width: int = 32, **options: Any
+    ) -> Agent:
+        if isinstance(cut, RunFolder):
+            agents.append(Agent(cut, tmp_path, **options))
+        else:
+            trained, factory = trained_many(cut, everything, width)
+            agents.append(Agent(trained, tmp_path, make=factory, **options))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def agent(trained: RunFolder, make_agent: Callable[..., Agent]) -> Agent:
+    return make_agent(trained)

@@ -1,44 +1,42 @@
-"""One agent without wire, that trains a trial again which was trained without an agent."""
+"""Real trials, each trained once without an agent, and an agent that trains them again."""
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.builder import TrialBuilder
 from cerebro_hydra.agent.device.device import Lane
-from cerebro_hydra.agent.device.process import own_start
 from cerebro_hydra.agent.device.runs import TrialRuns
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
-from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool
-from cerebro_hydra.agent.memory.segment_store import SegmentStore
-from cerebro_hydra.agent.memory.shard_store import ShardStore
-from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
-from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
-from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.testing.queue_worker import ME, QueueWorker, in_this_process
 from cerebro_hydra.testing.run_in_process import run_in_process
+from tests.agent.queues.queue_bench import CheckedState
+from tests.agent.standins import SECONDS
 from tests.shards.hopping import start
 
 ROWS, BATCH = 96, 8
 COLUMNS = Columns(("x",), ("y",))
+MEMORY = 1 << 30
+
+Make = Callable[[], Recipe]
 
 
 class Draws(nn.Module):
@@ -53,7 +51,7 @@ class Draws(nn.Module):
         return x
 
 
-def recipe(params: Any = None) -> Recipe:
+def recipe() -> Recipe:
     random.seed(1)
     np.random.seed(1)
     model = nn.Sequential(
@@ -69,99 +67,141 @@ def recipe_of(model: nn.Module) -> Recipe:
     return made.bind(COLUMNS)
 
 
+WIDTH, BLOCKS = 32, 6
+CUTS = [str(4 + 2 * block) for block in range(BLOCKS)]
+
+
+def many_shards(cut: str, frozen: bool = False, width: int = WIDTH, **options: Any) -> Recipe:
+    """Return a trial with a shard per layer, so that each is much smaller than the whole."""
+    torch.manual_seed(3)
+    blocks = [m for _ in range(BLOCKS) for m in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), *blocks,
+        nn.Linear(width, 3),
+    )  # fmt: skip
+    model[6].requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    loss = nn.CrossEntropyLoss()
+    made = Recipe(model, optimizer, loss, batch_size=BATCH, shards=CUTS, cut=cut, **options)
+    return made.bind(COLUMNS)
+
+
+def train_without_agent(store: LocalStore, make: Make = recipe) -> RunFolder:
+    """Return the run of a trial that was trained without an agent, and without audits."""
+    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64)
+    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
+    Draws.admitted = False
+    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(make(), [[batch]]), {})
+
+
+_folder = TemporaryDirectory(prefix="cerebro-hydra-")
+ALL: dict[str, Any] = {"accumulate": 5, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
+
+
+@functools.cache
+def trained_many(cut: str, everything: bool = False, width: int = WIDTH) -> tuple[RunFolder, Make]:
+    """Return the run of a trial of many shards, and its factory."""
+    factory = functools.partial(many_shards, cut, width=width, **(ALL if everything else {}))
+    store = LocalStore(f"{_folder.name}/{cut}-{everything}-{width}")
+    return train_without_agent(store, factory), factory
+
+
 class Agent:
-    """One agent without wire, that trains the trial of a run again."""
+    """One agent without wire, that trains the trial of a run again.
+
+    Args:
+        share: how much of the time audits may take; it has trained for long, so they are allowed.
+        device: what its device holds, as a part of the trial's state; None means that it computes
+            in the agent's memory, on the thread that waits for results.
+    """
 
     def __init__(
-        self, trained: RunFolder, path: Path, share: float, make: Callable[[], Recipe] = recipe
+        self,
+        trained: RunFolder,
+        path: Path,
+        share: float = 0.01,
+        make: Make = recipe,
+        device: float | None = None,
     ) -> None:
         Draws.admitted = True
-        self._make = make
-        self.folder = trained
-        document = read_document(trained)
-        manifest = find_prepared(trained.store, document.fingerprint)
-        parts = {
+        self.folder, self.make = trained, make
+        self.built: list[Recipe] = []
+        self.begun: list[int] = []
+        self.document = read_document(trained)
+        manifest = find_prepared(trained.store, self.document.fingerprint)
+        self.partitions = {
             info.index: CachedPartition.build(info, manifest, trained.store, str(path))
             for info in manifest.partitions
         }
-        self.built: list[Recipe] = []
-        self.builder = TrialBuilder(document, self._factory, parts, parts)
-        self.builder.add(trained.read_trial(0, document.run_id))
-        self.memory = SegmentStore(1 << 30, str(path), BufferPool(poison=True))
-        self.shards = ShardStore(self.memory)
-        self.reported: list[Any] = []
-        self.fetches = FetchManager("me", self.shards, self.folder, None, lambda trial, visit: None)
-        self.audits = Audits(share)
-        self.budget = self.audits.budget
-        self.known_seconds = BatchSeconds()
-        self.lane = Lane("main")
-        rows = {(info.split, info.index): info.rows for info in manifest.partitions}
-        planner = RunPlanner(lambda split, at: rows["train", at], None, 1, resident=True)
-        self.state = WorkerState([None], None, planner.rule, double_buffering=False)
-        self.runs = TrialRuns(self.builder, lambda partitions: {}, self.memory.reserved, str(path))
-        self.trainer = QueueTrainer(
-            "me",
-            [own_start(self.runs, self.lane, True, lambda: None, lambda attempt: None)],
-            self.state,
-            planner,
-            self.shards,
-            self.fetches,
-            self._report,
-            lambda message: None,
-            lambda attempt: None,
-            self.audits,
-            self._report,
-            str(path),
-            partial(TaskWatch, None, None, print, self.known_seconds),
-            self.known_seconds,
+        self.spec = trained.read_trial(0, self.document.run_id)
+        parts = self.partitions
+        self.builder = TrialBuilder(self.document, self.factory, parts, parts)
+        self.builder.add(self.spec)
+        resident, pool = device is None, BufferPool(poison=True)
+        self.lane = lane = Lane("main") if resident else None
+        budget = None if device is None else self._budget(device)
+        reserved = lambda nbytes: self.memory.reserved(nbytes)  # noqa: E731
+        self.runs = TrialRuns(self.builder, lambda partitions: {}, reserved, str(path))
+        self.worker = QueueWorker(
+            in_this_process(self.runs, resident, begin=self.begun.append, lane=lane),
+            CheckedState(
+                [budget],
+                budget and 2 * budget,
+                lambda candidates: self.worker.planner.rule(candidates),
+                double_buffering=not resident,
+            ),
+            budget,
+            ROWS,
+            lambda trial: self.spec,
+            resident=resident,
+            memory=MEMORY,
+            audit_share=share,
+            lane=lane,
+            pool=pool,
+            folder=trained,
         )
-        self.shards.on_change = self.trainer.look_again
-        self.trainer.start()
-        self.trainer.learn(trained.read_trial(0, document.run_id))
+        self.audits, self.trainer = self.worker.audits, self.worker.trainer
+        self.audits.budget.trained = 1e6
+        self.shards, self.memory = self.worker.store, self.worker.store.segments
 
-    def _report(self, event: Any) -> None:
-        if isinstance(event, events.SubEpochEnding):
-            return
-        self.reported.append(event)
-        self.lane.put(lambda: None)
+    def _budget(self, part: float) -> int:
+        runtime = self.builder.get(0).runtime
+        profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, None)
+        need = profile.training(0, 1, self.spec.accumulate, part >= 1).device_need
+        state = sum(shard.frozen + shard.trainable + shard.gradients for shard in profile.shards)
+        return max(int(part * state), need)
 
-    def _perform(self, task: Any) -> Any:
-        """Carry out a task on this thread, and return the event that it ends with."""
-        before = len(self.reported)
-        self.trainer.accept(task.attempt)
-        self.trainer.perform(task, None)
-        while len(self.reported) == before:
-            self.lane.step()
-        if isinstance(self.reported[-1], Exception):
-            raise self.reported[-1]
-        return self.reported[-1]
-
-    def settle(self) -> None:
-        """Do on this thread whatever the agent was told to do."""
-        done = threading.Event()
-        self.trainer._loop.put(lambda: self.lane.put(done.set))
-        while not done.is_set():
-            self.lane.step()
+    def factory(self, params: Any) -> Recipe:
+        """Build the trial, and keep the recipe."""
+        self.built.append(self.make())
+        return self.built[-1]
 
     def close(self) -> None:
         """End the agent."""
-        self.trainer.close()
-        self.fetches.close()
+        self.worker.close()
 
-    def _factory(self, params: Any) -> Recipe:
-        self.built.append(self._make())
-        return self.built[-1]
+    def settle(self) -> None:
+        """Do on this thread whatever the agent was told to do."""
+        over = threading.Event()
+        self.worker.settle()
+        assert self.lane is not None
+        self.lane.put(over.set)
+        while not over.is_set():
+            self.lane.step()
 
-    def train(self, visit: int = 1, partition: int | None = None, uncut: bool = False) -> Any:
+    def train(self, visit: int = 1, uncut: bool = False) -> Any:
         """Train a sub-epoch and return the event that it ends with."""
-        place = self.order[visit - 1] if partition is None else partition
-        source = StateSource(visit - 1, None if visit == 1 else "me")
-        return self._perform(StartSubEpoch(visit, 0, visit, 0, place, 0, "me", source, {}, uncut))
+        place, source = self.order[visit - 1], StateSource(visit - 1, None if visit == 1 else ME)
+        task = StartSubEpoch(visit, 0, visit, 0, place, 0, ME, source, {}, uncut)
+        self.worker.perform(task)
+        return self.worker.result(SECONDS)
 
     def evaluate(self, visit: int, uncut: bool = False) -> Any:
         """Evaluate a state on the rows of partition 0, and return what that gave."""
-        source = StateSource(visit, None if visit == 0 else "me")
-        return self._perform(Evaluate(100 + visit, 0, 0, visit, 0, 0, "me", source, uncut))
+        source = StateSource(visit, None if visit == 0 else ME)
+        self.worker.perform(Evaluate(100 + visit, 0, 0, visit, 0, 0, ME, source, uncut))
+        return self.worker.result(SECONDS)
 
     @property
     def order(self) -> list[int]:
@@ -177,12 +217,3 @@ class Agent:
         """Digests of the state that training without audits made."""
         shards = self.folder.read_state(0, visit)["shards"]
         return tuple((shard["frozen"], shard["trainable"]) for shard in shards)
-
-
-def train_without_agent(store: LocalStore, make: Callable[[], Recipe] = recipe) -> RunFolder:
-    """Return the run of a trial that was trained without an agent, and without audits."""
-    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(np.int64)
-    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
-    Draws.admitted = False
-    return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(make(), [[batch]]), {})

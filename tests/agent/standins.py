@@ -1,4 +1,4 @@
-"""Peers, builders and engines that do what a test tells them, and nothing else."""
+"""Stores that show late readers or refuse copies, and peers that answer when a test lets them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
-from cerebro_hydra.agent.device.messages import Done, RunOrder
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
-from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
-from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
@@ -34,6 +31,25 @@ def shard(frozen: str, trainable: str, size: int = 8) -> Shard:
     digests = {"frozen": frozen, "trainable": trainable}
     segments = {name: (digests[name], buffer) for name, buffer in buffers.items()}
     return Shard(segments, {"step": 1})
+
+
+def refuse_copies(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let memory that has room for an audit's copies refuse them all the same."""
+    looking: set[int] = set()
+    has_room, allocate = SegmentStore.has_room, SegmentStore.allocate
+
+    def asked(self: SegmentStore, nbytes: int) -> bool:
+        looking.add(threading.get_ident())
+        return has_room(self, nbytes)
+
+    def refused(self: SegmentStore, nbytes: int) -> Any:
+        if threading.get_ident() in looking:
+            looking.clear()
+            raise error
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(SegmentStore, "has_room", asked)
+    monkeypatch.setattr(SegmentStore, "allocate", refused)
 
 
 class Peer:
@@ -70,58 +86,3 @@ class Peer:
             yield self
         finally:
             self.left.set()
-
-
-class StandInTrials:
-    """Opens runs of one trial of one shard, whose step adds one; hooks run where they are named."""
-
-    def __init__(self, **hooks: Callable[[], object]) -> None:
-        self._hooks = hooks
-
-    def hook(self, name: str) -> None:
-        """Do what a test wants done here."""
-        self._hooks.get(name, lambda: None)()
-
-    def profile(self, trial: Any) -> TrialProfile:
-        self.hook("build")
-        return TrialProfile((ShardBytes(8, 8, 0, False),), (), False)
-
-    def forget(self, trial: int) -> None:
-        """Keep nothing of a trial."""
-
-    def open(self, order: RunOrder) -> StandInRun:
-        return StandInRun(self)
-
-
-class StandInRun:
-    """Adds one to a shard in its update."""
-
-    stays = resident = True
-
-    def __init__(self, trials: StandInTrials) -> None:
-        self._trials = trials
-        self._slots: dict[int, Segments] = {}
-
-    def moved(self, slots: Segments) -> Segments:
-        return slots
-
-    def load(self, shard: int, slots: Segments, cursor: Any) -> None:
-        self._slots[shard] = slots
-
-    def unload(self, shard: int) -> tuple[Any, bool]:
-        return {"step": 2}, False
-
-    def perform(self, task: Action, then: Any = None) -> Done:
-        if task.kind is ActionKind.F:
-            self._trials.hook("train")
-        if task.kind is ActionKind.U:
-            self._slots[task.shard]["trainable"].add_(1)
-        losses = {task.microbatch or 0: (0.2, 5)} if task.kind is ActionKind.B else {}
-        return Done(task, losses=losses)
-
-    def close(self) -> None:
-        self._slots.clear()
-
-    def cancel(self) -> None:
-        self._slots.clear()
-        self._trials.hook("told")

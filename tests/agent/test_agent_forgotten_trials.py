@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,38 +15,27 @@ from cerebro_hydra.agent.memory.shard_store import KEPT_TRIALS, Shard
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.storage.run_folder import read_document
 from tests.agent.lone_agent import Agent
 from tests.agent.standins import empty_store, shard
-from tests.agent.test_agent_trainer import TASK, VISIT, Bench
 
 WORDS = {name: np.frombuffer(name.encode(), np.uint8) for name in ("frozen", "trainable")}
 
 
-@pytest.fixture
-def specs(trained: RunFolder) -> Any:
-    document = read_document(trained)
-    return trained.read_trial(0, document.run_id)
-
-
-def test_a_trial_that_is_built_anew_has_the_same_bits(agent: Agent, specs: Any) -> None:
+def test_a_trial_that_is_built_anew_has_the_same_bits(agent: Agent) -> None:
     for visit in (1, 2):
         assert agent.train(visit).digests == agent.known(visit)
         agent.trainer.forget(0)
         agent.settle()
-        agent.trainer.learn(specs)
     assert len(agent.built) == 4, "the factory builds the trial and a model to audit, twice"
 
 
 def test_trials_that_were_not_used_for_long_are_built_anew(
-    agent: Agent,
-    specs: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial_builder, "MOST_RUNTIMES", 2)
-    builder = TrialBuilder(agent.builder._document, agent._factory, agent.builder._training, {})
+    builder = TrialBuilder(agent.document, agent.factory, agent.partitions, {})
     for trial in range(3):
-        builder._specs[trial] = specs
+        builder.add(replace(agent.spec, trial=trial))
     for trial in (0, 1, 0, 2, 0, 1):
         builder.get(trial)
     assert len(agent.built) == 4
@@ -54,28 +43,28 @@ def test_trials_that_were_not_used_for_long_are_built_anew(
 
 
 def test_nothing_is_left_of_a_trial_that_is_over(agent: Agent) -> None:
+    worker = agent.worker
+    parts = [agent.builder, agent.runs, agent.audits, worker.fetches, worker.planner]
+
+    def held() -> dict[tuple[str, str], int]:
+        """What each part holds by trial, whatever it calls it."""
+        return {
+            (type(part).__name__, name): len(value)
+            for part in parts
+            for name, value in vars(part).items()
+            if isinstance(value, dict | set)
+        }
+
+    agent.builder.forget(0)
+    before = held()
     assert agent.train(1).audit_seconds > 0
-    agent.trainer.drop(0, 1)
+    assert held() != before
+    for visit in range(2):
+        agent.trainer.drop(0, visit)
     agent.trainer.forget(0)
     agent.settle()
-    assert not agent.builder._specs and not agent.builder.keeps(0)
-    assert not agent.runs._spares and not agent.audits._seconds and not agent.audits._spares
-    assert not agent.fetches._hops and not agent.known_seconds._seconds
-    assert not agent.state.runs
-
-
-def test_attempts_that_were_taken_back_are_forgotten_when_they_are_done() -> None:
-    bench = Bench(train=lambda: bench.trainer.cancel(TASK.attempt), told=lambda: bench.lane.close())
-    try:
-        bench.perform()
-        bench.trainer.cancel(TASK.attempt)
-        bench.trainer.cancel(TASK.attempt + 1)
-        bench.settle()
-        assert bench.reported == []
-        assert not bench.shard_store.knows(0, VISIT)
-        assert not bench.state.runs
-    finally:
-        bench.trainer.close()
+    assert held() == before and not agent.builder.keeps(0)
+    assert not worker.state.runs
 
 
 def test_frozen_segments_stay_for_the_next_trials_and_not_for_ever() -> None:
@@ -112,16 +101,9 @@ def test_a_state_that_a_fork_needs_can_be_written_after_its_trial_is_over(tmp_pa
     for trial in range(1, 2 + KEPT_TRIALS):
         store.put(store.expect(trial, 0, 1), 0, shard(f"own-{trial}", f"t-{trial}"))
         store.forget(trial)
-    assert 0 not in store._frozen
     (written,) = write_segments(folder, store, 0, 3)["shards"]
     assert folder.has_object(written["frozen"]) and folder.has_object(written["trainable"])
     store.withdraw(0, 3)
+    assert written["frozen"] not in store.segments.digests(), "its trial was forgotten before"
     with pytest.raises(TransferError, match="state 3 of trial 0 is not here"):
         store.num_shards(0, 3)
-
-
-def test_the_budget_follows_the_largest_trial(tmp_path: Path) -> None:
-    segments = empty_store(100).segments
-    segments.raise_budget(1000)
-    segments.raise_budget(500)
-    assert segments.has_room(1000) and not segments.has_room(1001)

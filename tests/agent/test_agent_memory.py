@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.device import Lane
 from cerebro_hydra.agent.device.messages import Done, RunOrder
-from cerebro_hydra.agent.device.process import own_start
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
 from cerebro_hydra.agent.memory.checkpoint import write_segments
-from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool
-from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES, SegmentStore
-from cerebro_hydra.agent.memory.shard_store import ShardStore
-from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.visits import RunPlanner
+from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
@@ -40,11 +31,13 @@ from cerebro_hydra.plan.messages.instructions import (
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from tests.agent.standins import SECONDS
 
@@ -139,62 +132,39 @@ def spec_of(trial: int) -> Any:
 class Agent:
     """One agent without its wire: its tasks run when the cluster says so."""
 
-    def __init__(self, name: str, cluster: Cluster, budget: int, scratch: Path) -> None:
+    def __init__(self, name: str, cluster: Cluster, budget: int) -> None:
         self.name = name
         self.pool = CountingPool()
-        self.store = ShardStore(SegmentStore(budget, str(scratch), self.pool))
         self.tasks: list[Any] = []
-        report = cluster.events.put
-        self.fetch_manager = FetchManager(
-            name,
-            self.store,
-            cluster.folder,
-            cluster.client,
-            lambda trial, visit: report(events.StateReceived(trial, visit, name)),
-        )
-        self.lane = Lane("main")
-        self.ended: list[events.Event] = []
         trials: Any = Trials(cluster.nbytes, self.pool)
-        trials.reserved = self.store.segments.reserved
-        planner = RunPlanner(lambda split, partition: 5, None, resident=True)
-        known_seconds = BatchSeconds()
-
-        def reported(event: Any) -> None:
-            report(event)
-            self.ended.append(event)
-            self.lane.put(lambda: None)
-
-        self.trainer = QueueTrainer(
-            name,
-            [own_start(trials, self.lane, True, os.abort, lambda attempt: None)],
-            WorkerState([None], None, planner.rule, double_buffering=False),
-            planner,
-            self.store,
-            self.fetch_manager,
-            reported,
-            lambda record: None,
-            lambda attempt: None,
-            Audits(0.0),
-            reported,
-            str(scratch),
-            partial(TaskWatch, None, None, print, known_seconds),
-            known_seconds,
+        lane = Lane("main")
+        self._report = cluster.events.put
+        self.worker = QueueWorker(
+            in_this_process(trials, in_place=True, lane=lane),
+            WorkerState([None], None, oldest_first, double_buffering=False),
+            None,
+            5,
+            spec_of,
+            resident=True,
+            memory=budget,
+            lane=lane,
+            pool=self.pool,
+            folder=cluster.folder,
+            connect=cluster.client,
+            on_whole=lambda *state: self._report(events.StateReceived(*state, name)),
+            name=name,
         )
-        self.store.on_change = self.trainer.look_again
-        self.trainer.start()
+        self.store, self.trainer = self.worker.store, self.worker.trainer
+        trials.reserved = self.store.segments.reserved
 
     def perform(self, task: Any) -> None:
         """Carry out a task on this thread."""
-        self.trainer.learn(spec_of(task.trial))
-        self.trainer.accept(task.attempt)
-        self.trainer.perform(task, task.source.incarnation)
-        while not any(
-            getattr(event, "attempt", None) == task.attempt
-            for event in self.ended
-            if not isinstance(event, events.SubEpochEnding)
-        ):
-            self.lane.step()
-        self.ended.clear()
+        self.worker.perform(task, task.source.incarnation)
+        ending = True
+        while ending:
+            event = self.worker.report()
+            self._report(event)
+            ending = isinstance(event, events.SubEpochEnding)
 
     def fetch(
         self, request: ShardRequest, held: Any, allocate: Callable[[int], Any]
@@ -225,7 +195,7 @@ class Cluster:
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.agents: dict[str, Agent] = {}
         for worker in range(workers):
-            self.agents[f"a{worker}"] = Agent(f"a{worker}", self, budget, path)
+            self.agents[f"a{worker}"] = Agent(f"a{worker}", self, budget)
         first = np.zeros(nbytes, np.uint8)
         names = {"frozen": digest(FROZEN), "trainable": digest(first)}
         self.folder.write_object(names["frozen"], FROZEN.data)
@@ -291,8 +261,7 @@ def peaks(path: Path, budget_states: float, trials: int = 4, workers: int = 2) -
     cluster = Cluster(path, trials, STATE, int(budget_states * STATE), workers)
     cluster.run()
     for agent in cluster.agents.values():
-        agent.trainer.close()
-        agent.fetch_manager.close()
+        agent.worker.close()
     for trial, result in cluster.results.items():
         assert (result.status, result.visit) == ("finished", PARTITIONS * EPOCHS)
         (shard,) = cluster.folder.read_state(trial, result.visit)["shards"]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
-
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.search import Search
 from tests.chaos import models
+from tests.end_to_end.runs import classes, frame_of
 from tests.tune.searchers import Rungs
 
 PARTITIONS = 3
@@ -42,24 +41,14 @@ def search(folder: str, kind: str, backend: Any, **options: Any) -> Search:
     return GridSearch(search_space={"lr": hp_choice(RATES)}, **settings)
 
 
-def rows() -> dict[str, Any]:
-    """Return the rows of every run."""
-    random = np.random.default_rng(7)
-    labels = random.integers(0, 4, 240)
-    features = random.normal(size=(240, 16)) + labels[:, None] / 3
-    return {"features": features.astype(np.float32), "label": labels}
-
-
 def main(folder: str, kind: str, workers: str, place: str, run: str | None = None) -> None:
+    rows: Any = classes(240)
     if place == "local":
-        rows_in_memory: Any = Arrays(rows())
-        search(folder, kind, LocalBackend(int(workers))).fit(rows_in_memory, resume=run)
+        search(folder, kind, LocalBackend(int(workers))).fit(rows, resume=run)
         return
     spark = cerebro_hydra.local_spark(workers=int(workers))
-    pairs = list(zip(*(column.tolist() for column in rows().values()), strict=True))
-    frame = spark.createDataFrame(pairs, "features array<float>, label long")
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=int(workers))
-    search(folder, kind, backend).fit(frame, resume=run)
+    search(folder, kind, backend).fit(frame_of(spark, rows), resume=run)
     spark.stop()
 
 

@@ -30,7 +30,7 @@ def train(spark: Any, store: Path, names: tuple[str, ...], devices: int, parts: 
         devices_per_worker=devices,
         device_memory=LARGEST_STATE // parts,
     )
-    chosen = search(backend, store, names, estimator_gen_fn=named, order="seeded")
+    chosen = search(backend, store, names, factory=named, order="seeded")
     return chosen.fit(dataframe(spark, ROWS))
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cerebro_hydra.observe import RunView
 from cerebro_hydra.plan.messages.events import RunResumed
 from cerebro_hydra.plan.messages.instructions import Commit, StartSubEpoch
 from cerebro_hydra.storage import RunFolder
@@ -24,6 +23,7 @@ from cerebro_hydra.storage.run_document import WORKERS_FILE
 from cerebro_hydra.storage.run_folder import read_document
 from tests.chaos.driver import PARTITIONS
 from tests.chaos.moments import NAMES, decisions, moment_of, run_of
+from tests.end_to_end.runs import bits
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 KINDS = ("grid", "best", "rungs")
@@ -90,20 +90,6 @@ class Outcome:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-
-def bits(run: Path) -> dict[str, Any]:
-    """Return the metrics of every trial, and the digests of its result."""
-    folder = RunFolder.open(str(run))
-    found: dict[str, Any] = {}
-    for view in RunView.of_run(folder).trials.values():
-        assert view.result_visit is not None
-        state = folder.read_state(view.trial, view.result_visit)
-        found[view.trial_id] = (view.status, repr(view.history), state["shards"])
-        for shard in state["shards"]:
-            for digest in (shard["frozen"], shard["trainable"]):
-                folder.read_object(digest)
-    return found
 
 
 class Driver:

@@ -9,9 +9,8 @@ import pytest
 
 from tests.chaos.moments import run_of
 from tests.chaos.queue_rounds import WORKERS, Killer, train
-from tests.chaos.rounds import bits
 from tests.end_to_end.queues.mixed_models import NAMES
-from tests.end_to_end.test_runs import assert_replays
+from tests.end_to_end.runs import assert_replays, bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 

@@ -108,40 +108,10 @@ def long_skips(params: dict[str, Any]) -> Recipe:
     )
 
 
-class TiedGPT2(nn.Module):
-    """GPT-2 with tied embeddings, from token ids to logits."""
-
-    def __init__(self, vocabulary: int, layers: int = 2) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            vocab_size=vocabulary, n_embd=32, n_layer=layers, n_head=2, n_positions=32,
-            use_cache=False,
-        )  # fmt: skip
-        self.gpt2 = GPT2LMHeadModel(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.gpt2(tokens).logits
-
-
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """Cross entropy of each token from those before it."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1])
     return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
-
-
-def tied_gpt2(params: dict[str, Any]) -> Recipe:
-    """A small language model over bytes."""
-    model = TiedGPT2(vocabulary=128)
-    return Recipe(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),
-        loss=next_token_loss,
-        batch_size=8,
-        shards=params["shards"],
-        clip_grad_norm=1.0,
-    )
 
 
 def quarrelsome(params: dict[str, Any]) -> Recipe:

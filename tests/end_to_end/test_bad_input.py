@@ -1,6 +1,7 @@
 """DataFrames and clusters that can't be trained on: refused with a sentence before any agent.
 
-What needs no Spark is in tests/tune/test_tune_bad_input.py.
+What needs no Spark is in tests/tune/test_tune_bad_input.py, and what each row may hold in
+tests/data/preparation/test_data_prepare.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from cerebro_hydra import TLS, GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import TLS, LocalStore, SparkBackend
 from cerebro_hydra.errors import CerebroHydraError
 from tests.end_to_end import models
+from tests.end_to_end.runs import grid
 
 pytestmark = pytest.mark.spark(group=1)
 
@@ -44,93 +46,45 @@ def with_row(df: Any, column: str, value: str) -> Any:
     )
 
 
-DATA: dict[str, tuple[Any, dict[str, Any], str]] = {
+DATA = {
     "missing column": (
         lambda df: df.drop("label"),
-        {},
         r"no column 'label'; its columns are \['features', 'text', 'half'\]",
-    ),
-    "null": (
-        lambda df: with_row(df, "label", "null"),
-        {},
-        r"'label' is null, .* in 1 of 60 rows, as in Row\(.*'row 7'.*\): fill or drop",
-    ),
-    "NaN": (
-        lambda df: with_row(df, "features", "array_repeat(double('nan'), 16)"),
-        {},
-        r"'features' holds NaN, infinity.* in 1 of 60 rows.*'row 7'",
     ),
     "ragged": (
         lambda df: with_row(df, "features", "array(0d, 1d)"),
-        {},
         r"'features' has arrays of different lengths, from 2 to 16.*'row 7'.*pad or cut",
     ),
-    "text": (
-        lambda df: df,
-        {"feature_columns": ["text"]},
-        r"'text' is string: .*StringIndexer or a tokenizer",
-    ),
-    "empty": (lambda df: df.where("half > 1"), {}, "the DataFrame is empty"),
-    "fewer rows than partitions": (
-        lambda df: df.limit(1),
-        {"validation": None, "evaluation_metric": "loss"},
-        r"1 training rows are fewer than 2",
-    ),
+    "empty": (lambda df: df.where("half > 1"), "the DataFrame is empty"),
 }
-
-
-def search(backend: SparkBackend, path: Path, **changes: Any) -> GridSearch:
-    given = {
-        "backend": backend,
-        "store": LocalStore(prefix_path=str(path)),
-        "estimator_gen_fn": models.feed_forward,
-        "search_space": {"lr": hp_choice([0.1])},
-        "num_epochs": 1,
-        "evaluation_metric": "accuracy",
-        "verbose": 0,
-    }
-    return GridSearch(**{**given, **changes})
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_data_that_can_not_be_trained_on(
     backend: SparkBackend, df: Any, tmp_path: Path, name: str
 ) -> None:
-    change, options, said = DATA[name]
+    change, said = DATA[name]
     with pytest.raises(CerebroHydraError, match=f"(?s){said}"):
-        search(backend, tmp_path, **options).fit(change(df))
+        grid(backend, tmp_path, models.feed_forward, {"lr": [0.1]}).fit(change(df))
     assert not list(tmp_path.glob("runs/*/journal")), "a run was begun"
 
 
-@pytest.mark.parametrize(
-    ("features", "labels", "said"),
-    [
-        ("features", ["label"], r"feature_columns is 'features'; give a list: \['features'\]"),
-        ([], ["label"], r"feature_columns is \[\]; give a list of column names"),
-        (["features"], "label", r"label_columns is 'label'; give a list: \['label'\]"),
-        (["label"], ["label"], "'label' is in feature_columns and in label_columns"),
-    ],
-)
-def test_columns_that_a_backend_can_not_take(
-    backend: SparkBackend, df: Any, tmp_path: Path, features: Any, labels: Any, said: str
+@pytest.mark.parametrize("path_for_a_store", [True, False])
+def test_a_store_and_columns_that_a_backend_can_not_take(
+    backend: SparkBackend, df: Any, tmp_path: Path, path_for_a_store: bool
 ) -> None:
-    store = LocalStore(tmp_path / "store", tmp_path)
+    store: Any = LocalStore(tmp_path / "store", tmp_path)
+    features: Any = "features"
+    said = r"feature_columns is 'features'; give a list: \['features'\]"
+    if path_for_a_store:
+        store, features, said = str(tmp_path), ["features"], r"store is '.*', a str; give a store"
     for call in (
-        lambda: backend.prepare_data(store, df, 0.2, features, labels),
-        lambda: backend.existing_data(store, 0.2, features, labels),
-        lambda: backend.get_metadata_from_parquet(store, labels, features),
+        lambda: backend.prepare_data(store, df, 0.2, features, ["label"]),
+        lambda: backend.existing_data(store, 0.2, features, ["label"]),
+        lambda: backend.get_metadata_from_parquet(store, ["label"], features),
     ):
         with pytest.raises(CerebroHydraError, match=said):
             call()
-
-
-def test_a_path_is_no_store(backend: SparkBackend, df: Any, tmp_path: Path) -> None:
-    path: Any = str(tmp_path)
-    for call in (backend.existing_data, backend.get_metadata_from_parquet):
-        with pytest.raises(CerebroHydraError, match=r"store is '.*', a str; give a store"):
-            call(path)
-    with pytest.raises(CerebroHydraError, match=r"store is '.*', a str; give a store"):
-        backend.prepare_data(path, df)
 
 
 def test_more_workers_than_slots_are_counted_and_named(spark: Any) -> None:

@@ -9,24 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import LocalStore, SparkBackend
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.data.existing.existing_stores import CEREBRO_STORE, joined, read_all
 from tests.end_to_end import models
+from tests.end_to_end.runs import assert_replays, grid
 
 pytestmark = pytest.mark.slow
 
 
 def search(backend: Any, store: LocalStore, space: dict[str, list[Any]], **options: Any) -> Any:
-    return GridSearch(
-        backend=backend,
-        store=store,
-        estimator_gen_fn=models.feed_forward,
-        search_space={name: hp_choice(values) for name, values in space.items()},
-        **{"num_epochs": 2, "evaluation_metric": "accuracy", "verbose": 0, **options},
-    )
+    return grid(backend, store, models.feed_forward, space, **options)
 
 
 def test_what_cerebro_prepared_is_trained_on_and_replays(tmp_path: Path) -> None:
@@ -39,8 +33,7 @@ def test_what_cerebro_prepared_is_trained_on_and_replays(tmp_path: Path) -> None
     ).fit_on_prepared_data()
     for trial in result.trials:
         assert sorted(trial.visit_log) == [(e, p) for e in range(2) for p in range(3)]
-        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
-        assert report.identical, str(report)
+    assert_replays(result)
     assert len(result.get_best_model().get_history()["val_accuracy"]) == 2
     # Nothing was copied: the data's folder has a manifest, and Cerebro's files are all there.
     data = [path.name for path in (tmp_path / "store" / "data").rglob("*") if path.is_file()]
@@ -106,8 +99,7 @@ def test_what_spark_writes_is_read_by_spark_and_trained_on(spark: Any, tmp_path:
     assert np.bincount(held, minlength=4).min() >= 2
 
     result = search(backend, store, {"lr": [0.01]}).fit_on_prepared_data()
-    report = cerebro_hydra.replay(result.run_path, "trial-000")
-    assert report.identical, str(report)
+    assert_replays(result)
     out = result.set_output_columns(["prediction"]).transform(df.select("features")).toPandas()
     assert np.stack(out.prediction).shape == (160, 4)
     metadata = backend.get_metadata_from_parquet(store, ["label"], ["features"])

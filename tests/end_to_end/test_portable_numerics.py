@@ -9,34 +9,25 @@ from typing import Any
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import SparkBackend
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import is_portable
 from cerebro_hydra.spark.places import with_kernels
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import NUMERIC_FILE
 from tests.end_to_end import models
-from tests.end_to_end.drivers.test_spark_runs import labelled_rows
+from tests.end_to_end.runs import classes, frame_of, grid
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=2)]
 
 
-@pytest.fixture(scope="module")
-def df(spark: Any) -> Any:
-    return labelled_rows(spark, 120)
-
-
 def search(spark: Any, path: Path, numerics: str, **options: Any) -> Any:
-    return GridSearch(
-        backend=SparkBackend(spark, num_workers=2, verbose=0, numerics=numerics),
-        store=LocalStore(str(path)),
-        estimator_gen_fn=models.feed_forward,
-        search_space={"lr": hp_choice([0.01]), "dropout": hp_choice([0.2])},
-        **{"num_epochs": 2, "evaluation_metric": "accuracy", "verbose": 0, **options},
-    )
+    backend = SparkBackend(spark, num_workers=2, verbose=0, numerics=numerics)
+    return grid(backend, path, models.feed_forward, {"lr": [0.01], "dropout": [0.2]}, **options)
 
 
-def test_agents_and_replay_take_portable_kernels(spark: Any, df: Any, tmp_path: Path) -> None:
+def test_agents_and_replay_take_portable_kernels(spark: Any, tmp_path: Path) -> None:
+    df = frame_of(spark, classes(120))
     result = search(spark, tmp_path, "portable").fit(df)
     numeric = RunFolder.open(result.run_path).read_json(NUMERIC_FILE)
     assert set(numeric) == {"0", "1"} and all(map(is_portable, numeric.values()))

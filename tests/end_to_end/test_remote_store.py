@@ -6,37 +6,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-import cerebro_hydra
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import DataError
-from cerebro_hydra.storage import LocalStore, RunFolder, Store
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.storage import LocalStore, Store
+from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end.remote_models import SharedStore, feed_forward
+from tests.end_to_end.runs import assert_replays, bits, classes, grid
 
 pytestmark = pytest.mark.slow
 
 
 def search(store: Store) -> Any:
-    return GridSearch(
-        backend=LocalBackend(2),
-        store=store,
-        estimator_gen_fn=feed_forward,
-        search_space={"lr": hp_choice([0.01, 0.001]), "frozen": hp_choice([True])},
-        num_epochs=1,
-        evaluation_metric="accuracy",
-        order="seeded",
-        verbose=0,
-    )
-
-
-def last_states(result: Any) -> list[Any]:
-    folder = RunFolder.open(result.run_path)
-    states = [folder.read_state(trial, max(folder.states(trial))) for trial in range(2)]
-    return [[(s["frozen"], s["trainable"]) for s in state["shards"]] for state in states]
+    space = {"lr": [0.01, 0.001], "frozen": [True]}
+    return grid(LocalBackend(2), store, feed_forward, space, num_epochs=1, order="seeded")
 
 
 def test_run_on_a_remote_store_has_the_bits_of_a_local_one_and_replays(
@@ -44,19 +28,15 @@ def test_run_on_a_remote_store_has_the_bits_of_a_local_one_and_replays(
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    random = np.random.default_rng(7)
-    labels = random.integers(0, 4, 200)
-    features = (random.normal(size=(200, 16)) + labels[:, None] / 3).astype(np.float32)
-    data = Arrays({"features": features, "label": labels})
+    data = classes()
     store = SharedStore(f"shared://{tmp_path}/store")
 
     result = search(store).fit(data)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    for trial in result.trials:
-        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
-        assert report.identical, str(report)
+    assert_replays(result)
     assert list(scratch.iterdir()) == []  # neither caches nor copies stay
-    assert last_states(search(LocalStore(str(tmp_path / "local"))).fit(data)) == last_states(result)
+    local = search(LocalStore(str(tmp_path / "local"))).fit(data)
+    assert bits(local.run_path) == bits(result.run_path)
 
     # Rows of another partition are met by the agents, which name the files that the user knows.
     (fingerprint,) = store.list(f"{store.prefix}/data")

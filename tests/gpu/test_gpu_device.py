@@ -11,9 +11,8 @@ import pytest
 from cerebro_hydra.agent.device.process import gpu_memory, numeric_on_gpu
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.plan.messages import events
-from tests.agent.queues.begun_trials import BegunTrials
-from tests.agent.queues.queue_bench import bench
-from tests.agent.queues.test_agent_queue_trainer import SIZES, assert_trained, begin, end
+from tests.agent.byte_runs import ByteTrials
+from tests.agent.queues.queue_bench import SIZES, bench
 from tests.gpu.marks import GPU, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -29,20 +28,20 @@ ON_GPU: dict[str, Any] = {
 def test_shards_that_come_and_go_end_with_the_right_bytes(
     budgets: tuple[int | None, ...], double_buffering: bool
 ) -> None:
-    trials = BegunTrials(SIZES, window=3)
-    options = {"window": 3, "double_buffering": double_buffering, **ON_GPU}
-    with bench(trials, len(SIZES), budgets, **options) as made:
-        begin(made, trials, 3)
-        end(made, trials, 3)
+    with bench(
+        ByteTrials(SIZES, window=3), budgets, double_buffering=double_buffering, **ON_GPU
+    ) as made:
+        made.begin(3)
+        made.end(3)
 
 
 def test_a_process_that_dies_gives_its_gpu_to_the_next_one(tmp_path: Path) -> None:
     lethal = tmp_path / "now"
-    trials = BegunTrials(SIZES, seconds=0.005, lethal=str(lethal))
+    trials = ByteTrials(SIZES, seconds=0.005, lethal=str(lethal))
     lethal.touch()
-    with bench(trials, len(SIZES), (12_000,), **ON_GPU) as made:
-        begin(made, trials, 2)
-        end(made, trials, 2)
+    with bench(trials, (12_000,), **ON_GPU) as made:
+        made.begin(2)
+        made.end(2)
         assert len(made.devices) == 2
 
 
@@ -50,12 +49,12 @@ def test_a_process_that_dies_gives_its_gpu_to_the_next_one(tmp_path: Path) -> No
     ("fault", "said"), [("asserting", "device-side assert"), ("endless", "out of memory")]
 )
 def test_a_trial_that_breaks_the_gpu_fails_alone_and_at_once(fault: str, said: str) -> None:
-    trials = BegunTrials(SIZES, **{fault: frozenset({0})})
-    with bench(trials, len(SIZES), (12_000,), recompute=True, **ON_GPU) as made:
-        begin(made, trials, 2)
-        results = sorted((made.result() for _ in range(2)), key=lambda each: each.attempt)
+    trials = ByteTrials(SIZES, faults={0: fault})
+    with bench(trials, (12_000,), recompute=True, **ON_GPU) as made:
+        made.begin(2)
+        results = made.results(2)
         assert isinstance(results[0], events.TaskFailed) and said in results[0].error
-        assert_trained(made, trials, 1, results[1], trials.initial(1))
+        made.check(1, results[1])
 
 
 def test_what_bits_depend_on_names_the_gpu() -> None:

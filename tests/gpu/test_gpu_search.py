@@ -11,7 +11,7 @@ import pytest
 from cerebro_hydra import SparkBackend, doctor
 from tests.end_to_end.queues.mixed_models import NAMES
 from tests.end_to_end.queues.mixed_searches import cut_to_fit, dataframe, search
-from tests.end_to_end.test_runs import assert_replays
+from tests.end_to_end.runs import assert_replays
 from tests.gpu.gpu_spark import gpu_spark
 from tests.gpu.marks import NEEDS_GPU
 
@@ -46,7 +46,7 @@ def test_different_trials_replay(
     )
     assert backend.resources.device_kind == "cuda"
     names = NAMES if device_memory is None else ("mlp",)
-    chosen = search(backend, tmp_path, names, search_space=cut_to_fit(names))
+    chosen = search(backend, tmp_path, names, space=cut_to_fit(names))
     result = chosen.fit(dataframe(spark_of_gpus, ROWS))
     assert [trial.status for trial in result.trials] == ["finished"] * len(names)
     assert_replays(result)

@@ -83,8 +83,9 @@ class FakeAgent:
                 self.saves.append((instruction.trial, instruction.visit))
 
     def want(self, trial: int, source: ins.StateSource) -> None:
-        if (trial, source.visit) not in self.held:
-            self.fetches[trial, source.visit] = source
+        key = (trial, source.visit)
+        if key not in self.held:
+            assert self.fetches.setdefault(key, source) == source, f"{key} has two sources"
 
     def receive(self, key: tuple[int, int], content: Content) -> None:
         del self.fetches[key]

@@ -95,6 +95,7 @@ class World:
             self.snapshots.append((dict(self.store), set(self.objects)))
             given += instructions
         self.state.validate()
+        assert self.state.consequences(sorted(self.state.trials)) == [], "an event concerned more"
         if not self.state.attempts:
             assert not View(self.state.tables).choices(), "nothing runs, and yet there is work"
         self.instructions += given

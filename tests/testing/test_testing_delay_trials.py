@@ -8,7 +8,7 @@ import numpy as np
 
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, train
-from tests.agent.queues.queue_bench import QueueBench, bench
+from tests.agent.queues.queue_bench import QueueBench, bench, spec_of
 
 ROWS, BATCH, DEVICES, FORWARD, NBYTES = 12, 4, 4, 0.03, 100_000
 
@@ -29,7 +29,8 @@ def test_four_devices_train_four_trials_at_the_same_time() -> None:
     tasks = ROWS // BATCH * trials.shards
     alone = tasks * FORWARD * (1 + trials.backward)
     budgets = [2 * NBYTES] * DEVICES
-    with bench(trials, trials.shards, budgets, rows=ROWS, batch_size=BATCH) as made:
+    spec = spec_of(trials.shards, batch_size=BATCH)
+    with bench(trials, budgets, spec=spec, rows=ROWS) as made:
         for trial in range(DEVICES):
             made.put(trial, 0, trials.initial(trial))
         sub_epochs(made, visit=1)  # devices start meanwhile

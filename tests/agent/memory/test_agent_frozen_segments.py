@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.testing.run_in_process import run_in_process
-from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent
-from tests.shards.hopping import start
+from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 
 
 class Frozen(nn.Linear):
@@ -38,20 +34,11 @@ def recipe() -> Recipe:
     return made.bind(COLUMNS)
 
 
-class LateWriter(Agent):
-    def _factory(self, params: Any) -> Recipe:
-        return recipe()
-
-
 def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(np.int64)
-    batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
-    store = LocalStore(str(tmp_path / "store"))
-    trained = run_in_process(store, {"x": x, "y": y}, COLUMNS, start(recipe(), [[batch]]), {})
-    agent = LateWriter(trained, tmp_path, share=0.0)
+    trained = train_without_agent(LocalStore(str(tmp_path / "store")), recipe)
+    agent = make_agent(trained, make=recipe, share=0.0)
     monkeypatch.setattr(Frozen, "admitted", True)
     failed = agent.train()
     assert isinstance(failed, events.TaskFailed)
@@ -61,8 +48,5 @@ def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(
         assert digest(segment) == name, "they are mended before the failure is told"
     monkeypatch.setattr(Frozen, "admitted", False)
     done = agent.train()
-    agent.close()
     assert isinstance(done, events.SubEpochDone), done
-    assert done.digests == agent.known(1), (
-        "who trains with them next has the bits of plain training"
-    )
+    assert done.digests == agent.known(1), "whoever trains with them next has plain training's bits"

@@ -40,12 +40,14 @@ def content(segment_store: SegmentStore, name: str) -> int:
     return int(buffer[0])
 
 
-def open_scratch_files() -> int:
-    count = 0
-    for descriptor in os.listdir("/proc/self/fd"):
+def spilled(path: Path) -> dict[int, int]:
+    """Return descriptors of the files in a scratch folder, by the marks of their segments."""
+    found = {}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(FileNotFoundError):  # that of the listing itself
-            count += "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")
-    return count
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{path}/"):
+                found[os.pread(descriptor, 1, 0)[0]] = descriptor
+    return found
 
 
 def test_more_segments_than_the_budget_are_kept_on_disk(tmp_path: Path) -> None:
@@ -60,23 +62,21 @@ def test_more_segments_than_the_budget_are_kept_on_disk(tmp_path: Path) -> None:
 
 def test_forgotten_segments_leave_no_file_and_no_memory(tmp_path: Path) -> None:
     segment_store = store(tmp_path, 2)
-    before = open_scratch_files()
     names = [add(segment_store, mark) for mark in range(1, 8)]
-    assert open_scratch_files() > before
+    assert spilled(tmp_path)
     for name in names:
         segment_store.discard(name)
         assert segment_store.get(name) is None
-    assert open_scratch_files() == before
+    assert not spilled(tmp_path)
     assert segment_store.pool.leased == 0
 
 
 def test_the_longest_unused_goes_first(tmp_path: Path) -> None:
     segment_store = store(tmp_path, 2)
-    first, second = add(segment_store, 1), add(segment_store, 2)
+    first, _ = add(segment_store, 1), add(segment_store, 2)
     content(segment_store, first)
     add(segment_store, 3)
-    assert segment_store._segments[first].file is None
-    assert segment_store._segments[second].file is not None
+    assert spilled(tmp_path).keys() == {2}
 
 
 def test_what_somebody_reads_stays_in_memory(tmp_path: Path) -> None:
@@ -85,8 +85,7 @@ def test_what_somebody_reads_stays_in_memory(tmp_path: Path) -> None:
     reader = segment_store.get(first)
     content(segment_store, second)
     add(segment_store, 3)
-    assert segment_store._segments[first].file is None
-    assert segment_store._segments[second].file is not None
+    assert spilled(tmp_path).keys() == {2}
     segment_store.discard(first)
     add(segment_store, 4)
     assert reader is not None
@@ -105,21 +104,18 @@ def test_a_segment_that_is_spilled_twice_is_written_once(tmp_path: Path) -> None
     segment_store = store(tmp_path, 1)
     first = add(segment_store, 1)
     add(segment_store, 2)
-    file = segment_store._segments[first].file
-    assert file is not None
+    written = os.fstat(spilled(tmp_path)[1])
     content(segment_store, first)
     add(segment_store, 3)
-    assert segment_store._segments[first].buffer is None
-    assert segment_store._segments[first].file is file
+    again = os.fstat(spilled(tmp_path)[1])
+    assert (again.st_ino, again.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
 def test_a_disk_that_changed_a_bit_is_found(tmp_path: Path) -> None:
     segment_store = store(tmp_path, 1)
     first = add(segment_store, 1)
     add(segment_store, 2)
-    scratch = segment_store._segments[first].file
-    assert scratch is not None
-    os.pwrite(scratch._file.fileno(), b"\x00", 1000)
+    os.pwrite(spilled(tmp_path)[1], b"\x00", 1000)
     with pytest.raises(TransferError, match=f"segment {first} has digest .* on scratch disk"):
         segment_store.get(first)
 
@@ -128,12 +124,21 @@ def test_a_disk_that_fails_is_no_fault_of_the_trial(tmp_path: Path) -> None:
     segment_store = store(tmp_path, 1)
     first = add(segment_store, 1)
     add(segment_store, 2)
-    scratch = segment_store._segments[first].file
-    assert scratch is not None
+    file = spilled(tmp_path)[1]
     with tmp_path.joinpath("not readable").open("wb") as other:
-        os.dup2(other.fileno(), scratch._file.fileno())
+        os.dup2(other.fileno(), file)
     with pytest.raises(TransferError, match=f"can't read segment {first} from scratch disk: .*Bad"):
         segment_store.get(first)
+
+
+def test_a_budget_follows_the_largest_trial_and_counts_what_is_lent(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 1)
+    segment_store.raise_budget(3 * SIZE)
+    segment_store.raise_budget(2 * SIZE)
+    kept = segment_store.allocate(SIZE)
+    assert segment_store.has_room(2 * SIZE) and not segment_store.has_room(2 * SIZE + 1)
+    del kept
+    assert segment_store.has_room(3 * SIZE)
 
 
 def test_without_room_on_disk_segments_stay_in_memory(

@@ -11,63 +11,43 @@ import json
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 from tests.agent.byte_runs import ByteTrials
-from tests.agent.queues.queue_bench import CheckedState, spec_of
-from tests.agent.queues.test_agent_queue_trainer import assert_trained
-from tests.agent.standins import SECONDS
+from tests.agent.queues.queue_bench import QueueBench
 
 SIZES = (200_000, 200_000, 200_000, 200_000)
 DISK = 600_000
 """Bytes in which the shards of one trial have room that lie on disk, but not those of two."""
 
 
-class Worker(QueueWorker):
-    """Two devices in this process, whose DRAM holds three shards of four."""
-
-    def __init__(self, trials: ByteTrials, folder: str) -> None:
-        tempfile.tempdir = folder
-        state = sum(SIZES[:2]) * 3 // 2
-        super().__init__(
-            in_this_process(trials, end_process=os.abort),
-            CheckedState([state, state], 3 * state // 2),
-            state,
-            40,
-            partial(spec_of, len(SIZES), 4, 1, True),
-        )
-
-    def ended(self, trials: ByteTrials, number: int, visit: int = 1) -> list[str]:
-        """Train so many trials, and return how each ended: "right", or with which error."""
-        for trial in range(number):
-            self.put(trial, visit - 1, trials.initial(trial))
-            self.perform(train(trial, trial, visit))
-        ends = [""] * number
-        for _ in range(number):
-            result: Any = self.result(SECONDS)
-            if isinstance(result, events.TaskFailed):
-                ends[result.attempt] = result.error
-            else:
-                assert_trained(self, trials, result.attempt, result, trials.initial(result.attempt))
-                ends[result.attempt] = "right"
-        return ends
+def ended(worker: QueueBench, number: int) -> list[str]:
+    """Train so many trials, and return how each ended: "right", or with which error."""
+    worker.begin(number)
+    ends = [""] * number
+    for trial, result in worker.results(number).items():
+        if isinstance(result, events.TaskFailed):
+            ends[trial] = result.error
+        else:
+            worker.check(trial, result)
+            ends[trial] = "right"
+    return ends
 
 
 def main(folder: Path) -> None:
     """Train on the disk as it is, with too little room for anything, and with room again."""
-    trials = ByteTrials(SIZES, seconds=0.002)
-    worker = Worker(trials, str(folder))
-    found = {"room for one": worker.ended(trials, 2)}
+    tempfile.tempdir = str(folder)
+    state = sum(SIZES[:2]) * 3 // 2  # DRAM holds three shards of four
+    budgets, host = [state, state], 3 * state // 2
+    worker = QueueBench(ByteTrials(SIZES, seconds=0.002), budgets, host, "thread", recompute=True)
+    found = {"room for one": ended(worker, 2)}
     filler = folder / "filler"
     disk = os.statvfs(folder)
     filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 100_000))
-    found["no room"] = worker.ended(trials, 1)
+    found["no room"] = ended(worker, 1)
     filler.unlink()
-    found["room again"] = worker.ended(trials, 1)
+    found["room again"] = ended(worker, 1)
     worker.close()
     print(json.dumps(found))
 

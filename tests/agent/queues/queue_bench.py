@@ -1,19 +1,21 @@
-"""Drives the queues of a worker with real devices, without a coordinator or a network."""
+"""One worker with trials of bytes, without a coordinator or a network, on devices anywhere."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.device import DeviceMemory, Lane
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
@@ -28,20 +30,33 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.run_progress import RunSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import QueueWorker
+from cerebro_hydra.testing.queue_worker import QueueWorker, evaluate, in_this_process, train
+from tests.agent.byte_runs import trained
 from tests.agent.standins import SECONDS
 
+MICROBATCHES, BATCH = 10, 4
+SIZES = (1000, 3000, 2000)
 POISONED = partial(DeviceMemory, poison=True)
+
+Place = Literal["processes", "thread", "resident", "main"]
+"""Where devices are: in processes of their own, on a thread of this process, there in the worker's
+memory, or on the thread that waits for results, in the worker's memory."""
 
 
 class CheckedState(WorkerState):
     """The queues, with every action checked by where shards were when it began and ended."""
 
-    def __init__(self, budgets: Sequence[int | None], host: int | None, **options: Any) -> None:
-        super().__init__(budgets, host, sharp, **options)
+    def __init__(
+        self,
+        budgets: Sequence[int | None],
+        host: int | None = None,
+        rule: Rule = sharp,
+        **options: Any,
+    ) -> None:
+        super().__init__(budgets, host, rule, **options)
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self._keeping: set[int] = set()
@@ -116,25 +131,22 @@ class CheckedState(WorkerState):
 
 
 def spec_of(
-    num_shards: int,
-    batch_size: int,
-    window: int,
-    recompute: bool | None,
-    trial: int,
-) -> Any:
-    """Describe a trial to a worker, as far as its queues ask."""
-    return SimpleNamespace(
+    shards: int, window: int = 1, recompute: bool | None = None, batch_size: int = BATCH
+) -> Callable[[int], Any]:
+    """Return what describes trials to a worker, as far as its queues ask."""
+    return lambda trial: SimpleNamespace(
         trial=trial,
-        shards=[None] * num_shards,
+        shards=[None] * shards,
         batch_size=batch_size,
         accumulate=window,
         recompute=recompute,
         schedule="sequential",
+        tasks=None,
     )
 
 
 class QueueBench(QueueWorker):
-    """One worker with devices in processes of their own, and memory that shows stale reads.
+    """One worker with memory that shows stale reads.
 
     Every action that the queues gave is checked against the places and bytes of shards as they were
     when it was given and answered.
@@ -144,48 +156,88 @@ class QueueBench(QueueWorker):
 
     def __init__(
         self,
-        opener: Any,
-        num_shards: int,
+        trials: Any,
         budgets: Sequence[int | None] = (None,),
         host_budget: int | None = None,
+        place: Place = "processes",
         *,
-        rows: int = 40,
-        batch_size: int = 4,
-        window: int = 1,
+        spec: Callable[[int], Any] | None = None,
+        rule: Rule = sharp,
+        rows: int = MICROBATCHES * BATCH,
         recompute: bool | None = None,
         double_buffering: bool = True,
         context: Any = None,
-        batch_seconds: float | None = None,
-        audit_share: float = 0.0,
         make_memory: Any = POISONED,
         prepare: Any = None,
         limits: LossLimits = DEFAULT_LIMITS,
+        end_process: Callable[[], object] = os.abort,
+        trained: float = 0.0,
+        **options: Any,
     ) -> None:
+        self.trials = trials
         self.devices: list[DeviceProcess] = []  # the present process of each device comes last
-        if context is None:
-            context = fork_server(["transformers.modeling_utils"])  # as those of all other tests
-        self.settings = DeviceSettings(
-            context, opener, double_buffering, make_memory, prepare, limits
-        )
+        self.begun: list[int] = []  # attempts whose code ran in this process
+        resident, lane = place in ("resident", "main"), Lane("main") if place == "main" else None
+        if place == "processes":
+            if context is None:  # as those of all other tests
+                context = fork_server(["transformers.modeling_utils"])
+            settings = (context, trials, double_buffering, make_memory, prepare, limits)
+            start: Any = partial(self._start, DeviceSettings(*settings))
+        else:
+            start = in_this_process(
+                trials, resident, double_buffering, end_process, self.begun.append, lane
+            )
         known = [budget for budget in budgets if budget is not None]
+        buffers = double_buffering and not resident
         super().__init__(
-            self._start,
-            CheckedState(budgets, host_budget, double_buffering=double_buffering),
+            start,
+            CheckedState(budgets, host_budget, rule, double_buffering=buffers),
             min(known, default=None),
             rows,
-            partial(spec_of, num_shards, batch_size, window, recompute),
+            spec or spec_of(len(trials.sizes), trials.window, recompute),
+            resident=resident,
             poison=True,
-            batch_seconds=batch_seconds,
-            audit_share=audit_share,
+            lane=lane,
+            **options,
         )
+        self.audits.budget.trained = trained  # seconds, of which audits may take a share
 
-    def _start(self, slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:
-        device = DeviceProcess(self.settings, slabs, print, on_answer, on_gone)
+    def _start(
+        self, settings: DeviceSettings, slabs: Slabs, on_answer: Any, on_gone: Any
+    ) -> DeviceProcess:
+        device = DeviceProcess(settings, slabs, print, on_answer, on_gone)
         self.devices.append(device)
         return device
 
+    def begin(self, number: int, evaluated: bool = False) -> None:
+        """Let so many trials train their first sub-epoch, or be evaluated before it."""
+        for trial in range(number):
+            self.put(trial, 0, self.trials.initial(trial))
+            self.perform(evaluate(trial, trial, 0) if evaluated else train(trial, trial, 1))
+
     def result(self, seconds: float | None = SECONDS) -> Any:
         return super().result(seconds)
+
+    def results(self, number: int) -> dict[int, Any]:
+        """Return the next results by their attempts."""
+        return {result.attempt: result for result in (self.result() for _ in range(number))}
+
+    def end(self, number: int) -> list[Any]:
+        """Check the bytes of so many sub-epochs, and return what was told of them."""
+        results = self.results(number)
+        for trial, result in results.items():
+            self.check(trial, result)
+        return [*results.values()]
+
+    def check(self, trial: int, result: Any) -> None:
+        """Check that a trial's first sub-epoch has the bytes of plain training."""
+        expected, loss_sum = trained(self.trials, self.trials.initial(trial), MICROBATCHES)
+        assert isinstance(result, events.SubEpochDone), result
+        assert result.loss_sum == loss_sum
+        found = self.get(trial, 1, len(self.trials.sizes))
+        for shard, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            for name in theirs:
+                assert mine[name].tobytes() == theirs[name].tobytes(), f"{name} of shard {shard}"
 
 
 @contextmanager

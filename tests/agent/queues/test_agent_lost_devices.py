@@ -1,97 +1,151 @@
-"""A device dies while the host still moves shards of its run: whatever is late changes no byte."""
+"""Devices die, freeze, or are late, while they or the host work: no byte changes."""
 
 from __future__ import annotations
 
 import os
+import queue
+import random
 import select
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
+from cerebro_hydra.agent.device.process import (
+    DeviceProcess,
+    DeviceSettings,
+    OnAnswer,
+    OnGone,
+    WorkerDevice,
+    WorkerDevices,
+)
+from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import RunRestarted
+from cerebro_hydra.testing.local_backend import fork_server
 from cerebro_hydra.testing.queue_worker import evaluate
 from tests.agent.byte_runs import ByteTrials
-from tests.agent.queues.queue_bench import QueueBench, bench
-from tests.agent.queues.test_agent_queue_trainer import SIZES, assert_trained, begin, end
+from tests.agent.device.late_runtime import late_memory
+from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench
 from tests.agent.standins import SECONDS
 
 BYTES = sum(size + size // 2 for size in SIZES)  # of a state
-HOST_THREADS = 4
+SOON = LossLimits(heartbeat_interval=0.1, missed_heartbeats=30)
 
 
-@contextmanager
-def busy_host(made: QueueBench) -> Iterator[None]:
-    """Keep the threads that move shards within the host busy."""
-    over = threading.Event()
-    for _ in range(HOST_THREADS):
-        made.trainer._host._threads.submit(over.wait)
-    try:
-        yield
-    finally:
-        over.set()
+@pytest.mark.parametrize("seed", range(6))
+def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: int) -> None:
+    choice = random.Random(seed)
+    sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
+    trials = ByteTrials(sizes, choice.choice([1, 1, 3]), choice.choice([0, 0.002]))
+    need = trials.profile(0).training(0, 1, trials.window, True).device_need
+    budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
+    number = choice.randrange(1, 5)
+    tasks = 2 * number * MICROBATCHES * len(sizes)
+    kills = sorted(choice.randrange(tasks) for _ in range(choice.choice([0, 1, 2])))
+    host = choice.choice([None, 2 * need, 4 * sum(sizes)])
+    options = {"double_buffering": choice.random() < 0.7, "recompute": choice.choice([None, True])}
+    with bench(trials, budgets, host, **options) as made:
+        made.begin(number)
+        for done in kills:
+            made.state.wait_for_tasks(done)
+            made.devices[-len(budgets)].close()  # one of the present ones
+        made.end(number)
+        for trial in range(number):
+            made.perform(evaluate(10 + trial, trial, 1))
+        for _ in range(number):
+            assert isinstance(made.result(), events.EvaluationDone)
 
 
-def given(made: QueueBench, kind: ActionKind, device: int | None) -> int:
-    """Return how often the queues gave an action of a kind."""
-    actions = [each for each in made.state.given if isinstance(each, Action)]
-    return sum((each.kind, each.device) == (kind, device) for each in actions)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_device_that_freezes_or_whose_code_ends_it_is_replaced(
+    tmp_path: Path, frozen: bool
+) -> None:
+    lethal = tmp_path / "now"
+    trials = ByteTrials(SIZES, seconds=0.003, lethal=None if frozen else str(lethal))
+    lethal.touch()
+    with bench(trials, [4500, 4500], limits=SOON) as made:
+        made.begin(3)
+        if frozen:
+            made.state.wait_for_tasks(20)
+            os.kill(made.devices[1].pid, signal.SIGSTOP)
+        made.end(3)
+        assert len(made.devices) == 3
 
 
-def restarted(made: QueueBench) -> bool:
-    return any(isinstance(each, RunRestarted) for each in made.state.given)
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_no_byte_is_used_before_it_has_come_or_after_it_has_gone(double_buffering: bool) -> None:
+    options = {"double_buffering": double_buffering, "make_memory": late_memory}
+    with bench(ByteTrials(SIZES, window=3), (12_000, None), **options) as made:
+        made.begin(3)
+        made.end(3)
 
 
-def result_of_a_loss(made: QueueBench, asked: threading.Event, over: threading.Event) -> Any:
-    """Let the device die while the host is in the middle of its work; return what came of it."""
-    assert asked.wait(SECONDS)
-    made.devices[-1].close()
-    made.state.wait_until(lambda: restarted(made))
-    over.set()
-    return made.result()
+# ---------------------------------------------------------------------- while the host works
 
 
-def test_a_write_back_that_waits_while_its_device_dies_is_no_error() -> None:
-    trials = ByteTrials(SIZES, seconds=0.01)
-    with bench(trials, len(SIZES), [4500], recompute=True) as made:
-        begin(made, trials, 1)
-        made.state.wait_for_tasks(20)
-        with busy_host(made):
-            spills = given(made, ActionKind.SPILL, 0)
-            made.state.wait_until(lambda: given(made, ActionKind.SPILL, 0) > spills)
-            made.devices[-1].close()
-            made.state.wait_until(lambda: restarted(made))
-        end(made, trials, 1)
+class Held:
+    """Holds a function of the host from some moment on, until the test lets it go on."""
+
+    def __init__(self, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked, self._over = threading.Event(), threading.Event()
+        self.since: Callable[[], object] = lambda: True
+        self.error: Exception | None = None
+        function = getattr(owner, name)
+
+        def held(*arguments: Any) -> Any:
+            if self.since():
+                self._asked.set()
+                assert self._over.wait(SECONDS)
+                if self.error is not None:
+                    raise self.error
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, held)
+
+    def result_of_a_loss(self, made: QueueBench) -> Any:
+        """Let the device die meanwhile, and its run begin anew; return what came of it."""
+        assert self._asked.wait(SECONDS)
+        made.devices[-1].close()
+        made.state.wait_until(lambda: any(isinstance(e, RunRestarted) for e in made.state.given))
+        self._over.set()
+        return made.result()
+
+
+def test_a_write_back_that_waits_while_its_device_dies_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(ShardHome, "room_for", monkeypatch)
+    with bench(ByteTrials(SIZES), [4500], recompute=True) as made:
+        held.since = lambda: made.state.tasks > 20
+        made.begin(1)
+        made.check(0, held.result_of_a_loss(made))
 
 
 def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trials = ByteTrials(SIZES, seconds=0.02)
-    asked, over = threading.Event(), threading.Event()
-    published, put, states = ShardHome.published, ShardStore.put, list[State]()
-
-    def late(home: ShardHome) -> object:
-        asked.set()
-        assert over.wait(SECONDS)
-        return published(home)
+    held, put, states = Held(ShardHome, "published", monkeypatch), ShardStore.put, list[State]()
 
     def noted(store: ShardStore, state: State, number: int, shard: Shard) -> None:
         states.append(state)
         put(store, state, number, shard)
 
-    monkeypatch.setattr(ShardHome, "published", late)
     monkeypatch.setattr(ShardStore, "put", noted)
-    with bench(trials, len(SIZES), [None], recompute=True) as made:
-        begin(made, trials, 1)
-        result = result_of_a_loss(made, asked, over)
-        assert_trained(made, trials, 0, result, trials.initial(0))
+    with bench(ByteTrials(SIZES, seconds=0.005), recompute=True) as made:
+        made.begin(1)
+        result = held.result_of_a_loss(made)
+        made.check(0, result)
         assert result.nbytes == BYTES
         assert len(set(map(id, states))) == 3, "the state before, one that is void, and its like"
 
@@ -99,35 +153,27 @@ def test_a_shard_that_is_published_while_its_run_begins_anew_counts_once(
 def test_a_device_that_dies_while_there_is_no_memory_for_its_changes_ends_no_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trials = ByteTrials(SIZES)
-    with bench(trials, len(SIZES), [4500], recompute=True) as made:
-        asked, over = threading.Event(), threading.Event()
-        allocate = SegmentStore.allocate
-
-        def lacking(segments: SegmentStore, nbytes: int) -> object:
-            if made.state.tasks:
-                asked.set()
-                assert over.wait(SECONDS)
-                raise MemoryError("there is no room")
-            return allocate(segments, nbytes)
-
-        monkeypatch.setattr(SegmentStore, "allocate", lacking)
-        begin(made, trials, 1)
-        result = result_of_a_loss(made, asked, over)
+    with bench(ByteTrials(SIZES), [4500], recompute=True) as made:
+        held = Held(SegmentStore, "allocate", monkeypatch)
+        held.since, held.error = lambda: made.state.tasks, MemoryError("there is no room")
+        made.begin(1)
+        result = held.result_of_a_loss(made)
         assert isinstance(result, events.TaskFailed)
         assert "there is no room" in result.error
         monkeypatch.undo()
-        begin(made, trials, 2)
-        results = [made.result() for _ in range(2)]
+        made.begin(2)
+        results = [*made.results(2).values()]
         assert all(isinstance(each, events.SubEpochDone) for each in results), results
 
 
+# ---------------------------------------------------------------------- how devices end
+
+
 def test_a_run_that_is_over_ends_its_devices_whatever_its_loop_does() -> None:
-    trials = ByteTrials(SIZES, hanging=frozenset({0}))
-    with bench(trials, len(SIZES), [4500, 4500]) as made:
-        begin(made, trials, 1)
+    busy = threading.Event()
+    with bench(ByteTrials(SIZES, faults={0: "hangs"}), [4500, 4500]) as made:
+        made.begin(1)
         made.state.wait_for_tasks(1)
-        busy = threading.Event()
         made.trainer._loop.put(lambda: busy.wait(SECONDS))
         pids = [os.pidfd_open(device.pid) for device in made.devices]
         made.trainer.stop()
@@ -138,13 +184,95 @@ def test_a_run_that_is_over_ends_its_devices_whatever_its_loop_does() -> None:
             os.close(pid)
 
 
-def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_alone() -> None:
-    trials = ByteTrials(SIZES, always_lethal={1: "closed"})
-    with bench(trials, len(SIZES), [4500, 4500]) as made:
-        for trial in range(2):
-            made.put(trial, 0, trials.initial(trial))
-            made.perform(evaluate(trial, trial, 0))
-        results = {result.attempt: result for result in (made.result(), made.result())}
-    assert isinstance(results[0], events.EvaluationDone)
-    assert isinstance(results[1], events.TaskFailed)
-    assert "ended the process of a device 3 times" in results[1].error
+def test_a_device_ends_with_an_agent_that_is_killed() -> None:
+    program = """
+        import multiprocessing, sys
+        from tests.agent.byte_runs import ByteTrials
+        from tests.agent.queues.queue_bench import QueueBench
+
+        trials = ByteTrials((1000, 3000), seconds=60)
+        made = QueueBench(trials, context=multiprocessing.get_context("forkserver"))
+        made.begin(1)
+        print(made.devices[0].pid, flush=True)
+        sys.stdin.read()
+    """
+    agent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    device = os.pidfd_open(int(agent.stdout.readline()))
+    assert not select.select([device], [], [], 0)[0], "the device is there"
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    assert select.select([device], [], [], SECONDS)[0], "the device is gone"
+    os.close(device)
+
+
+def test_orders_for_a_frozen_device_are_not_waited_for() -> None:
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    gone: queue.SimpleQueue[WorkerDevice] = queue.SimpleQueue()
+    limits = LossLimits(heartbeat_interval=0.1, missed_heartbeats=5)
+    context = fork_server(["transformers.modeling_utils"])
+    settings = DeviceSettings(context, ByteTrials(SIZES), limits=limits)
+    device = DeviceProcess(settings, Slabs(), print, lambda _, a: answers.put(a), gone.put)
+    try:
+        while answers.get(timeout=SECONDS) != Ready():
+            pass
+        os.kill(device.pid, signal.SIGSTOP)
+        trial: Any = bytes(1 << 20)  # which no pipe holds
+        device.give(Profile(trial, 0))
+        assert gone.get(timeout=SECONDS) is device
+    finally:
+        device.kill()
+
+
+class Quiet:
+    """A device that does nothing but die."""
+
+    def __init__(self, limits: LossLimits | None) -> None:
+        self.limits = limits
+        self.kills = 0
+
+    def give(self, order: Order) -> None:
+        """Lose the order."""
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def close(self) -> None:
+        """Be closed already."""
+
+
+def test_a_device_is_ended_once_after_its_time_without_a_sign_of_life() -> None:
+    limits = LossLimits(join_timeout=60.0, heartbeat_interval=0.5, missed_heartbeats=20)
+    made: list[Quiet] = []
+
+    def start(limits: LossLimits | None) -> Any:
+        def device(on_answer: OnAnswer, on_gone: OnGone) -> WorkerDevice:
+            made.append(Quiet(limits))
+            return made[-1]
+
+        return device
+
+    devices = WorkerDevices([start(limits), start(limits), start(None)], print, print)
+    devices.start()
+    silent, talking, here = made
+    for _ in range(6):
+        devices.hear(talking, Alive())
+        devices.age(9.0)
+    assert not silent.kills, "it may take 60 s to start"
+    devices.age(9.0)
+    assert (silent.kills, talking.kills, here.kills) == (1, 1, 0)
+    devices.age(1e9)
+    assert (silent.kills, talking.kills, here.kills) == (1, 1, 0), "nobody is ended twice"
+    devices.replace(silent)
+    devices.age(60.0)
+    assert not made[-1].kills
+    devices.hear(made[-1], Alive())
+    devices.age(10.0)
+    assert not made[-1].kills
+    devices.age(0.25)
+    assert made[-1].kills == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +27,7 @@ from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.queue_worker import ME
-from tests.agent.lone_agent import ROWS, Agent
-from tests.agent.queues.many_shards import trained_many
+from tests.agent.lone_agent import ROWS, Agent, trained_many
 from tests.agent.queues.queue_bench import QueueBench, bench
 
 TRIALS, DEVICES = 3, 2
@@ -44,7 +45,7 @@ class Copies:
         recompute: bool = True,
     ) -> None:
         folder, factory = trained_many("export", everything)
-        self.agent = Agent(folder, scratch, share=0.0, make=factory)
+        self.agent = Agent(folder, Path(scratch), 0.0, factory)
         built = self.agent.builder.get(0)
         runtime = built.runtime
         batch = next(iter(self.agent.builder.windows(0, 0, 0)))[0]
@@ -67,15 +68,16 @@ class Copies:
         )
         self.folder = folder
 
-    def begin(self, made: QueueBench) -> None:
+    @contextmanager
+    def bench(self, budgets: Sequence[int | None], **options: Any) -> Iterator[QueueBench]:
         """Let every copy train its first sub-epoch."""
-        made._spec_of = lambda trial: replace(self.spec, trial=trial)
-        for trial in range(TRIALS):
-            made.put(trial, 0, state(self.folder))
-            task = StartSubEpoch(
-                trial, trial, 1, 0, self.agent.order[0], 0, ME, StateSource(0, ME), {}
-            )
-            made.perform(task)
+        spec = lambda trial: replace(self.spec, trial=trial)  # noqa: E731
+        with bench(self.opener, budgets, spec=spec, rows=ROWS, **options) as made:
+            for trial in range(TRIALS):
+                made.put(trial, 0, state(self.folder))
+                place, source = self.agent.order[0], StateSource(0, ME)
+                made.perform(StartSubEpoch(trial, trial, 1, 0, place, 0, ME, source, {}))
+            yield made
 
 
 def state(folder: RunFolder) -> list[dict[str, np.ndarray]]:
@@ -105,13 +107,8 @@ def longest_waiting(candidates: Sequence[Candidate]) -> Candidate:
 
 def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
     """Train the copies, whose runs take turns on the devices, and compare every digest."""
-    budgets = [copies.budget] * DEVICES
-    shards, audited = len(copies.spec.shards), 0.01 if audits else 0.0
-    options = {"rows": ROWS, "audit_share": audited, "double_buffering": False}
-    with bench(copies.opener, shards, budgets, **options) as made:
-        made.state._rule = longest_waiting
-        made.audits.budget.trained = 1e6
-        copies.begin(made)
+    options = {"audit_share": 0.01 if audits else 0.0, "trained": 1e6, "double_buffering": False}
+    with copies.bench([copies.budget] * DEVICES, rule=longest_waiting, **options) as made:
         if kill:
             made.state.wait_for_tasks(100)
             made.devices[0].kill()
@@ -152,8 +149,7 @@ def test_audits_agree_where_microbatches_move(tmp_path: Path, schedule: str) -> 
 @pytest.mark.long
 def test_a_batch_that_leaves_too_much_fails_its_trial_with_the_numbers(tmp_path: Path) -> None:
     copies = Copies(False, str(tmp_path), room=0.5)
-    with bench(copies.opener, len(copies.spec.shards), [None] * DEVICES, rows=ROWS) as made:
-        copies.begin(made)
+    with copies.bench([None] * DEVICES) as made:
         results = [made.result() for _ in range(TRIALS)]
     assert all(isinstance(each, events.TaskFailed) for each in results), results
     assert "a batch leaves" in results[0].error

@@ -1,139 +1,83 @@
-"""A worker's queues with real devices: whatever dies, the bytes are those of plain training."""
+"""A worker's queues with real devices: what fails, fails alone, and no other byte changes."""
 
 from __future__ import annotations
 
-import os
-import random
-import select
-import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent.memory.shard_store import ShardHome
+from cerebro_hydra.agent.visits import RunPlanner
+from cerebro_hydra.agent.worker_loop import UnitGate
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.messages.actions import HOST
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.events import Answer
 from cerebro_hydra.plan.queues.log import MOST_SPANS
-from cerebro_hydra.shards.engine.layout import HostSegments
-from cerebro_hydra.testing.queue_worker import QueueWorker, evaluate, train
+from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage.digest import digest
+from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_runs import ByteTrials, trained
-from tests.agent.queues.queue_bench import QueueBench, bench
+from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, bench, spec_of
 from tests.agent.standins import SECONDS
-
-MICROBATCHES = 10
-SIZES = (1000, 3000, 2000)
-
-
-def assert_trained(
-    made: QueueWorker, trials: ByteTrials, trial: int, result: Any, before: Sequence[HostSegments]
-) -> None:
-    expected, loss_sum = trained(trials, before, MICROBATCHES)
-    assert isinstance(result, events.SubEpochDone), result
-    assert result.loss_sum == loss_sum
-    found = made.get(trial, 1, len(trials.sizes))
-    for shard, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        for name in theirs:
-            assert mine[name].tobytes() == theirs[name].tobytes(), f"{name} of shard {shard}"
-
-
-def begin(made: QueueBench, trials: ByteTrials, number: int) -> None:
-    for trial in range(number):
-        made.put(trial, 0, trials.initial(trial))
-        made.perform(train(trial, trial, 1))
-
-
-def end(made: QueueBench, trials: ByteTrials, number: int) -> None:
-    for _ in range(number):
-        result = made.result()
-        assert isinstance(result, events.SubEpochDone), result
-        assert_trained(made, trials, result.attempt, result, trials.initial(result.attempt))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: int) -> None:
-    choice = random.Random(seed)
-    sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
-    trials = ByteTrials(sizes, choice.choice([1, 1, 3]), choice.choice([0, 0.002]))
-    need = trials.profile(0).training(0, 1, trials.window, True).device_need
-    budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
-    number = choice.randrange(1, 5)
-    tasks = 2 * number * MICROBATCHES * len(sizes)
-    kills = sorted(choice.randrange(tasks) for _ in range(choice.choice([0, 1, 2])))
-    host = choice.choice([None, 2 * need, 4 * sum(sizes)])
-    options = {"double_buffering": choice.random() < 0.7, "recompute": choice.choice([None, True])}
-    with bench(trials, len(sizes), budgets, host, window=trials.window, **options) as made:
-        begin(made, trials, number)
-        for done in kills:
-            made.state.wait_for_tasks(done)
-            made.devices[-len(budgets)].close()  # one of the present ones
-        end(made, trials, number)
-        for trial in range(number):
-            made.perform(evaluate(10 + trial, trial, 1))
-        for _ in range(number):
-            assert isinstance(made.result(), events.EvaluationDone)
 
 
 def test_an_evaluation_is_summed_in_the_order_of_its_batches_on_whatever_devices() -> None:
-    trials = ByteTrials(SIZES)
     found = []
     for budgets in ([None], [4500, 4500]):
-        with bench(trials, len(SIZES), budgets) as made:
-            for trial in range(2):
-                made.put(trial, 0, trials.initial(trial))
-                made.perform(evaluate(trial, trial, 0))
-            results = sorted((made.result() for _ in range(2)), key=lambda r: r.attempt)
-            found.append([result.sums for result in results])
+        with bench(ByteTrials(SIZES), budgets) as made:
+            made.begin(2, evaluated=True)
+            results = made.results(2)
+            found.append([results[trial].sums for trial in range(2)])
     assert found[0] == found[1]
 
 
-def test_code_that_ends_its_process_costs_a_device_and_changes_no_byte(tmp_path: Path) -> None:
-    lethal = tmp_path / "now"
-    trials = ByteTrials(SIZES, seconds=0.005, lethal=str(lethal))
-    lethal.touch()
-    with bench(trials, len(SIZES), [4500, 4500]) as made:
-        begin(made, trials, 3)
-        end(made, trials, 3)
-        assert len(made.devices) == 3
+DIES = "ended the process of a device 3 times"
 
 
-@pytest.mark.parametrize("where", ["factory", "opened", "backward"])
-def test_code_that_ends_every_process_ends_its_trial(where: str) -> None:
-    trials = ByteTrials(SIZES, always_lethal={1: where})
-    with bench(trials, len(SIZES), [None]) as made:
-        begin(made, trials, 2)
-        results = {result.attempt: result for result in (made.result(), made.result())}
-        assert isinstance(results[1], events.TaskFailed)
-        assert "ended the process of a device 3 times" in results[1].error
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("dies: factory", DIES),
+        ("dies: opened", DIES),
+        ("dies: backward", DIES),
+        ("raises", "the user's code is wrong"),
+        ("hangs", "longer than batch_seconds=0.5"),
+    ],
+)
+def test_code_that_fails_ends_its_trial_alone(fault: str, said: str) -> None:
+    limit = 0.5 if fault == "hangs" else None
+    with bench(ByteTrials(SIZES, faults={1: fault}), [4500, 4500], batch_seconds=limit) as made:
+        made.begin(3)
+        results = made.results(3)
+        failed = results.pop(1)
+        assert isinstance(failed, events.TaskFailed) and said in failed.error
         assert not made.store.knows(1, 1), "nobody waits for what it will not publish"
-        assert_trained(made, trials, 0, results[0], trials.initial(0))
+        for trial, result in results.items():
+            made.check(trial, result)
 
 
-def test_an_error_of_a_trials_code_ends_its_run_alone() -> None:
-    trials = ByteTrials(SIZES, faulty=frozenset({0, 2}))
-    with bench(trials, len(SIZES), [4500, 4500]) as made:
-        begin(made, trials, 4)
-        results = {result.attempt: result for result in (made.result() for _ in range(4))}
-        for trial in (0, 2):
-            assert isinstance(results[trial], events.TaskFailed)
-            assert "the user's code is wrong" in results[trial].error
-            assert not made.store.knows(trial, 1)
-        for trial in (1, 3):
-            assert_trained(made, trials, trial, results[trial], trials.initial(trial))
+def test_code_that_ends_the_process_at_the_end_of_an_evaluation_ends_its_trial_alone() -> None:
+    with bench(ByteTrials(SIZES, faults={1: "dies: closed"}), [4500, 4500]) as made:
+        made.begin(2, evaluated=True)
+        results = made.results(2)
+    assert isinstance(results[0], events.EvaluationDone)
+    assert isinstance(results[1], events.TaskFailed) and DIES in results[1].error
 
 
 def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once() -> None:
-    trials = ByteTrials(SIZES, greedy=frozenset({0}), hungry=frozenset({1}))
-    with bench(trials, len(SIZES), [None]) as made:
-        begin(made, trials, 3)
-        results = {result.attempt: result for result in (made.result() for _ in range(3))}
+    trials = ByteTrials(SIZES, faults={0: "greedy", 1: "hungry"})
+    with bench(trials) as made:
+        made.begin(3)
+        results = made.results(3)
         for trial in (0, 2):
-            assert_trained(made, trials, trial, results[trial], trials.initial(trial))
+            made.check(trial, results[trial])
         assert isinstance(results[1], events.TaskFailed)
         assert "there is no room" in results[1].error
         assert not results[1].memory, "without a budget a finer cut would need as much"
@@ -141,34 +85,130 @@ def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once(
         assert isinstance(made.result(), events.SubEpochDone)
         kept = [spec.keeps_all for spec in made.state.added]
         assert kept.count(False) == 3, "a run of trial 0, one of trial 1, and the next of trial 0"
-    with bench(trials, len(SIZES), [None], recompute=False) as made:
-        begin(made, trials, 1)
+    with bench(trials, recompute=False) as made:
+        made.begin(1)
         assert isinstance(made.result(), events.TaskFailed), "what was asked for stays"
 
 
 def test_a_run_that_lacks_memory_without_kept_activations_says_that_a_finer_cut_may_help() -> None:
-    trials = ByteTrials(SIZES, hungry=frozenset({0}), faulty=frozenset({1}))
-    with bench(trials, len(SIZES), [4500]) as made:
-        begin(made, trials, 2)
-        results = {result.attempt: result for result in (made.result() for _ in range(2))}
+    trials = ByteTrials(SIZES, faults={0: "hungry", 1: "raises"})
+    with bench(trials, [4500]) as made:
+        made.begin(2)
+        results = made.results(2)
         assert (results[0].memory, results[1].memory) == (True, False)
-    with bench(trials, len(SIZES), [9000], recompute=False) as made:
-        begin(made, trials, 1)
+    with bench(trials, [9000], recompute=False) as made:
+        made.begin(1)
         assert not made.result().memory, "its activations stay, however it is cut"
 
 
+def test_a_run_that_is_overdue_after_it_began_again_fails_alone() -> None:
+    calls: list[int] = []
+
+    def hangs_when_sparing(trial: int) -> None:
+        calls.append(trial)
+        if len(calls) > 1:
+            ended.wait(SECONDS)
+
+    ended = threading.Event()
+    trials = ByteTrials(SIZES, faults={0: "greedy"}, hooks={"backward": hangs_when_sparing})
+    options: dict[str, Any] = {"batch_seconds": 0.5, "end_process": ended.set}
+    with bench(trials, place="resident", **options) as made:
+        made.begin(1)
+        failed = made.result()
+        assert isinstance(failed, events.TaskFailed)
+        assert "longer than batch_seconds=0.5" in failed.error
+        assert ended.wait(SECONDS)
+
+
 def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
-    trials = ByteTrials(SIZES, seconds=0.01)
-    with bench(trials, len(SIZES), [4500, 4500]) as made:
-        begin(made, trials, 2)
+    with bench(ByteTrials(SIZES, seconds=0.01), [4500, 4500]) as made:
+        made.begin(2)
         made.state.wait_for_tasks(1)
         made.trainer.cancel(0)
         result = made.result()
         assert result.attempt == 1
-        assert_trained(made, trials, 1, result, trials.initial(1))
+        made.check(1, result)
         assert not made.store.knows(0, 1)
         made.trainer.drop(1, 1)
         made.state.wait_until(lambda: not made.state.runs)
+
+
+def test_an_attempt_that_is_cancelled_while_its_trial_is_built_never_begins() -> None:
+    def cancel(trial: int) -> None:
+        if trial == 0:
+            made.trainer.cancel(trial)
+            made.settle()
+
+    with bench(ByteTrials(SIZES, hooks={"factory": cancel}), place="resident") as made:
+        made.begin(2)
+        assert made.result().attempt == 1
+        assert len(made.state.added) == 1 and made.reported.empty()
+
+
+class SlowFolder:
+    """Has the frozen bytes of trials, and reads them once it is let."""
+
+    def __init__(self, trials: ByteTrials, path: Path) -> None:
+        self._folder = RunFolder(LocalStore(str(path)), "run")
+        for segments in trials.initial(0):
+            self._folder.write_object(digest(segments["frozen"]), segments["frozen"].tobytes())
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def read_object(self, digest: str, allocate: Callable[[int], Any]) -> Any:
+        self.asked.set()
+        assert self.let.wait(SECONDS)
+        return self._folder.read_object(digest, allocate)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_run_wrote_to_frozen_bytes_is_mended_before_another_one_reads_them(
+    tmp_path: Path, failed: bool
+) -> None:
+    wrote, let_go = threading.Event(), threading.Event()
+    read: set[bytes] = set()  # by the other trial
+
+    def frozen() -> Any:
+        """Return the frozen bytes of the shard with the loss, which both trials have."""
+        return made.store.wait(1, 0, len(SIZES) - 1).segments["frozen"][1]
+
+    def write(trial: int) -> None:
+        if trial == 1:
+            read.add(frozen().tobytes())
+        elif not wrote.is_set():
+            frozen()[:] = 99
+            wrote.set()
+            assert let_go.wait(SECONDS)
+
+    faults = {0: "raises"} if failed else {}
+    trials = ByteTrials(SIZES, hooks={"forward": write}, faults=faults)
+    folder = SlowFolder(trials, tmp_path)
+    with bench(trials, place="resident", folder=folder) as made:
+        made.put(1, 0, trials.initial(1))
+        before = frozen().tobytes()
+        made.begin(2)
+        assert wrote.wait(SECONDS)
+        assert frozen().tobytes() != before
+        if not failed:
+            made.trainer.cancel(0)
+        let_go.set()
+        assert folder.asked.wait(SECONDS)
+        made.state.wait_until(lambda: any(map(is_forward_of_the_other, made.state.given)))
+        device: Any = made.trainer._devices[0]
+        for put in (made.trainer._loop.put, device._computing.put):
+            idle = threading.Event()
+            put(idle.set)
+            assert idle.wait(SECONDS), "the loop or the device waits for the store"
+        assert made.reported.empty(), "nothing is told before the bytes are as they were"
+        folder.let.set()
+        results = made.results(1 + failed)
+        made.check(1, results[1])
+        assert read == {before}
+        assert not failed or "the user's code is wrong" in results[0].error
+
+
+def is_forward_of_the_other(answer: Answer) -> bool:
+    """Return whether the queues let the run after the first one begin."""
+    return isinstance(answer, Action) and (answer.kind, answer.trial) == (ActionKind.F, 1)
 
 
 def test_a_run_whose_changes_find_no_room_in_dram_fails_alone(
@@ -184,23 +224,40 @@ def test_a_run_whose_changes_find_no_room_in_dram_fails_alone(
         return room_for(self, sizes)
 
     monkeypatch.setattr(ShardHome, "room_for", refuses)
-    trials = ByteTrials(SIZES)
-    with bench(trials, len(SIZES), [4500]) as made:
-        begin(made, trials, 2)
-        results = [made.result(), made.result()]
-        (failed,) = (each for each in results if isinstance(each, events.TaskFailed))
-        (done,) = (each for each in results if isinstance(each, events.SubEpochDone))
+    with bench(ByteTrials(SIZES), [4500]) as made:
+        made.begin(2)
+        results = made.results(2)
+        (failed,) = (each for each in results.values() if isinstance(each, events.TaskFailed))
         assert "the machine has no room" in failed.error and "no slab is left" in failed.error
-        assert_trained(made, trials, done.attempt, done, trials.initial(done.attempt))
+        made.check(1 - failed.attempt, results[1 - failed.attempt])
         made.perform(train(9, failed.attempt, 1))
-        again = made.result()
-        assert_trained(made, trials, failed.attempt, again, trials.initial(failed.attempt))
+        made.check(failed.attempt, made.result())
+
+
+def test_what_a_device_says_of_a_cut_that_a_trial_has_no_more_is_not_taken() -> None:
+    asked, goes_on, shards = threading.Event(), threading.Event(), [1]
+
+    def profiling(trial: int) -> None:
+        asked.set()
+        assert goes_on.wait(SECONDS)
+
+    trials = ByteTrials(SIZES, hooks={"factory": profiling})
+    with bench(trials, place="thread", spec=lambda trial: spec_of(shards[0])(trial)) as made:
+        made.perform(train(0, 0, 1))
+        assert asked.wait(SECONDS)
+        made.trainer.cancel(0)
+        shards[0] = len(SIZES)
+        made.put(0, 1, trials.initial(0))
+        made.perform(train(1, 0, 2))
+        goes_on.set()
+        result = made.result()
+        assert isinstance(result, events.SubEpochDone), result
+        assert len(result.digests) == len(SIZES)
 
 
 def test_a_run_that_no_device_can_hold_fails_with_the_numbers() -> None:
-    trials = ByteTrials(SIZES)
-    with bench(trials, len(SIZES), [4000]) as made:
-        begin(made, trials, 1)
+    with bench(ByteTrials(SIZES), [4000]) as made:
+        made.begin(1)
         result = made.result()
         assert isinstance(result, events.TaskFailed)
         assert "needs 4500 bytes of a device" in result.error
@@ -209,56 +266,16 @@ def test_a_run_that_no_device_can_hold_fails_with_the_numbers() -> None:
 
 def test_whoever_reads_a_slot_that_was_given_up_gets_other_bytes() -> None:
     trials = ByteTrials(SIZES, stale=True)
-    with bench(trials, len(SIZES), [4500], recompute=True) as made:
-        begin(made, trials, 1)
+    with bench(trials, [4500], recompute=True) as made:
+        made.begin(1)
         _, loss_sum = trained(trials, trials.initial(0), MICROBATCHES)
         assert made.result().loss_sum != loss_sum
 
 
-def test_a_device_ends_with_an_agent_that_is_killed() -> None:
-    program = """
-        import multiprocessing, sys
-        from tests.agent.byte_runs import ByteTrials
-        from cerebro_hydra.testing.queue_worker import train
-        from tests.agent.queues.queue_bench import QueueBench
-
-        trials = ByteTrials((1000, 3000), seconds=60)
-        made = QueueBench(trials, 2, [None], context=multiprocessing.get_context("forkserver"))
-        made.put(0, 0, trials.initial(0))
-        made.perform(train(0, 0, 1))
-        print(made.devices[0].pid, flush=True)
-        sys.stdin.read()
-    """
-    agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert agent.stdout is not None
-    device = os.pidfd_open(int(agent.stdout.readline()))
-    assert not select.select([device], [], [], 0)[0], "the device is there"
-    agent.send_signal(signal.SIGKILL)
-    agent.wait()
-    assert select.select([device], [], [], SECONDS)[0], "the device is gone"
-    os.close(device)
-
-
-def test_a_task_that_hangs_ends_with_its_device() -> None:
-    trials = ByteTrials(SIZES, hanging=frozenset({1}))
-    with bench(trials, len(SIZES), [4500, 4500], batch_seconds=0.5) as made:
-        begin(made, trials, 2)
-        results = {result.attempt: result for result in (made.result(), made.result())}
-        assert isinstance(results[1], events.TaskFailed)
-        assert "longer than batch_seconds=0.5" in results[1].error
-        assert_trained(made, trials, 0, results[0], trials.initial(0))
-
-
 def test_a_worker_tells_what_its_devices_did_within_their_budgets() -> None:
-    trials = ByteTrials(SIZES, seconds=0.002)
-    with bench(trials, len(SIZES), [4500, 4500], 9000) as made:
-        begin(made, trials, 3)
-        results = [made.result() for _ in range(3)]
+    with bench(ByteTrials(SIZES, seconds=0.002), [4500, 4500], 9000) as made:
+        made.begin(3)
+        results = made.end(3)
     assert len(made.worked) == 3
     work = [work for report in made.worked for work in report.devices]
     assert {each.device for each in work} == {0, 1, HOST}
@@ -287,8 +304,64 @@ def test_a_device_that_can_not_be_started_ends_the_agent(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with (
-        bench(ByteTrials(SIZES), len(SIZES), prepare=refused) as made,
+        bench(ByteTrials(SIZES), prepare=refused) as made,
         pytest.raises(SetupError, match="device 0 could not be started 10 times in a row"),
     ):
         made.result()
     assert "CUDA is not there" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- how a worker chooses
+
+
+OLDEST = Candidate(0, 0, remaining=1.0, waiting_since=0, own=False)
+LONGEST = Candidate(1, 1, remaining=9.0, waiting_since=0, own=False)
+AUDIT = Candidate(2, 2, remaining=0.5, waiting_since=0, own=False)
+
+
+@pytest.mark.parametrize(("pick", "picked"), [("oldest_first", OLDEST), ("sharp", LONGEST)])
+def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
+    pick: str, picked: Candidate
+) -> None:
+    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
+    planner.learn(trial)
+    assert planner.rule([LONGEST, OLDEST, AUDIT]) == picked
+
+
+@pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
+def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
+    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
+    planner.audit_spec(AUDIT.run, profile.training(OLDEST.run, 1, 1, True), 0, profile)
+    assert planner.rule([LONGEST, OLDEST, AUDIT]) == AUDIT
+
+
+# ---------------------------------------------------------------------- what units wait for
+
+
+def unit(run: int, device: int = 0) -> list[Action]:
+    return [Action(run, shard, ActionKind.F, 0, device=device) for shard in range(2)]
+
+
+def test_a_gate_holds_units_back_until_it_is_opened_as_often_as_it_was_shut() -> None:
+    gate = UnitGate()
+    assert not gate.holds(unit(0))
+    for run in (None, None, 1):
+        gate.shut(run)
+    assert all(gate.holds(unit(run)) for run in (0, 1, 2))
+    assert gate.open(None) == []
+    assert gate.open(None) == [unit(0), unit(2)]
+    assert not gate.holds(unit(0)) and gate.holds(unit(1))
+    assert gate.open(1) == [unit(1), unit(1)]
+    assert not gate.holds(unit(1))
+
+
+def test_a_gate_keeps_nothing_of_a_run_that_is_over_or_of_a_device_that_died() -> None:
+    gate = UnitGate()
+    gate.shut(None)
+    for each in (unit(0), unit(1), unit(2, device=1)):
+        assert gate.holds(each)
+    assert gate.take(0) == unit(0)
+    gate.lose(1)
+    assert gate.open(None) == [unit(1)]

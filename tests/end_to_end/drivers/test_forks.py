@@ -2,64 +2,74 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from cerebro_hydra import replay
-from cerebro_hydra.observe import Decision
+from cerebro_hydra import LocalStore, SparkEstimator, replay
+from cerebro_hydra.observe import RunView
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.verification import verify
-from tests.end_to_end.drivers.forked_driver import estimator_gen_fn, search
-from tests.end_to_end.drivers.resumed_driver import rows
+from tests.end_to_end.runs import Tape, classes
+from tests.tune.searchers import Rungs
 
 pytestmark = pytest.mark.slow
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 PARTITIONS = 2
 
 
-class Forks:
-    """Keeps the event of each fork, by its trial."""
+def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
+    """Return a net with all that a fork takes over, and a schedule that it makes anew."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
+    return SparkEstimator(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=params["lr"] / 10),
+        loss=nn.CrossEntropyLoss(),
+        batch_size=16,
+        shards=["3"],
+        ema=0.9,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        lr_interval="epoch",
+    )
 
-    def __init__(self) -> None:
-        self.events: dict[int, TrialForked] = {}
 
-    def on_record(self, record: Any) -> None:
-        if isinstance(record, Decision) and isinstance(record.event, TrialForked):
-            self.events[record.event.config.trial] = record.event
-
-
-def bits(run_path: str) -> dict[str, Any]:
-    """Return the parameters, visits, metrics and result of every trial."""
-    folder, found = RunFolder.open(run_path), {}
-    for view in SearchResult.open(run_path)._view.trials.values():
-        shards = folder.read_state(view.trial, view.result_visit)["shards"]
-        found[view.trial] = (view.params, view.visit_log, repr(view.history), shards)
-    return found
+def search(folder: Path, **options: Any) -> CustomSearch:
+    """Climb three rungs with four candidates; the best of each rung is forked."""
+    return CustomSearch(
+        make_searcher=lambda: Rungs(candidates=4, most_epochs=4),
+        backend=LocalBackend(2),
+        store=LocalStore(str(folder)),
+        estimator_gen_fn=estimator_gen_fn,
+        num_epochs=4,
+        validation=0.25,
+        order="seeded",
+        verbose=0,
+        **options,
+    )
 
 
 def test_a_fork_goes_on_from_its_parent_with_its_own_parameters(tmp_path: Path) -> None:
-    forks = Forks()
-    result = search(str(tmp_path), observers=[forks]).fit(rows())
+    tape = Tape()
+    result = search(tmp_path, observers=[tape]).fit(classes())
     folder = RunFolder.open(result.run_path)
-    assert len(forks.events) == 2
-    for number, event in forks.events.items():
+    forks = tape.of(TrialForked)
+    assert len(forks) == 2
+    for event in forks:
+        number = event.config.trial
         fork, parent = result.trials[number], result.trials[event.parent]
         shared = event.visit // PARTITIONS
         assert fork.visit_log[: event.visit] == parent.visit_log[: event.visit]
         for name, values in fork.history.items():
             assert values[:shared] == parent.history[name][:shared]
             assert len(values) == len(fork.visit_log) // PARTITIONS > shared
-        view = result._view.trials[number]
+        view = RunView.of_run(folder).trials[number]
         assert view.result_visit == (view.result_epoch + 1) * PARTITIONS
         trained = [s for s in folder.read_state(number, view.result_visit)["shards"]]
         if view.result_visit > event.visit:
@@ -70,26 +80,3 @@ def test_a_fork_goes_on_from_its_parent_with_its_own_parameters(tmp_path: Path) 
         assert replay(result.run_path, trial.trial_id, estimator_gen_fn).identical
     assert verify(result.run_path).ok
     assert "trial-005" in render(folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("decisions", [15, 55])
-def test_a_run_with_forks_whose_driver_is_killed_ends_with_the_same_bits(
-    tmp_path: Path, decisions: int
-) -> None:
-    calm = bits(search(str(tmp_path / "calm"), observers=[]).fit(rows()).run_path)
-    place = tmp_path / "killed"
-    command = [sys.executable, "-m", "tests.end_to_end.drivers.forked_driver", str(place)]
-    driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, start_new_session=True
-    )
-    assert driver.stdout is not None
-    try:
-        assert all(driver.stdout.readline() for _ in range(decisions)), "it had ended before"
-    finally:
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.wait()
-    (run,) = map(str, (place / "runs").iterdir())
-    search(str(place), observers=[]).fit(rows(), resume=run)
-    assert bits(run) == calm
-    assert verify(run).ok

@@ -15,7 +15,7 @@ from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.end_to_end import models
-from tests.end_to_end.test_runs import classes, search
+from tests.end_to_end.runs import classes, search
 from tests.journals import rewrite_journal
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import SparkBackend
 from cerebro_hydra.errors import JobStopped
-from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.plan.messages.instructions import Commit
 from tests.end_to_end import models
+from tests.end_to_end.runs import (
+    Tape,
+    after_decisions,
+    assert_equal_bits,
+    assert_replays,
+    classes,
+    frame_of,
+    grid,
+    statuses,
+)
 from tests.end_to_end.trials.lethal_models import Interrupter, lethal
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
@@ -28,44 +36,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 HERE = Path(__file__).resolve().parent
 
 
-def labelled_rows(spark: Any, rows: int) -> Any:
-    """A DataFrame of 16 features and a label of four, which they tell."""
-    random = np.random.default_rng(3)
-    labels = random.integers(0, 4, rows)
-    features = random.normal(size=(rows, 16)) + labels[:, None] / 2
-    pairs = [(f.tolist(), int(y)) for f, y in zip(features, labels, strict=True)]
-    return spark.createDataFrame(pairs, "features array<double>, label long").cache()
-
-
 @pytest.fixture(scope="module")
 def df(spark: Any) -> Any:
-    return labelled_rows(spark, 160)
+    return frame_of(spark, classes(160)).cache()
 
 
 def search(
-    spark: Any,
-    path: Path,
-    factory: Any,
-    space: dict[str, list[Any]],
-    tls: bool = False,
-    **options: Any,
-) -> Any:
-    return GridSearch(
-        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=3, tls=tls),
-        store=LocalStore(prefix_path=str(path)),
-        estimator_gen_fn=factory,
-        search_space={name: hp_choice(values) for name, values in space.items()},
-        **{"num_epochs": 2, "evaluation_metric": "accuracy", "verbose": 0, **options},
-    )
+    spark: Any, path: Path, space: dict[str, list[Any]], factory: Any = models.feed_forward,
+    tls: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=3, tls=tls)
+    return grid(backend, path, factory, space, **options)
 
 
 def test_a_grid_on_spark_replays_and_transforms(spark: Any, df: Any, tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.001], "dropout": [0.0, 0.2]}
-    result = search(spark, tmp_path, models.feed_forward, space).fit(df)
-    assert [trial.status for trial in result.trials] == ["finished"] * 4
-    for trial in result.trials:
-        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
-        assert report.identical, str(report)
+    result = search(spark, tmp_path, space).fit(df)
+    assert statuses(result) == ["finished"] * 4
+    assert_replays(result)
     out = result.set_output_columns(["prediction"]).transform(df).toPandas()
     model = result.torch()
     import torch
@@ -82,77 +70,28 @@ def test_a_grid_on_spark_replays_and_transforms(spark: Any, df: Any, tmp_path: P
     assert max(result.get_best_model_history()["val_accuracy"]) == best
 
 
-class KillsOnce:
-    """Kills one agent with SIGKILL when a given number of sub-epochs is committed."""
+def strikes(number: int, every: int, times: int) -> Tape:
+    """Return a tape that sends an agent a signal, whenever so many more sub-epochs were done."""
+    struck: list[int] = []
 
-    def __init__(self, after: int) -> None:
-        self.after = after
-        self.pids: dict[str, int] = {}
-        self.killed: str | None = None
-        self.commits = 0
+    def act(tape: Tape) -> None:
+        agent = getattr(getattr(tape.last, "event", None), "incarnation", None)
+        due = len(struck) < times and tape.commits >= every * (len(struck) + 1)
+        if due and tape.of(Commit, last=True) and agent in tape.agents:
+            struck.append(tape.agents[agent])
+            os.kill(struck[-1], number)
 
-    def on_record(self, record: Any) -> None:
-        if isinstance(record, AgentStarted):
-            self.pids[record.incarnation] = record.pid
-        if not isinstance(record, Decision):
-            return
-        self.commits += sum(isinstance(each, Commit) for each in record.instructions)
-        incarnation = getattr(record.event, "incarnation", None)
-        if self.commits >= self.after and self.killed is None and incarnation in self.pids:
-            self.killed = incarnation
-            os.kill(self.pids[incarnation], signal.SIGKILL)
+    return Tape(act)
 
 
-@pytest.mark.parametrize("after", [1, 4, 9])
-def test_a_killed_agent_costs_sub_epochs_but_no_trial(
-    spark: Any, df: Any, tmp_path: Path, after: int
-) -> None:
-    killer = KillsOnce(after)
-    space = {"lr": [0.01, 0.001], "dropout": [0.2]}
-    tls = after == 4  # new agents get the run's certificate too
-    grid = search(spark, tmp_path, models.feed_forward, space, tls=tls)
-    grid.observers = (killer,)
-    result = grid.fit(df)
-    assert killer.killed is not None
-    for trial in result.trials:
-        assert trial.status == "finished"
-        assert len(trial.visit_log) == 6
-        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
-        assert report.identical, str(report)
-
-
-class Calamity:
-    """Sends an agent a signal whenever so many sub-epochs were committed since the last time."""
-
-    def __init__(self, number: int, every: int, times: int) -> None:
-        self.number, self.every, self.left = number, every, times
-        self.pids: dict[str, int] = {}
-        self.commits = self.commits_before = 0
-        self.struck: list[str] = []
-
-    def on_record(self, record: Any) -> None:
-        if isinstance(record, AgentStarted):
-            self.pids[record.incarnation] = record.pid
-        if not isinstance(record, Decision):
-            return
-        done = [each for each in record.instructions if isinstance(each, Commit)]
-        self.commits += len(done)
-        if not done or not self.left or self.commits - self.commits_before < self.every:
-            return
-        incarnation = record.event.incarnation
-        if incarnation in self.pids:
-            self.left, self.commits_before = self.left - 1, self.commits
-            self.struck.append(incarnation)
-            os.kill(self.pids[incarnation], self.number)
-
-
-def assert_same(result: Any, calm: Any) -> None:
-    for mine, other in zip(result.trials, calm.trials, strict=True):
-        assert (mine.status, mine.visit_log) == ("finished", other.visit_log)
-        assert mine.history == other.history
-        states = [each.torch(mine.trial_id).state_dict() for each in (result, calm)]
-        for key, value in states[0].items():
-            assert value.numpy().tobytes() == states[1][key].numpy().tobytes()
+def test_a_killed_agent_costs_sub_epochs_but_no_trial(spark: Any, df: Any, tmp_path: Path) -> None:
+    tape, space = strikes(signal.SIGKILL, 4, 1), {"lr": [0.01, 0.001], "dropout": [0.2]}
+    # Its successor gets the run's certificate, too.
+    result = search(spark, tmp_path, space, tls=True, observers=[tape]).fit(df)
+    assert len(tape.agents) == 4
+    assert statuses(result) == ["finished"] * 2
+    assert [len(trial.visit_log) for trial in result.trials] == [6, 6]
+    assert_replays(result)
 
 
 @pytest.mark.long
@@ -164,25 +103,21 @@ def test_many_losses_with_work_between_end_no_run_and_change_no_bit(
 ) -> None:
     space = {"lr": [0.01, 0.001], "dropout": [0.2]}
     options = {"order": "seeded", "num_epochs": 12}
-    calm = search(spark, tmp_path / "calm", models.feed_forward, space, **options).fit(df)
-    watcher = Calamity(number, every, times)
-    options["observers"] = [watcher]
-    result = search(spark, tmp_path, models.feed_forward, space, **options).fit(df)
-    assert len(watcher.struck) == times
-    assert_same(result, calm)
+    calm = search(spark, tmp_path / "calm", space, **options).fit(df)
+    tape = strikes(number, every, times)
+    result = search(spark, tmp_path, space, observers=[tape], **options).fit(df)
+    assert len(tape.agents) == 3 + times
+    for trial in range(2):
+        assert_equal_bits(result, calm, trial)
 
 
 def test_a_cancelled_job_ends_the_run_with_one_sentence(
     spark: Any, df: Any, tmp_path: Path
 ) -> None:
-    class Canceller:
-        def on_record(self, record: Any) -> None:
-            if isinstance(record, Decision) and record.seq == 30:
-                threading.Thread(target=spark.sparkContext.cancelAllJobs).start()
-
-    space, options = {"lr": [0.01]}, {"num_epochs": 1000, "observers": [Canceller()]}
+    cancel = threading.Thread(target=spark.sparkContext.cancelAllJobs).start
+    options = {"num_epochs": 1000, "observers": [after_decisions(30, cancel)]}
     with pytest.raises(JobStopped) as caught:
-        search(spark, tmp_path, models.feed_forward, space, **options).fit(df)
+        search(spark, tmp_path, {"lr": [0.01]}, **options).fit(df)
     (run,) = (tmp_path / "runs").iterdir()
     said = str(caught.value)
     assert said.startswith("somebody cancelled the agents' Spark job (Job ")
@@ -191,46 +126,50 @@ def test_a_cancelled_job_ends_the_run_with_one_sentence(
     assert spark.range(100).count() == 100
 
 
+def endless(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a driver that trains on Spark for ever."""
+    paths = os.pathsep.join([str(HERE.parents[2]), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "endless_driver.py"), str(path), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths, **variables},
+    )
+
+
 @pytest.mark.long
 def test_a_stopped_spark_context_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
-    driver = subprocess.run(
-        [sys.executable, str(HERE / "stopping_driver.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path])},
-    )
+    out, err = endless(tmp_path, "stop").communicate(timeout=300)
     (run,) = (tmp_path / "runs").iterdir()
-    told = json.loads(driver.stdout.splitlines()[-1])
+    told = json.loads(out.splitlines()[-1])
     assert told["error"] == (
         "JobStopped: somebody stopped the SparkContext before the run ended; "
         f"`cerebro-hydra resume {run}` goes on"
     )
     assert told["seconds"] < 10.0
-    assert "Traceback" not in driver.stdout + driver.stderr and "py4j" not in driver.stderr
+    assert "Traceback" not in out + err and "py4j" not in err
 
 
 @pytest.mark.long
-def test_four_lethal_trials_fail_alone_and_cost_the_others_no_bit(
+def test_lethal_trials_fail_alone_and_cost_the_others_no_bit(
     spark: Any, df: Any, tmp_path: Path
 ) -> None:
+    """They lose more agents than Spark lets a task lose, and than the run lets a worker."""
     faults = ["exits", "none", "is killed", "exits", "crashes", "none"]
     results = []
     for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
         space = {"fault": each, "driver": [os.getpid()], "batch": [1]}
-        searching = search(spark, tmp_path / name, lethal, space, order="seeded", num_epochs=1)
-        results.append(searching.fit(df))
+        options = {"order": "seeded", "num_epochs": 1}
+        results.append(search(spark, tmp_path / name, space, lethal, **options).fit(df))
     for trial, fault in enumerate(faults):
-        mine, other = (result.trials[trial] for result in results)
-        if fault != "none":
-            assert mine.status == "failed"
-            assert f"3 agents in a row were lost while trial {trial} ran on them" in mine.error
+        if fault == "none":
+            assert_equal_bits(*results, trial)
             continue
-        assert (mine.status, mine.visit_log) == ("finished", other.visit_log)
-        assert mine.history == other.history
-        states = [result.torch(mine.trial_id).state_dict() for result in results]
-        for key, value in states[0].items():
-            assert value.numpy().tobytes() == states[1][key].numpy().tobytes()
+        mine = results[0].trials[trial]
+        assert mine.status == "failed"
+        assert f"3 agents in a row were lost while trial {trial} ran on them" in mine.error
 
 
 @pytest.mark.long
@@ -241,10 +180,10 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
     watcher = Interrupter()
     space = {"fault": [fault], "driver": [os.getpid()], "batch": [1], "pause": [1.0]}
     with pytest.raises(KeyboardInterrupt):
-        search(spark, tmp_path, lethal, space, observers=[watcher]).fit(df)
-    assert watcher.interrupted is not None
-    assert len(watcher.pids) == 3  # Spark keeps the processes of those that ended by themselves
-    assert watcher.hung is not None
+        search(spark, tmp_path, space, lethal, observers=[watcher.tape]).fit(df)
+    assert (
+        len(watcher.tape.pids) == 3
+    )  # Spark keeps the processes of those that ended by themselves
     left = watcher.interrupted + 10.0 - time.monotonic()
     assert left > 0 and _gone(watcher.hung).wait(left), "an agent outlived the interrupt"
     assert spark.range(100).count() == 100
@@ -253,7 +192,7 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
 def test_what_a_trial_prints_and_logs_reaches_the_driver(
     spark: Any, df: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    search(spark, tmp_path, models.quarrelsome, {"fault": ["none"]}, verbose=1).fit(df)
+    search(spark, tmp_path, {"fault": ["none"]}, models.quarrelsome, verbose=1).fit(df)
     out = capfd.readouterr().out
     assert "[trial-000] hello from the loss" in out
     assert "a warning from the loss" in out
@@ -261,21 +200,10 @@ def test_what_a_trial_prints_and_logs_reaches_the_driver(
 
 def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -> None:
     local = tmp_path / "local"
-    driver = subprocess.Popen(
-        [sys.executable, str(HERE / "doomed_driver.py"), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path]),
-            "SPARK_LOCAL_DIRS": str(local),
-        },
-    )
+    driver = endless(tmp_path, SPARK_LOCAL_DIRS=str(local))
+    assert driver.stdout is not None and driver.stderr is not None
     try:
-        line = driver.stdout.readline()
-        agents = json.loads(line)
+        agents = json.loads(driver.stdout.readline())
         assert len(agents) == 2
         assert len(list(local.rglob("worker-*"))) == 2
         watched = [_gone(pid) for pid in agents]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from tests.end_to_end.models import LongSkips, TiedGPT2, next_token_loss
+from tests.end_to_end.models import LongSkips, next_token_loss
 
 TOKENS, VOCABULARY, CLASSES, LAYERS = 16, 32, 10, 8
 
@@ -24,8 +24,8 @@ BLOCKS = {
     "resnet": ("net.blocks.{}", 6),
     "accumulated": ("net.blocks.{}", 6),
     "bert": ("bert.encoder.layer.{}", LAYERS),
-    "gpt2": ("gpt2.transformer.h.{}", 14),
-    "llama": ("llama.model.layers.{}", LAYERS),
+    "gpt2": ("model.transformer.h.{}", 14),
+    "llama": ("model.model.layers.{}", LAYERS),
 }
 """How the blocks of a model are named, and how many there are."""
 
@@ -46,40 +46,50 @@ class Scaled(nn.Module):
         return self.net(tokens.float().reshape(-1, *self.shape) / VOCABULARY)
 
 
+class Speaks(nn.Module):
+    """A language model of `transformers`, from token ids to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+
 class Bert(nn.Module):
     """BERT of `transformers` with dropout and a head for classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, bert: nn.Module) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
-
-        config = BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2,
-            intermediate_size=64, max_position_embeddings=TOKENS,
-        )  # fmt: skip
-        self.bert = BertModel(config, add_pooling_layer=False)
+        self.bert = bert
         self.head = nn.Linear(32, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.bert(tokens).last_hidden_state[:, 0])
 
 
-class Llama(nn.Module):
-    """Llama of `transformers`, from token ids to logits."""
+def transformer(name: str) -> nn.Module:
+    """Build a small BERT, a GPT-2 with tied embeddings, or a Llama."""
+    from transformers import (
+        BertConfig,
+        BertModel,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
-            use_cache=False,
-        )  # fmt: skip
-        self.llama = LlamaForCausalLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.llama(tokens).logits
+    if name == "gpt2":
+        size = {"n_embd": 32, "n_layer": 14, "n_head": 2, "n_positions": 32}
+        return Speaks(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **size)))
+    size = {"hidden_size": 32, "num_hidden_layers": LAYERS, "intermediate_size": 64,
+            "max_position_embeddings": TOKENS, "vocab_size": VOCABULARY}  # fmt: skip
+    if name == "bert":
+        config = BertConfig(num_attention_heads=2, **size)
+        return Bert(BertModel(config, add_pooling_layer=False))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Speaks(LlamaForCausalLM(LlamaConfig(use_cache=False, **heads, **size)))
 
 
 def perceptron(dropout: float) -> nn.Module:
@@ -96,12 +106,8 @@ def mixed(params: dict[str, Any]) -> Recipe:
             model = perceptron(0.2 if name == "mlp" else 0.0)
         case "resnet" | "accumulated":
             model = Scaled((1, 4, 4), LongSkips(channels=8, blocks=6))
-        case "bert":
-            model = Bert()
-        case "gpt2":
-            model = TiedGPT2(VOCABULARY, layers=14)
         case _:
-            model = Llama()
+            model = transformer(name)
     speaks = name in ("gpt2", "llama")
     return Recipe(
         model=model,

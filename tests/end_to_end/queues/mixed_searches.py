@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra import GridSearch
+from cerebro_hydra.testing.local_backend import Arrays
 from tests.end_to_end.queues.mixed_models import TOKENS, VOCABULARY, mixed
+from tests.end_to_end.runs import frame_of, grid
 
 LARGEST_STATE = 2_983_104  # bytes of gpt2's, with gradients
 TEXT = np.random.default_rng(3).integers(0, VOCABULARY, (48, TOKENS))
@@ -16,25 +18,16 @@ TEXT = np.random.default_rng(3).integers(0, VOCABULARY, (48, TOKENS))
 
 def search(backend: Any, path: Path, names: tuple[str, ...], **options: Any) -> GridSearch:
     """Return a search over one trial of each model, for an epoch unless the options say more."""
-    given = {
-        "estimator_gen_fn": mixed,
-        "search_space": {"model": hp_choice(list(names))},
-        "num_epochs": 1,
-        "evaluation_metric": "loss",
-        "verbose": 0,
-    }
-    return GridSearch(
-        backend=backend, store=LocalStore(prefix_path=str(path)), **{**given, **options}
-    )
+    given = {"num_epochs": 1, "evaluation_metric": "loss", **options}
+    space, factory = given.pop("space", {"model": names}), given.pop("factory", mixed)
+    return grid(backend, path, factory, space, **given)
 
 
 def cut_to_fit(names: tuple[str, ...]) -> dict[str, Any]:
     """Return the space of these models with shards that the devices can hold."""
-    return {"model": hp_choice(list(names)), "shards": hp_choice(["auto"])}
+    return {"model": names, "shards": ["auto"]}
 
 
 def dataframe(spark: Any, rows: int) -> Any:
     """Return the first rows."""
-    tokens = TEXT[:rows].tolist()
-    columns = "features array<long>, label array<long>"
-    return spark.createDataFrame([(row, row) for row in tokens], columns)
+    return frame_of(spark, Arrays({"features": TEXT[:rows], "label": TEXT[:rows]}))

@@ -10,23 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.storage import LocalStore, RunFolder
+from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
-from tests.end_to_end.queues.mixed_models import TOKENS, VOCABULARY, mixed
+from cerebro_hydra.tune import SearchResult
+from tests.end_to_end.queues.mixed_models import mixed
+from tests.end_to_end.queues.mixed_searches import TEXT
 from tests.end_to_end.queues.test_shard_queues import agent_of
-from tests.end_to_end.test_runs import assert_replays
+from tests.end_to_end.runs import PRELOADED, assert_replays, grid, statuses
 from tests.processes import ancestors_of, children_of
 
 pytestmark = pytest.mark.slow
 
-_TEXT = np.random.default_rng(3).integers(0, VOCABULARY, (40, TOKENS))
-ROWS = Arrays({"features": _TEXT, "label": _TEXT})
+ROWS = Arrays({"features": TEXT[:40], "label": TEXT[:40]})
 
 
 def pipelined(params: dict[str, Any]) -> Recipe:
@@ -40,19 +39,11 @@ def pipelined(params: dict[str, Any]) -> Recipe:
 
 def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> SearchResult:
     """Train every combination, and compare each trial with a replay on one device."""
-    backend = LocalBackend(1, preloaded=["transformers.modeling_utils"], **resources)
+    backend = LocalBackend(1, PRELOADED, **resources)
     killer = threading.Thread(target=kill_a_device, args=(backend,), daemon=True)
     killer.start()
-    result = GridSearch(
-        backend=backend,
-        store=LocalStore(str(path)),
-        estimator_gen_fn=pipelined,
-        search_space={name: hp_choice(values) for name, values in space.items()},
-        num_epochs=2,
-        evaluation_metric="loss",
-        verbose=0,
-    ).fit(ROWS)
-    assert {trial.status for trial in result.trials} == {"finished"}, result.trials
+    result = grid(backend, path, pipelined, space, evaluation_metric="loss").fit(ROWS)
+    assert set(statuses(result)) == {"finished"}, result.trials
     assert_replays(result)
     killer.join(0)
     assert not killer.is_alive(), "no device was killed"

@@ -6,22 +6,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from cerebro_hydra.observe.report import render
-from cerebro_hydra.observe.timeline import read_run, trace
+from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import DeviceTotals
 from cerebro_hydra.plan.messages.actions import HOST
-from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import SearchResult
 from tests.end_to_end import models
-from tests.end_to_end.test_runs import assert_replays, classes
+from tests.end_to_end.runs import PRELOADED, assert_replays, classes, grid, search, statuses
 from tests.processes import ancestors_of, children_of
 
 pytestmark = pytest.mark.slow
@@ -30,28 +26,12 @@ IMAGES = classes(150, (1, 8, 8), labels=10)
 SKIPS = {"lr": [0.1], "shards": [["blocks.1", "blocks.2", "blocks.3"]], "accumulate": [3]}
 
 
-def search(
-    path: Path, factory: Callable[..., Any], space: dict[str, list[Any]], **resources: Any
-) -> tuple[LocalBackend, GridSearch]:
-    backend = LocalBackend(1, preloaded=["transformers.modeling_utils"], **resources)
-    return backend, GridSearch(
-        backend=backend,
-        store=LocalStore(str(path)),
-        estimator_gen_fn=factory,
-        search_space={name: hp_choice(values) for name, values in space.items()},
-        num_epochs=2,
-        evaluation_metric="loss",
-        verbose=0,
-    )
-
-
 def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_and_dram(
     tmp_path: Path,
 ) -> None:
-    options = {"device_memory": 500_000, "host_memory": 90_000}  # with activations 1,002,936
-    _, grid = search(tmp_path, models.long_skips, SKIPS, **options)
-    result = grid.fit(IMAGES)
-    assert [trial.status for trial in result.trials] == ["finished"]
+    resources = {"device_memory": 500_000, "host_memory": 90_000}  # with activations 1,002,936
+    result = search(tmp_path, models.long_skips, SKIPS, IMAGES, 1, resources=resources)
+    assert statuses(result) == ["finished"]
     assert_replays(result)
     (device,) = devices_of(result)
     assert 0 < device.peak <= device.budget == 500_000
@@ -63,9 +43,9 @@ def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_an
 
 def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3], "shards": ["auto"]}
-    _, grid = search(tmp_path, models.feed_forward, space, device_memory=22_000)
-    result = grid.fit(classes(60))
-    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    resources = {"device_memory": 22_000}
+    result = search(tmp_path, models.feed_forward, space, classes(60), 1, resources=resources)
+    assert statuses(result) == ["finished"] * 2
     folder = RunFolder.open(result.run_path)
     first, second = (folder.read_trial(trial, folder.run_id) for trial in (0, 1))
     assert len(first.cut["at"]) == 1 and first.cut == second.cut
@@ -74,9 +54,7 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
 
 def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3]}
-    data = classes()
-    options = {"devices_per_worker": 2, "device_memory": 22_000}
-    backend, grid = search(tmp_path, models.feed_forward, space, **options)
+    backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=22_000)
     killed, over = [], threading.Event()
 
     def kill() -> None:
@@ -91,71 +69,26 @@ def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
-    result = grid.fit(data)
+    result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
     over.set()
     thread.join()
     assert killed
-    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    assert statuses(result) == ["finished"] * 2
     assert_replays(result)
     assert len(devices_of(result)) == 2
 
 
 def devices_of(result: SearchResult) -> list[DeviceTotals]:
-    """What each device did, of which the report and the trace have a lane."""
-    folder = RunFolder.open(result.run_path)
-    view, timeline = read_run(folder)
-    events = trace(folder)["traceEvents"]
-    page = render(folder)
-    computed = {e["tid"] for e in events if e.get("cat") == "device"}
-    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    """Return what each device told, which its lane has too."""
+    view, timeline = read_run(RunFolder.open(result.run_path))
     found = [device for device in view.devices.values() if not device.is_dram]
-    assert {named[tid] for tid in computed} == {device.name for device in found}
     for device in found:
         lane = timeline.lanes[device.worker, device.device]
         assert lane.totals == device
         assert lane.tasks and lane.moves
         assert 0 < device.utilisation <= 1
         assert device.promoted > 0 < device.spilled
-        assert f"<td>worker 0, {device.name}</td>" in page
     return found
-
-
-_TEXT = np.random.default_rng(3).integers(0, 128, (60, 16))
-TOKENS = Arrays({"features": _TEXT, "label": _TEXT})
-TWO = [0.01, 0.02]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("factory", "space", "data", "budget"),
-    [
-        (models.long_skips, SKIPS, IMAGES, 500_000),  # of 1,002,936 bytes with activations
-        (
-            models.tied_gpt2,
-            {"lr": TWO, "shards": [3]},
-            TOKENS,
-            1_200_000,
-        ),  # of 1,910,280
-        (
-            models.feed_forward,
-            {"lr": [0.01, 0.02], "dropout": [0.3]},
-            classes(),
-            22_000,
-        ),  # of 25,600
-    ],
-)
-def test_any_number_of_devices_replays(
-    tmp_path: Path,
-    factory: Callable[..., Any],
-    space: dict[str, list[Any]],
-    data: Arrays,
-    budget: int,
-    devices: int,
-) -> None:
-    options = {"devices_per_worker": devices, "device_memory": budget}
-    _, grid = search(tmp_path, factory, space, **options)
-    assert_replays(grid.fit(data))
 
 
 def agent_of(backend: LocalBackend) -> int | None:

@@ -7,46 +7,38 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra import SparkBackend, hp_choice
+from cerebro_hydra import SparkBackend
 from tests.end_to_end.queues.mixed_models import NAMES
 from tests.end_to_end.queues.mixed_searches import LARGEST_STATE, cut_to_fit, dataframe, search
 from tests.end_to_end.queues.test_pipelines import pipelined
-from tests.end_to_end.test_runs import assert_replays
+from tests.end_to_end.runs import assert_replays, statuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 
 
 def run(
-    spark: Any, path: Path, names: tuple[str, ...], workers: int, rows: int, **resources: int
+    spark: Any, path: Path, names: tuple[str, ...], workers: int, rows: int, **resources: Any
 ) -> Any:
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers, **resources)
-    chosen = search(backend, path, names, search_space=cut_to_fit(names))
+    chosen = search(backend, path, names, space=cut_to_fit(names))
     result = chosen.fit(dataframe(spark, rows))
-    assert [trial.status for trial in result.trials] == ["finished"] * len(names)
+    assert statuses(result) == ["finished"] * len(names)
     assert_replays(result)
 
 
 def test_two_devices_of_an_eighth_of_a_trial_replay(spark: Any, tmp_path: Path) -> None:
-    resources = {
-        "devices_per_worker": 2,
-        "device_memory": 109_000,
-        "pick": "sharp",
-    }  # of 879,808 bytes
-    run(spark, tmp_path, ("mlp",), 1, 20, **resources)
+    resources = {"devices_per_worker": 2, "device_memory": 109_000}  # of 879,808 bytes
+    run(spark, tmp_path, ("mlp",), 1, 20, pick="sharp", **resources)
 
 
 @pytest.mark.long
 def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path) -> None:
-    backend = SparkBackend(
-        spark_context=spark.sparkContext, num_workers=2, devices_per_worker=2, device_memory=700_000
-    )
+    resources = {"devices_per_worker": 2, "device_memory": 700_000}
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2, **resources)
     space = {"model": ["resnet"], "schedule": ["gpipe", "1f1b"], "recompute": ["auto"]}
-    chosen = search(
-        backend, tmp_path, ("resnet",), search_space={n: hp_choice(v) for n, v in space.items()},
-        estimator_gen_fn=pipelined,
-    )  # fmt: skip
+    chosen = search(backend, tmp_path, ("resnet",), space=space, factory=pipelined)
     result = chosen.fit(dataframe(spark, 24))
-    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    assert statuses(result) == ["finished"] * 2
     assert_replays(result)
 
 

@@ -9,7 +9,8 @@ import pytest
 from pyspark.sql import functions
 
 import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
+from cerebro_hydra import SparkBackend
+from tests.end_to_end.runs import grid, statuses
 from tests.end_to_end.texts import minilm
 
 pytestmark = [pytest.mark.long, pytest.mark.spark(group=1)]
@@ -18,18 +19,11 @@ pytestmark = [pytest.mark.long, pytest.mark.spark(group=1)]
 def test_minilm_learns_which_library_a_docstring_comes_from(spark: Any, tmp_path: Path) -> None:
     rows = spark.createDataFrame(minilm.docstrings(40), "text string, label long")
     tokens = minilm.tokenized(rows).cache()
-    result = GridSearch(
-        backend=SparkBackend(spark_context=spark.sparkContext, num_workers=2),
-        store=LocalStore(prefix_path=str(tmp_path)),
-        estimator_gen_fn=minilm.fine_tuned,
-        search_space={"lr": hp_choice([3e-4, 1e-6])},
-        num_epochs=2,
-        evaluation_metric="accuracy",
-        validation=0.25,
-        feature_columns=["input_ids", "attention_mask"],
-        verbose=0,
-    ).fit(tokens)
-    assert [trial.status for trial in result.trials] == ["finished"] * 2
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2)
+    options = {"validation": 0.25, "feature_columns": ["input_ids", "attention_mask"]}
+    space = {"lr": [3e-4, 1e-6]}
+    result = grid(backend, tmp_path, minilm.fine_tuned, space, **options).fit(tokens)
+    assert statuses(result) == ["finished"] * 2
     best = result.best_trial
     assert best.params == {"lr": 3e-4}
     assert best.history["val_accuracy"][-1] > 0.5, "four libraries: by chance it is a quarter"

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.observe import AgentStarted, OutputLine, Record
+from cerebro_hydra.observe import OutputLine
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.wire.shards import ShardServer
 from tests.end_to_end.models import feed_forward
+from tests.end_to_end.runs import Tape
 
 LAST_WORDS = "here it comes"
 
@@ -84,18 +85,15 @@ class Interrupter:
     """Watches a run, and sends the driver a signal when a trial does its worst."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
+        self.tape = Tape(self._watch)
         self._number = number
-        self.pids: dict[int, int] = {}  # by worker
-        self.hung: int | None = None
-        self.interrupted: float | None = None
-        self._timer = threading.Timer(2.0, self._interrupt)
+        self.hung = 0
+        self.interrupted = 0.0
 
-    def on_record(self, record: Record) -> None:
-        if isinstance(record, AgentStarted):
-            self.pids[record.worker] = record.pid
-        if isinstance(record, OutputLine) and record.line == LAST_WORDS:
-            self.hung = self.pids[record.worker]
-            self._timer.start()
+    def _watch(self, tape: Tape) -> None:
+        if isinstance(tape.last, OutputLine) and tape.last.line == LAST_WORDS:
+            self.hung = tape.pids[tape.last.worker][-1]
+            threading.Timer(2.0, self._interrupt).start()
 
     def _interrupt(self) -> None:
         self.interrupted = time.monotonic()

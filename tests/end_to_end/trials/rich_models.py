@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from cerebro_hydra.recipe import Recipe
+from tests.conformance import text
 
 
 class MacroF1:
@@ -113,14 +114,7 @@ def kind_accuracy(outputs: tuple[Tensor, Tensor], kind: Tensor, size: Tensor) ->
 
 def bert(params: dict[str, Any]) -> Any:
     """A classifier of `transformers`, with its own loss."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=16, num_labels=3,
-        )
-    )  # fmt: skip
+    model = text.bert(16, 3, vocabulary=64, positions=16)
     return Recipe(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=params["lr"]),

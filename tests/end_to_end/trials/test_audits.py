@@ -12,9 +12,8 @@ import pytest
 import cerebro_hydra
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.storage import RunFolder
-from tests.end_to_end.test_runs import classes, search
+from tests.end_to_end.runs import assert_equal_bits, classes, search, statuses
 from tests.end_to_end.trials.audited_models import faulty
-from tests.end_to_end.trials.test_lethal_trials import assert_equal_bits
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +36,7 @@ def test_what_trains_otherwise_is_trained_uncut_or_fails(
 ) -> None:
     result = run(tmp_path, audit_share=1.0, verbose=1)
     out = capfd.readouterr().out
-    assert [t.status for t in result.trials] == ["finished", "finished", "failed"]
+    assert statuses(result) == ["finished", "finished", "failed"]
     told = "trial-001 is trained again from its first state, in one piece, because its training"
     assert out.count(told) == 1
     assert "the bits of the uncut model" in out
@@ -64,7 +63,7 @@ def test_what_trains_otherwise_in_queues_is_trained_uncut(
 ) -> None:
     options: dict[str, Any] = {"resources": resources, "workers": 1, "verbose": 1}
     result = run(tmp_path, 1.0, ["none", fault], **options)
-    assert [t.status for t in result.trials] == ["finished", "finished"]
+    assert statuses(result) == ["finished", "finished"]
     assert capfd.readouterr().out.count("trial-001 is trained again from its first state") == 1
     view = RunView.of_run(RunFolder.open(result.run_path))
     assert view.audits > 0 and view.audit_seconds > 0
@@ -76,7 +75,7 @@ def test_what_trains_otherwise_in_queues_is_trained_uncut(
 @pytest.mark.long
 def test_without_audits_only_a_replay_finds_what_trains_otherwise(tmp_path: Path) -> None:
     plain, audited = run(tmp_path / "off", audit_share=0.0), run(tmp_path / "on", audit_share=1.0)
-    assert [t.status for t in plain.trials] == ["finished", "finished", "finished"]
+    assert statuses(plain) == ["finished", "finished", "finished"]
     assert RunView.of_run(RunFolder.open(plain.run_path)).audits == 0
     assert [identical(plain, trial) for trial in range(3)] == [True, False, False]
     assert_equal_bits(audited, plain, 0)

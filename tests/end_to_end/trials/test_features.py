@@ -1,4 +1,4 @@
-"""Whole runs with the training features and model kinds that users bring: all replay to the bit."""
+"""Whole runs with the features and kinds of models that users bring: all replay to the bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from cerebro_hydra.errors import AllTrialsFailed
+import cerebro_hydra
+from cerebro_hydra.errors import AllTrialsFailed, ReplayError
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays
 from tests.end_to_end import models
-from tests.end_to_end.test_runs import assert_replays, classes, search
-from tests.end_to_end.trials import rich_models
+from tests.end_to_end.runs import assert_replays, classes, search
+from tests.end_to_end.trials import meta_models, rich_models
+from tests.end_to_end.trials.meta_models import WIDTH
 
 pytestmark = pytest.mark.slow
 
@@ -26,36 +28,19 @@ def weighed(rows: int = 200) -> Arrays:
     return Arrays(data.arrays | {"weight": weights})
 
 
-def test_every_training_feature_at_once(tmp_path: Path) -> None:
-    result = search(
-        tmp_path, rich_models.rich, {"lr": [0.1, 0.01]}, weighed(),
-        evaluation_metric="f1", num_epochs=3, sample_weight_column="weight",
-    )  # fmt: skip
-    assert_replays(result)
-    for trial in result.trials:
-        assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
-        assert all(0 <= value <= 1 for value in trial.history["val_f1"])
-    averaged = result.torch().state_dict()
-    folder = RunFolder.open(result.run_path)
-    number = result.trials.index(result.best_trial)
-    visit = read_trial(folder, number).result_visit
-    live = {}
-    for shard in folder.read_state(number, visit)["shards"]:
-        live |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
-    assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
-    assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
-
-
-def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
+def test_every_training_feature_at_once_and_early_stopping_keeps_the_best_epoch(
+    tmp_path: Path,
+) -> None:
     result = search(
         tmp_path, rich_models.rich, {"lr": [0.5, 0.1], "patience": [1]}, weighed(),
         evaluation_metric="f1", num_epochs=8, sample_weight_column="weight",
     )  # fmt: skip
     assert_replays(result)
-    lengths = []
+    folder, lengths = RunFolder.open(result.run_path), []
     for number, trial in enumerate(result.trials):
+        assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
         values = trial.history["val_f1"]
-        folder = RunFolder.open(result.run_path)
+        assert all(0 <= value <= 1 for value in values)
         visit = read_trial(folder, number).result_visit
         assert trial.result_epoch == values.index(max(values)) + 1
         assert visit == 2 * trial.result_epoch
@@ -67,6 +52,19 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
     assert min(lengths) < 8, "a trial stopped early"
     best = max(max(trial.history["val_f1"]) for trial in result.trials)
     assert max(result.best_trial.history["val_f1"]) == best
+    averaged = result.torch().state_dict()
+    number = result.trials.index(result.best_trial)
+    live = trainable(folder, number, read_trial(folder, number).result_visit)
+    assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
+    assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
+
+
+def trainable(folder: RunFolder, trial: int, visit: int) -> dict[str, torch.Tensor]:
+    """Return the tensors in the trainable segments of a state."""
+    found = {}
+    for shard in folder.read_state(trial, visit)["shards"]:
+        found |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
+    return found
 
 
 def test_two_inputs_by_name_and_two_losses(tmp_path: Path) -> None:
@@ -97,27 +95,12 @@ def text(rows: int = 96) -> Arrays:
     return Arrays({"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 3})
 
 
-def bert_search(path: Path, **space: list) -> object:
-    return search(
-        path, rich_models.bert, {"lr": [0.003], **space}, text(),
+def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
+    result = search(
+        tmp_path, rich_models.bert, {"lr": [0.003], "shards": [1, 3]}, text(),
         feature_columns=["input_ids", "attention_mask"], label_columns=["labels"],
     )  # fmt: skip
-
-
-def test_a_transformer_as_it_comes_with_batches_of_any_length(tmp_path: Path) -> None:
-    result = bert_search(tmp_path, shards=[1, 3])
     assert_replays(result)
-    one, three = result.trials
-    if one.visit_log == three.visit_log:
-        assert one.history == three.history
-
-
-def assert_state_0_has(folder: RunFolder, weights: dict[str, torch.Tensor]) -> None:
-    tensors = {}
-    for shard in folder.read_state(0, 0)["shards"]:
-        tensors |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
-    for name, weight in weights.items():
-        assert torch.equal(tensors[f"param:{name}"], weight), name
 
 
 def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
@@ -125,15 +108,52 @@ def test_a_warm_start_begins_with_the_weights_given(tmp_path: Path) -> None:
     weights = {n: t.contiguous() for n, t in first.torch().state_dict().items()}
     path = str(tmp_path / "weights.safetensors")
     safetensors.torch.save_file(weights, path)
-    second = search(
-        tmp_path / "b", models.feed_forward, {"lr": [0.1], "warm_start": [path]}, classes()
-    )
+    space = {"lr": [0.1], "warm_start": [path]}
+    second = search(tmp_path / "b", models.feed_forward, space, classes())
     assert_replays(second)
-    assert_state_0_has(RunFolder.open(second.run_path), weights)
+    began = trainable(RunFolder.open(second.run_path), 0, 0)
+    for name, weight in weights.items():
+        assert torch.equal(began[f"param:{name}"], weight), name
+    space = {"lr": [0.1], "warm_start": [path + "x"]}
     with pytest.raises(AllTrialsFailed, match="there is no such file"):
-        search(
-            tmp_path / "c",
-            models.feed_forward,
-            {"lr": [0.1], "warm_start": [path + "x"]},
-            classes(),
-        )
+        search(tmp_path / "c", models.feed_forward, space, classes())
+
+
+# ---------------------------------------------------------------------- weights from a file
+
+
+OPTIONS = {
+    "feature_columns": ["tokens"], "label_columns": ["label"], "evaluation_metric": "loss",
+}  # fmt: skip
+
+
+def rows() -> Arrays:
+    tokens = np.random.default_rng(3).integers(0, meta_models.VOCABULARY, (42, 12))
+    return Arrays({"tokens": tokens, "label": tokens})
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    torch.manual_seed(11)
+    path = str(tmp_path / "weights.safetensors")
+    safetensors.torch.save_model(meta_models.LanguageModel(layers=4, width=WIDTH), path)
+    return path
+
+
+@pytest.mark.parametrize("cut", ["modules", pytest.param("export", marks=pytest.mark.long)])
+def test_a_model_on_the_meta_device_trains_from_a_file(
+    tmp_path: Path, weights: str, cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cerebro_hydra.tune.admission.available_memory", lambda: float(24 << 20))
+    space = {"weights": [weights], "cut": [cut], "clip": [1.0]}
+    result = search(tmp_path, meta_models.on_meta, space, rows(), 1, **OPTIONS)
+    report = cerebro_hydra.replay(result.run_path, "trial-000", factory=meta_models.on_cpu)
+    assert report.identical, str(report)
+    monkeypatch.setattr("cerebro_hydra.replay.replay_trial.available_memory", lambda: 1e6)
+    with pytest.raises(ReplayError, match=r"trial-000 needs about .* of memory to be replayed"):
+        cerebro_hydra.replay(result.run_path, "trial-000", factory=meta_models.on_cpu)
+
+
+def test_a_model_on_the_meta_device_needs_a_file(tmp_path: Path) -> None:
+    with pytest.raises(AllTrialsFailed, match="on the meta device, where tensors have no values"):
+        search(tmp_path, meta_models.on_meta, {"cut": ["modules"]}, rows(), **OPTIONS)

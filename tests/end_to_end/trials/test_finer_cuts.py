@@ -10,7 +10,6 @@ import pytest
 
 from cerebro_hydra import replay
 from cerebro_hydra.errors import Interrupted
-from cerebro_hydra.observe import Decision
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan.messages.instructions import ChangeCut, CutFiner
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -19,6 +18,7 @@ from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import CustomSearch, Fork, SearchResult
 from cerebro_hydra.tune.searches import ListSearch
 from cerebro_hydra.verification import verify
+from tests.end_to_end.runs import Tape, statuses
 from tests.end_to_end.trials import growing_batches
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_trial_goes_on_in_more_shards_once_and_its_neighbours_as_if_nothing_ha
     )
     told = capsys.readouterr().out
     assert "trial-000 ran out of memory; it goes on after visit 1, cut into 6 shards" in told
-    assert [each.status for each in result.trials] == ["finished", "failed", "finished"]
+    assert statuses(result) == ["finished", "failed", "finished"]
     assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6, 6, 3]
     error = result.trials[1].error
     assert error.endswith("It ran out of memory cut into 3 shards, and again cut into 6")
@@ -82,29 +82,22 @@ def test_a_run_with_a_trial_that_was_cut_finer_is_extended_and_replays(tmp_path:
     check(result)
 
 
-class InterruptedAt:
-    """Stops the driver at the first decision with such an instruction."""
-
-    def __init__(self, kind: type) -> None:
-        self._kind, self._done = kind, False
-
-    def on_record(self, record: Any) -> None:
-        told = record.instructions if isinstance(record, Decision) else ()
-        if not self._done and any(isinstance(each, self._kind) for each in told):
-            self._done = True
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [CutFiner, ChangeCut])
 def test_a_run_that_is_interrupted_while_a_trial_is_cut_finer_goes_on_and_replays(
     tmp_path: Path, kind: type
 ) -> None:
-    texts = growing_batches.texts()
+    texts, done = growing_batches.texts(), list[str]()
+
+    def interrupt(tape: Tape) -> None:
+        if not done and tape.of(kind, last=True):
+            done.append("interrupted")
+            signal.raise_signal(signal.SIGTERM)
+
     with pytest.raises(Interrupted) as raised:
-        search(tmp_path, GROWS, observers=[InterruptedAt(kind)]).fit(texts)
+        search(tmp_path, GROWS, observers=[Tape(interrupt)]).fit(texts)
     result = search(tmp_path, GROWS).fit(texts, resume=raised.value.result.run_path)
-    assert [each.status for each in result.trials] == ["finished"]
+    assert statuses(result) == ["finished"]
     assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6]
     check(result)
 
@@ -139,7 +132,7 @@ def test_a_fork_of_a_trial_that_was_cut_finer_has_its_cut_and_its_room(tmp_path:
         num_epochs=5,
         verbose=0,
     ).fit(growing_batches.texts())
-    assert [each.status for each in result.trials] == ["finished"] * 2
+    assert statuses(result) == ["finished"] * 2
     parent, fork = specs(result)
     assert (len(parent.cut["at"]), parent.finer) == (5, False)
     assert (len(fork.cut["at"]), fork.finer) == (5, True), "it lacked nothing"

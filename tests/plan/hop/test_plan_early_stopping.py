@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nan
-
-import pytest
+from math import nan
 
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
@@ -39,14 +37,6 @@ def test_a_trial_that_gets_no_better_ends_with_its_best_state() -> None:
     assert run.state.finished and not of(ins.Checkpoint, run.told)[1:]
 
 
-def test_a_trial_that_ran_all_epochs_ends_with_its_best_state_too() -> None:
-    run = patient(epochs=2)
-    run.epoch("ab", 1.0)
-    run(ev.Checkpointed(0, 2, "b"))
-    run.epoch("ab", 2.0)
-    assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "finished", "", 2)]
-
-
 def test_equal_is_not_better_and_higher_may_be() -> None:
     run = patient(patience=1, direction="max")
     run.epoch("ab", 1.0)
@@ -56,43 +46,6 @@ def test_equal_is_not_better_and_higher_may_be() -> None:
     run(ev.Checkpointed(0, 4, of(ins.Checkpoint, run.last)[0].incarnation))
     (finish,) = of(ins.FinishTrial, run.last)
     assert finish.visit == 4 and "best after epoch 2 (0.5)" in finish.reason
-
-
-def test_a_trial_that_was_never_finite_ends_with_its_newest_state() -> None:
-    run = patient()
-    run.epoch("ab", nan)
-    run.epoch("ab", inf)
-    run(ev.Checkpointed(0, 4, "b"))
-    why = "stopped early: train_loss was not finite in 2 epochs"
-    assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "finished", why, 4)]
-
-
-def test_a_stopped_trial_with_patience_ends_with_its_best_state() -> None:
-    run = patient()
-    run.epoch("ab", 1.0)
-    run.train(run.running["a"], "a", 0.1)
-    run(ev.TrialStopped(0, "pruned"))
-    run(ev.Checkpointed(0, 2, "b"))
-    assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "stopped", "pruned", 2)]
-
-
-@pytest.mark.parametrize(("keep", "visit"), [("best", 2), ("last", 4)])
-def test_the_best_or_the_last_state_is_the_result_without_patience(keep: str, visit: int) -> None:
-    run = Driver(epochs=2, keep=keep, order="seeded", seed=SEED, evaluate=False, checkpoint="end")
-    run.epoch("ab", 1.0)
-    assert bool(of(ins.Checkpoint, run.last)) == (keep == "best")
-    run.epoch("ab", 2.0)
-    run(ev.Checkpointed(0, visit, "b"))
-    assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "finished", "", visit)]
-
-
-def test_a_patient_trial_may_keep_its_last_state() -> None:
-    run = patient(patience=1, keep="last")
-    run.epoch("ab", 1.0)
-    run.epoch("ab", 2.0)
-    run(ev.Checkpointed(0, 4, "b"))
-    (finish,) = of(ins.FinishTrial, run.last)
-    assert finish.visit == 4 and finish.reason.startswith("stopped early")
 
 
 def test_a_trial_whose_metric_does_not_exist_fails_and_says_what_does() -> None:
@@ -124,11 +77,11 @@ def test_a_best_state_that_exists_elsewhere_is_saved_there_and_nothing_is_redone
 def test_a_lost_best_state_takes_newer_ones_with_it_wherever_they_are() -> None:
     run = patient()
     run.epoch("ab", 1.0)
-    run.train(run.running["a"], "a", 2.0)
+    run.train("a", 2.0)
     run(ev.StateReceived(0, 3, "b"))
     run(ev.WorkerLost("a", "killed"))
     run(ev.WorkerJoined(0, "c", (0,)))
-    run.train(run.running["b"], "b", 2.0)
+    run.train("b", 2.0)
     run(ev.StateReceived(0, 4, "c"))
     run(ev.WorkerLost("b", "killed"))
     (redo,) = of(ins.Redo, run.last)
@@ -181,12 +134,3 @@ def test_a_failed_trial_keeps_what_is_being_written_until_it_is() -> None:
     assert ins.FinishTrial(0, "failed", "boom", 0) in run.last
     assert ins.Drop(0, 2, "b") not in run.last
     assert ins.Drop(0, 2, "b") in run(ev.Checkpointed(0, 2, "b"))
-
-
-@pytest.mark.parametrize("patience", [1, 2, 3])
-def test_patience_counts_epochs_in_a_row(patience: int) -> None:
-    run = Driver(partitions=1, epochs=9, patience=patience, evaluate=False)
-    for loss in (3.0, 4.0, 2.0, 2.5, 2.5, 2.5):
-        if run.running:
-            run.epoch("a", loss)
-    assert len(run.state.trials[0].history) == {1: 2, 2: 5, 3: 6}[patience]

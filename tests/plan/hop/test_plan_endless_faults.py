@@ -16,8 +16,8 @@ from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig, TrialConf
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
 from tests.plan.fake_agents import FakeAgent
-from tests.plan.hop.test_plan_hop_chaos import scripts
 from tests.plan.world import World
+from tests.plan.worlds import scripts
 
 KINDS = ("transfer", "altered", "write", "kill", "audit", "memory", "task")
 SICK = 0

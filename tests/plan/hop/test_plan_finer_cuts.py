@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -16,20 +15,19 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.events import RecutRefused, RecutState, TrialRecut
 from tests.examples import examples
-from tests.plan.driver import config, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
+from tests.plan.driver import Driver, fork_of, of, trial
 from tests.plan.hop.test_plan_resume import killed_at
-from tests.plan.open_driver import OpenDriver, fork_of, trial
-from tests.plan.world import World
+from tests.plan.worlds import check_outcome, check_undisturbed, scripts, worlds
 
 WHY = "MemoryError: 3 GiB"
 
 
-class LackingDriver(OpenDriver):
+class LackingDriver(Driver):
     """One worker "a" and trial 0, which may be cut finer unless it is said not to be."""
 
     def __init__(self, finer: bool = True, **more) -> None:
-        super().__init__(partitions=1, **more)
+        given = {"evaluate": False, "checkpoint": "end", **more}
+        super().__init__(closed=False, partitions=1, **given)
         self(ev.TrialAdded(trial(0, finer=finer), 4))
 
     def lack_memory(self) -> list[ins.Instruction]:
@@ -51,8 +49,8 @@ def test_a_trial_waits_until_its_newest_state_is_stored_and_goes_on_from_it_in_m
     None
 ):
     run = LackingDriver()
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     told = run.lack_memory()
     assert not of(ins.FinishTrial, told) and not of(ins.CutFiner, told) and not run.running
     assert of(ins.CutFiner, run.save(told)) == [ins.CutFiner(0, (0, 2), WHY)]
@@ -108,7 +106,7 @@ def test_a_stopped_trial_takes_no_cut() -> None:
 
 def test_a_state_that_cant_be_stored_ends_the_trial_with_both_reasons() -> None:
     run = LackingDriver()
-    run.train()
+    run.train_one()
     told = run.lack_memory()
     for _ in range(MOST_FAILED_WRITES):
         assert of(ins.Checkpoint, told)
@@ -131,7 +129,7 @@ def test_segments_stay_while_a_cut_is_made_because_it_may_write_equal_ones() -> 
     run.lack_memory()
     collected = []
     for visit in range(1, 3):
-        run.train()
+        run.train_one()
         collected += of(ins.Collect, run(ev.Checkpointed(1, visit, "a")))
     assert collected == [ins.Collect(1, 1, ())]
 
@@ -139,7 +137,7 @@ def test_segments_stay_while_a_cut_is_made_because_it_may_write_equal_ones() -> 
 def forked_while_cut(visit: int = 1) -> LackingDriver:
     """A fork of the trial that was admitted before its parent was cut finer, and came after."""
     run = LackingDriver()
-    run.train()
+    run.train_one()
     run.save(run.lack_memory())
     run(run.recut(0, 1))
     fork = replace(fork_of(0, 1), finer=True)
@@ -172,7 +170,7 @@ def test_a_fork_that_was_laid_out_like_its_parent_may_be_cut_finer_itself_once()
 
 def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before() -> None:
     run = LackingDriver()
-    run.train()
+    run.train_one()
     run.save(run.lack_memory())
     fork = fork_of(0, 1)
     told = run(ev.TrialForked(fork, 0, 1, 3))
@@ -213,24 +211,5 @@ def test_a_run_with_finer_cuts_goes_on_from_any_prefix(world, script, data) -> N
     killed_at(world, data.draw(st.sampled_from(told) | lengths if told else lengths), 2)
     world.run([])
     check_outcome(world)
-
-
-def lacking_world() -> World:
-    search = config(trials=2, epochs=2, order="seeded", seed=4, finer=True)
-    return World(search, [(0,), (1,)], Counter(memory=1))
-
-
-def test_a_run_with_finer_cuts_goes_on_from_every_prefix_to_the_same_end() -> None:
-    whole = lacking_world()
-    whole.run([8 if step == 44 else 8 * step + 1 for step in range(1, 130)])
-    cuts = [each for each in whole.instructions if isinstance(each, ins.ChangeCut)]
-    assert any(each.visit for each in cuts), "no trial was cut finer after its first sub-epoch"
-    for length in range(1, len(whole.journal), max(1, 60 // examples(10))):
-        world = lacking_world()
-        world.faults.clear()
-        world.go_on_from(whole.journal[:length], *whole.snapshots[length - 1], 1 + length % 3)
-        world.run([])
-        check_outcome(world)
-        for number, mine in world.state.trials.items():
-            assert repr(mine.history) == repr(whole.state.trials[number].history)
-            assert world.store[number, mine.result] == whole.store[number, mine.result]
+    if all(each.status == "finished" for each in world.state.trials.values()):
+        check_undisturbed(world)

@@ -17,8 +17,8 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
 from tests.plan.driver import Driver, in_order, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, places, scripts
 from tests.plan.world import World
+from tests.plan.worlds import check_outcome, check_undisturbed, places, scripts
 
 Task = ins.StartSubEpoch | ins.Evaluate
 
@@ -66,7 +66,7 @@ def test_a_finished_task_clears_the_trial_of_the_losses_before_it() -> None:
     run = LosingDriver(epochs=2, order="seeded")
     for _ in range(MOST_LOST_AGENTS - 1):
         run.lose()
-    run.train(run.running[run.agent], run.agent)
+    run.train(run.agent)
     assert run.state.trials[0].lost_agents == []
 
 
@@ -75,7 +75,7 @@ def test_a_finished_task_that_only_repeats_what_was_lost_clears_nothing() -> Non
     run = LosingDriver(epochs=2)
     for _ in range(MOST_LOST_AGENTS):
         assert not of(ins.FinishTrial, run.told)
-        run.train(run.running[run.agent], run.agent)
+        run.train(run.agent)
         run.lose()
     assert of(ins.FinishTrial, run.told)[0].status == "failed"
 
@@ -83,11 +83,11 @@ def test_a_finished_task_that_only_repeats_what_was_lost_clears_nothing() -> Non
 def test_losses_while_lost_work_is_done_again_do_not_add_up_if_work_is_done_between() -> None:
     run = LosingDriver(epochs=3)
     for epoch in range(2):
-        run.train(run.running[run.agent], run.agent)
+        run.train(run.agent)
         assert run.state.trials[0].newest == epoch + 1
     run.lose()  # of the first two epochs, nothing is left
     for _ in range(3 * MOST_LOST_AGENTS):
-        run.train(run.running[run.agent], run.agent)
+        run.train(run.agent)
         run.lose()  # in the second epoch, which was done before
     assert not of(ins.FinishTrial, run.told)
     run.lose()  # with nothing done between; the first loss, beyond all that was done, counts still
@@ -122,7 +122,7 @@ def test_an_agent_lost_in_a_cancelled_task_speaks_against_no_other_trial() -> No
 def test_agents_that_are_lost_together_are_one_loss() -> None:
     run = Driver(partitions=4, seed=in_order(0, 1, 2, 3), order="seeded")
     for worker in "abcd":
-        run.train(run.running[worker], worker)
+        run.train(worker)
     evaluations = dict(run.running)
     assert len(evaluations) == 4
     for worker in "abc":  # one machine with three agents, all of which evaluate the trial
@@ -134,7 +134,7 @@ def test_agents_that_are_lost_together_are_one_loss() -> None:
 def test_after_a_loss_a_trial_is_evaluated_on_one_agent_at_a_time() -> None:
     run = Driver(partitions=3, seed=in_order(0, 1, 2), order="seeded")
     for worker in "abc":
-        run.train(run.running[worker], worker)
+        run.train(worker)
     for worker, attempt in list(run.running.items()):
         run(ev.WorkerLost(worker, "killed", "", attempt))
     for worker in range(3):
@@ -218,10 +218,73 @@ def test_other_losses_beside_lethal_trials_cost_no_innocent_trial(lethal, script
 def test_innocent_trials_have_the_results_of_a_run_without_lethal_ones(lethal, script) -> None:
     world, killers, _ = lethal
     world.run(script)
-    calm = World(world.search, world.workers, Counter(), places=world.places)
-    calm.run([])
-    for index in set(range(len(world.state.trials))) - killers:
-        mine, other = world.state.trials[index], calm.state.trials[index]
-        assert repr(mine.history) == repr(other.history)
-        assert mine.result == other.result
-        assert world.store[index, mine.result] == calm.store[index, mine.result]
+    check_undisturbed(world, but=killers)
+
+
+# ---------------------------------------------------------------------- workers that stay away
+
+
+def one_left() -> Driver:
+    """Return a run of three workers, two of which are lost and given up."""
+    run = Driver(partitions=3, evaluate=False)
+    for worker, name in enumerate("bc", start=1):
+        run(ev.WorkerLost(name, "the machine burns"))
+        run(ev.WorkerGivenUp(worker, (worker,), "gone"))
+    return run
+
+
+def test_a_run_with_one_worker_left_goes_on_and_finishes() -> None:
+    run = one_left()
+    asked = of(ins.AdoptPartitions, run.told)
+    assert asked == [ins.AdoptPartitions(0, "a", (1,)), ins.AdoptPartitions(0, "a", (2,))]
+    run.train("a")
+    assert not run.running  # what is left to do needs partitions that are not decoded yet
+    run(ev.PartitionsAdopted("a", (1,)))
+    run.train("a")
+    run(ev.PartitionsAdopted("a", (2,)))
+    run.train("a")
+    run(ev.Checkpointed(0, 3, "a"))
+    assert run.state.finished
+
+
+def test_the_partitions_go_to_those_that_have_the_fewest() -> None:
+    run = Driver(partitions=4, evaluate=False)
+    for worker, name in enumerate("cd", start=2):
+        run(ev.WorkerLost(name, "killed"))
+        run(ev.WorkerGivenUp(worker, (worker,), "gone"))
+    assert [each.incarnation for each in of(ins.AdoptPartitions, run.told)] == ["a", "b"]
+
+
+def test_a_worker_that_comes_back_has_its_own_partitions_again() -> None:
+    run = one_left()
+    run(ev.PartitionsAdopted("a", (1,)))
+    run(ev.WorkerJoined(1, "again", (1,)))
+    run(ev.WorkerJoined(2, "too", (2,)))
+    run(ev.PartitionsAdopted("a", (2,)))  # too late
+    held = {agent.incarnation: agent.partitions for agent in run.state.workers}
+    assert held == {"a": (0,), "again": (1,), "too": (2,)}
+
+
+def test_what_was_taken_over_is_taken_over_again_if_that_worker_is_lost_too() -> None:
+    run = Driver(partitions=3, evaluate=False)
+    run(ev.WorkerLost("c", "killed"))
+    run(ev.WorkerGivenUp(2, (2,), "gone"))
+    run(ev.PartitionsAdopted("a", (2,)))
+    assert of(ins.AdoptPartitions, run(ev.WorkerLost("a", "killed"))) == [
+        ins.AdoptPartitions(1, "b", (2,))
+    ]
+    assert run.state.workers.of_partition(2) is None
+    run(ev.PartitionsAdopted("b", (2,)))
+    assert run.state.workers.of_partition(2).incarnation == "b"
+
+
+def test_a_partition_that_another_worker_now_owns_is_not_taken_over() -> None:
+    run = one_left()
+    run(ev.WorkerJoined(3, "of a resumed run", (1, 2)))
+    run(ev.PartitionsAdopted("a", (1,)))
+    assert run.state.workers.of_partition(1).incarnation == "of a resumed run"
+
+
+def test_a_worker_that_came_in_time_is_not_given_up() -> None:
+    run = Driver(partitions=2, evaluate=False)
+    assert run(ev.WorkerGivenUp(1, (1,), "late news")) == []

@@ -8,15 +8,14 @@ from cerebro_hydra.plan.hop.journal import comparable
 from cerebro_hydra.plan.hop.trials import visit_order
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from tests.plan.driver import of
-from tests.plan.open_driver import OpenDriver, fork_of, trial
+from tests.plan.driver import Driver, fork_of, of, open_search, trial
 
 
 def test_a_trial_trains_while_it_has_budget_and_goes_on_when_it_is_given_more() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
-    told = run.train()
+    run.train_one()
+    told = run.train_one()
     assert of(ins.EndEpoch, told) and not of(ins.FinishTrial, told)
     assert run.state.trials[0].status == "waiting" and not run.running
     (start,) = of(ins.StartSubEpoch, run(ev.BudgetExtended(0, 2)))
@@ -24,9 +23,9 @@ def test_a_trial_trains_while_it_has_budget_and_goes_on_when_it_is_given_more() 
 
 
 def test_a_paused_trial_at_its_end_is_made_again_if_its_result_is_lost_before_it_is_saved() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
+    run.train_one()
     run(ev.TrialPaused(0))
     run(ev.SearchClosed())
     run(ev.WorkerLost("a", "killed"))
@@ -34,9 +33,9 @@ def test_a_paused_trial_at_its_end_is_made_again_if_its_result_is_lost_before_it
 
 
 def test_a_trial_at_its_budget_is_finished_when_the_search_is_closed() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
+    run.train_one()
     (checkpoint,) = of(ins.Checkpoint, run(ev.SearchClosed()))
     told = run(ev.Checkpointed(0, 1, checkpoint.incarnation))
     assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "finished", "", 1)]
@@ -44,7 +43,7 @@ def test_a_trial_at_its_budget_is_finished_when_the_search_is_closed() -> None:
 
 
 def test_a_run_does_not_end_while_its_search_may_propose_more() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
     ((worker, attempt),) = run.running.items()
     run(ev.TaskFailed(attempt, worker, "boom"))
@@ -53,7 +52,7 @@ def test_a_run_does_not_end_while_its_search_may_propose_more() -> None:
 
 
 def test_a_candidate_that_was_refused_leaves_its_number_free_and_moves_nobody() -> None:
-    run = OpenDriver(order="seeded", seed=5, partitions=3)
+    run = open_search(order="seeded", seed=5, partitions=3)
     for number in (0, 2):
         run(ev.TrialAdded(trial(number), 1))
     assert sorted(run.state.trials) == [0, 2]
@@ -62,9 +61,9 @@ def test_a_candidate_that_was_refused_leaves_its_number_free_and_moves_nobody() 
 
 
 def test_a_paused_trial_leaves_the_workers_memory_once_it_is_in_the_store() -> None:
-    run = OpenDriver(partitions=3)
+    run = open_search(partitions=3)
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
+    run.train_one()
     ((worker, attempt),) = run.running.items()
     told = run(ev.TrialPaused(0))
     assert ins.Cancel(attempt, worker) in told
@@ -77,19 +76,19 @@ def test_a_paused_trial_leaves_the_workers_memory_once_it_is_in_the_store() -> N
 
 
 def test_a_trial_that_rests_when_the_search_closes_is_stopped() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
     run(ev.TrialPaused(0))
     (finish,) = of(ins.FinishTrial, run(ev.SearchClosed()))
     assert (finish.status, finish.visit) == ("stopped", 0) and "paused" in finish.reason
 
 
-def forked() -> tuple[OpenDriver, ins.Checkpoint]:
+def forked() -> tuple[Driver, ins.Checkpoint]:
     """Fork trial 0 after its first epoch, which the parent ends with."""
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
     return run, checkpoint
 
@@ -113,7 +112,7 @@ def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_pa
     lost = "ab".index(checkpoint.incarnation)
     run(ev.WorkerLost(checkpoint.incarnation, "killed"))
     run(ev.WorkerJoined(lost, "c", (lost,)))
-    while not (again := of(ins.Checkpoint, run.train())):
+    while not (again := of(ins.Checkpoint, run.train_one())):
         assert not run.state.holders.visits(1), "the fork has begun"
     told = run(ev.Checkpointed(0, 2, again[0].incarnation))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
@@ -122,18 +121,18 @@ def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_pa
 
 
 def test_a_fork_waits_for_a_state_that_a_paused_parent_lost_with_the_driver() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 2))
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     run(ev.TrialPaused(0))  # a search does so for as long as the fork is built
     run(ev.RunResumed())
     assert run.state.trials[0].history == []
     for worker in range(2):
         run(ev.WorkerJoined(worker, "cd"[worker], (worker,)))
     assert not of(ins.FinishTrial, run(ev.TrialForked(fork_of(0, 1), 0, 2, 2)))
-    run.train()
-    (checkpoint,) = of(ins.Checkpoint, run.train())
+    run.train_one()
+    (checkpoint,) = of(ins.Checkpoint, run.train_one())
     assert run.state.trials[0].paused, "it goes no further than it was"
     told = run(ev.Checkpointed(0, 2, checkpoint.incarnation))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
@@ -149,36 +148,36 @@ def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -
 
 
 def test_a_fork_of_a_trial_in_one_piece_is_in_one_piece_too() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 1))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
-    run.train()
+    run.train_one()
     (checkpoint,) = of(ins.Checkpoint, run(ev.TrialForked(fork_of(0, 1), 0, 1, 2)))
     told = run(ev.Checkpointed(0, 1, checkpoint.incarnation))
     assert [start.uncut for start in of(ins.StartSubEpoch, told)] == [True]
 
 
 def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 3))
-    run.train()
+    run.train_one()
     (pause,) = of(ins.Checkpoint, run(ev.TrialPaused(0)))
     run(ev.Checkpointed(0, 1, pause.incarnation))
     run(ev.TrialResumed(0))
-    run.train()
+    run.train_one()
     run(ev.TrialForked(fork_of(0, 1), 0, 2, 4))
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
     run(ev.TrialForked(fork_of(0, 2), 0, 1, 3))
     run(ev.Checkpointed(0, 2, "a"))
     assert not any(run.state.holders.visits(number) for number in (1, 2))
-    run.train()
+    run.train_one()
     told = run(ev.Checkpointed(0, 1, "a"))
     assert of(ins.ForkState, told) == [ins.ForkState(2, 0, 1)]
     assert run.state.trials[0].uncut and run.state.trials[2].uncut
 
 
 def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0, patience=1, keep="best"), 1))
     told = run(ev.TrialForked(fork_of(0, 1), 0, 0, 2))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 0)]
@@ -194,9 +193,59 @@ def test_a_trial_that_keeps_its_best_epoch_can_be_forked() -> None:
     ],
 )
 def test_what_a_search_says_after_its_end_changes_nothing(late: ev.Event) -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
     run(ev.SearchClosed())
     before = comparable(run.state)
     assert run(late) == []
     assert comparable(run.state) == before
+
+
+# ---------------------------------------------------------------------- candidates
+
+
+def closed(*numbers: int) -> Driver:
+    """A search that has proposed these candidates and closed."""
+    run = open_search(partitions=1)
+    for number in numbers:
+        run(ev.TrialProposed(number, {"lr": number}, 1))
+    run(ev.SearchClosed())
+    return run
+
+
+def test_a_run_waits_for_candidates_that_were_proposed_before_its_search_closed() -> None:
+    run = closed(0, 1)
+    run(ev.TrialAdded(trial(1), 1))
+    run.train_one()
+    told = run(ev.Checkpointed(1, 1, "a"))
+    assert of(ins.FinishTrial, told) and not run.state.finished
+    run(ev.TrialAdded(trial(0), 1))
+    run.train_one()
+    told = run(ev.Checkpointed(0, 1, "a"))
+    assert of(ins.FinishRun, told)
+
+
+def test_a_refused_candidate_fails_with_its_traceback_and_may_be_the_last_to_end() -> None:
+    run = closed(0)
+    told = run(ev.TrialRefused(0, "ValueError: no layer"))
+    assert told == [ins.FinishTrial(0, "failed", "ValueError: no layer", 0), ins.FinishRun()]
+    assert run(ev.TrialRefused(0, "again")) == []
+    assert not run.state.trials
+
+
+def test_a_refused_candidate_that_is_proposed_once_more_keeps_no_run_from_its_end() -> None:
+    run = open_search(partitions=1)
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    run(ev.TrialRefused(0, "ValueError: no layer"))
+    run(ev.TrialProposed(0, {"lr": 0}, 1))
+    assert run(ev.SearchClosed()) == [ins.FinishRun()]
+
+
+def test_nothing_is_added_after_the_end_of_the_search_that_was_not_proposed_before() -> None:
+    run = closed(0)
+    run(ev.TrialProposed(1, {}, 1))
+    run(ev.TrialAdded(trial(1), 1))
+    assert not run.state.trials and list(run.state.tables.candidates) == [0]
+    run(ev.TrialAdded(trial(0), 1))
+    run(ev.TrialAdded(trial(0), 5))
+    assert run.state.trials[0].budget == 1 and not run.state.tables.candidates

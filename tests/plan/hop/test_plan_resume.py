@@ -17,13 +17,18 @@ from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
-from tests.plan.driver import Driver, config, done, of
+from tests.plan.driver import Driver, config, done, fork_of, of, open_search, trial
 from tests.plan.faults import inject_fault
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
-from tests.plan.open_driver import OpenDriver, fork_of, trial
-from tests.plan.open_worlds import add, open_worlds
-from tests.plan.open_worlds import check_outcome as check_open_outcome
 from tests.plan.world import Proposal, World
+from tests.plan.worlds import (
+    add,
+    check_equal,
+    check_outcome,
+    check_undisturbed,
+    open_worlds,
+    scripts,
+    worlds,
+)
 
 
 def killed_at(world: World, length: int, workers: int) -> None:
@@ -46,9 +51,7 @@ def test_a_run_goes_on_from_every_prefix_of_its_journal_to_the_same_end(
         world.go_on_from(whole.journal[:length], *whole.snapshots[length - 1], 1 + length % 3)
         world.run([])
         check_outcome(world)
-        for number, mine in world.state.trials.items():
-            assert repr(mine.history) == repr(whole.state.trials[number].history)
-            assert world.store[number, mine.result] == whole.store[number, mine.result]
+        check_equal(world, whole)
 
 
 @settings(max_examples=examples(25))
@@ -79,7 +82,7 @@ def test_an_open_run_with_forks_and_pauses_goes_on_from_any_prefix(
     if not world.state.tables.search_closed:
         world.handle(ev.SearchClosed())
     world.run([])
-    check_open_outcome(world)
+    check_outcome(world)
 
 
 def once(world: World, epochs: int, turns: int, what: ev.Event | str) -> Proposal:
@@ -126,7 +129,7 @@ def test_an_open_run_whose_result_could_not_be_written_ends_once_it_can(
     world.broken_writes = 0
     killed_at(world, len(world.journal), workers=2)
     world.run([])
-    check_open_outcome(world)
+    check_outcome(world)
     assert all(world.state.trials[number].status != "failed" for number in failed)
 
 
@@ -143,13 +146,8 @@ def test_a_finished_run_that_is_extended_ends_like_one_that_was_longer_from_the_
     world.search = longer
     killed_at(world, len(world.journal), workers=2)
     world.run([])
-    calm = World(longer, world.workers, Counter())
-    calm.run([])
-    for number, mine in world.state.trials.items():
-        assert mine.status == "finished"
-        if number not in early:
-            assert repr(mine.history) == repr(calm.state.trials[number].history)
-            assert mine.result == calm.state.trials[number].result
+    assert {each.status for each in world.state.trials.values()} == {"finished"}
+    check_undisturbed(world, but=early)
 
 
 def test_a_state_is_written_at_the_end_of_every_epoch_and_the_one_before_goes() -> None:
@@ -163,7 +161,7 @@ def test_a_state_is_written_at_the_end_of_every_epoch_and_the_one_before_goes() 
 
 
 def test_the_agent_with_the_fewest_writes_writes_a_state() -> None:
-    run = OpenDriver(partitions=2, checkpoint="epoch", evaluate=True)
+    run = open_search(partitions=2, checkpoint="epoch", evaluate=True)
     for number in (0, 1):
         run(ev.TrialAdded(trial(number), 2))
     holders = run.state.holders
@@ -198,9 +196,9 @@ def test_a_result_that_can_not_be_written_fails_its_trial_alone_and_keeps_its_me
 
 
 def test_a_fork_whose_state_can_not_be_written_fails_alone() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 2))
-    run.train()
+    run.train_one()
     run(ev.TrialForked(fork_of(0, 1), 0, 1, 2))
     for _ in range(MOST_FAILED_WRITES):
         told = run(ev.CheckpointFailed(0, 1, "a", "disk full"))
@@ -210,7 +208,7 @@ def test_a_fork_whose_state_can_not_be_written_fails_alone() -> None:
 
 
 def test_a_segment_that_another_state_is_being_written_with_is_not_deleted() -> None:
-    run = OpenDriver(partitions=1, checkpoint="sub-epoch")
+    run = open_search(partitions=1, checkpoint="sub-epoch")
     run(ev.TrialAdded(trial(0), 4))
     made = ev.SubEpochDone(0, "a", 1, 1.0, (("f0", "same"),), 1, 1.0, ev.Hop(0, 0, 0.0))
     run(made)

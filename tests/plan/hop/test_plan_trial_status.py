@@ -35,8 +35,7 @@ from cerebro_hydra.plan.hop.trial_status import (
 )
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from tests.plan.driver import of
-from tests.plan.open_driver import OpenDriver, trial
+from tests.plan.driver import Driver, of, open_search, trial
 
 LACK = LackingMemory("MemoryError")
 FINISHED, STOPPED, FAILED = (Ended(status, 0) for status in OVER)
@@ -96,7 +95,7 @@ def test_no_other_goal_follows(before: Goal, after: Goal) -> None:
 
 
 def test_a_trial_that_trains_is_not_ended_before_its_attempts_are_taken_back() -> None:
-    run = OpenDriver()
+    run = open_search()
     run(ev.TrialAdded(trial(0), 1))
     tables = run.state.tables
     with pytest.raises(ValueError, match="a trial that is training can't become failed"):
@@ -120,11 +119,11 @@ def test_a_trial_that_goes_on_after_its_end_is_not_paused() -> None:
         assert with_epochs(goal, 1).paused == goal.paused
 
 
-def failed_while_paused() -> OpenDriver:
+def failed_while_paused() -> Driver:
     """A trial that lacks memory and is paused fails, because its state can't be written."""
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0, finer=True), 2))
-    run.train()
+    run.train_one()
     run(ev.TaskFailed(run.running["a"], "a", "MemoryError", memory=True))
     run(ev.TrialPaused(0))
     for _ in range(4):
@@ -142,16 +141,16 @@ def test_a_trial_that_failed_unsaved_goes_on_where_it_was_when_the_run_is_resume
     assert asked.error == "MemoryError" and not run.state.trials[0].paused
 
 
-def failed_while_catching_up() -> OpenDriver:
+def failed_while_catching_up() -> Driver:
     """A trial that makes lost epochs again, for a pause, fails, as its state can't be written."""
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0, finer=True), 4))
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     run(ev.TrialPaused(0))
     run(ev.WorkerLost("a", "killed"))
     run(ev.WorkerJoined(0, "b", (0,)))
-    run.train()
+    run.train_one()
     run(ev.TaskFailed(run.running["b"], "b", "MemoryError", memory=True))
     for _ in range(4):
         run(ev.CheckpointFailed(0, 1, "b", "disk full"))
@@ -161,7 +160,7 @@ def failed_while_catching_up() -> OpenDriver:
     return run
 
 
-def recut(run: OpenDriver) -> None:
+def recut(run: Driver) -> None:
     """Answer that the trial's first state lies in twice the shards."""
     digests = trial(0).initial_digests * 2
     config = replace(trial(0), initial_digests=digests)
@@ -172,14 +171,14 @@ def recut(run: OpenDriver) -> None:
     ("failed", "epochs"), [(failed_while_catching_up, 2), (failed_while_paused, 1)]
 )
 def test_a_trial_that_catches_up_after_the_end_of_its_search_ends_with_the_epochs_it_had(
-    failed: Callable[[], OpenDriver], epochs: int
+    failed: Callable[[], Driver], epochs: int
 ) -> None:
     run = failed()
     run(ev.RunResumed())
     recut(run)
     run(ev.WorkerJoined(0, "c", (0,)))
     for _ in range(epochs):
-        run.train()
+        run.train_one()
     told = run(ev.Checkpointed(0, epochs, "c"))
     why = "the search ended while the trial was paused"
     assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "stopped", why, epochs)]
@@ -187,9 +186,9 @@ def test_a_trial_that_catches_up_after_the_end_of_its_search_ends_with_the_epoch
 
 
 def test_a_trial_paused_in_its_first_epoch_trains_no_more_after_the_end_of_its_search() -> None:
-    run = OpenDriver(partitions=2)
+    run = open_search(partitions=2)
     run(ev.TrialAdded(trial(0, finer=True), 2))
-    run.train()
+    run.train_one()
     ((worker, attempt),) = run.running.items()
     run(ev.TaskFailed(attempt, worker, "MemoryError", memory=True))
     run(ev.TrialPaused(0))
@@ -202,10 +201,10 @@ def test_a_trial_paused_in_its_first_epoch_trains_no_more_after_the_end_of_its_s
 
 
 def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_full_store_has_cost_it() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 3))
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     run(ev.TrialPaused(0))
     run(ev.SearchClosed())
     for _ in range(4):
@@ -214,8 +213,8 @@ def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_full_store_has_co
     run(ev.RunResumed())
     assert not run.state.trials[0].history, "its state was on the lost worker alone"
     run(ev.WorkerJoined(0, "b", (0,)))
-    run.train()
-    run.train()
+    run.train_one()
+    run.train_one()
     assert not run.running, "it goes no further than it was"
     told = run(ev.Checkpointed(0, 2, "b"))
     why = "the search ended while the trial was paused"
@@ -224,13 +223,13 @@ def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_full_store_has_co
 
 
 def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_lost_worker_has_cost_it() -> None:
-    run = OpenDriver(partitions=1)
+    run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 3))
-    run.train()
+    run.train_one()
     run(ev.TrialPaused(0))
     run(ev.SearchClosed())
     run(ev.WorkerLost("a", "killed"))
     assert of(ins.StartSubEpoch, run(ev.WorkerJoined(0, "b", (0,))))
-    run.train()
+    run.train_one()
     (finish,) = of(ins.FinishTrial, run(ev.Checkpointed(0, 1, "b")))
     assert (finish.status, finish.visit) == ("stopped", 1) and run.state.finished

@@ -10,7 +10,7 @@ from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.policy.audit_budget import LATER_SHARE, AuditBudget
 from tests.examples import examples
 from tests.plan.driver import Driver, of
-from tests.plan.hop.test_plan_hop_chaos import check_outcome, check_undisturbed, scripts, worlds
+from tests.plan.worlds import check_outcome, check_undisturbed, scripts, worlds
 
 DIFFERENCE = "at step 7: parameter '0.weight'"
 
@@ -39,7 +39,7 @@ def test_a_difference_in_the_first_sub_epoch_begins_it_again_in_one_piece() -> N
 def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> None:
     run = AuditedDriver(epochs=4, checkpoint="end")
     for _ in range(2):
-        run.train(run.running["a"], "a")
+        run.train("a")
     given = run.fail_audit()
     (redo,) = of(ins.Redo, given)
     assert redo.visits == (1, 2)
@@ -47,7 +47,7 @@ def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> No
     for epoch in range(4):
         (start,) = [each for each in of(ins.StartSubEpoch, run.last)]
         assert (start.epoch, start.uncut) == (epoch, True)
-        run.train(run.running["a"], "a")
+        run.train("a")
     run(ev.Checkpointed(0, 4, "a"))
     (finish,) = of(ins.FinishTrial, run.told)
     assert (finish.status, finish.visit) == ("finished", 4)
@@ -55,7 +55,7 @@ def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> No
 
 def test_a_state_that_is_being_written_stays_until_it_is_written() -> None:
     run = AuditedDriver(epochs=4, patience=3)
-    run.train(run.running["a"], "a", loss=1.0)
+    run.train("a", loss=1.0)
     (checkpoint,) = of(ins.Checkpoint, run.told)
     given = run.fail_audit()
     assert not of(ins.Drop, given) and not of(ins.StartSubEpoch, given)

@@ -78,7 +78,7 @@ def test_a_worker_evaluates_a_trial_on_all_its_partitions_at_once_from_one_sourc
     run = Sharing(2, 2, [(0,), (1, 2)], trials=1, order="seeded", seed=1)
     while not of(ins.Evaluate, run.last):
         (attempt,) = run.state.attempts.values()
-        run.train(attempt.number, attempt.incarnation)
+        run.train(attempt.incarnation)
     evaluations = [e for e in of(ins.Evaluate, run.last) if e.incarnation == "b"]
     assert {e.partition for e in evaluations} == {1, 2}
     assert len({e.source for e in evaluations}) == 1
@@ -112,7 +112,7 @@ def test_a_trial_stays_where_its_bytes_are_when_that_costs_no_balance() -> None:
         tables = run.state.tables
         (attempt,) = run.state.attempts.values()
         mine = attempt.incarnation
-        run.train(attempt.number, mine)
+        run.train(mine)
         (following,) = run.state.attempts.values()
         run.scheduler.state._attempts.abandon(following)
         tables.refresh(0)
