@@ -6,6 +6,7 @@ minutes on a busy machine. Its group is its own, since it outlives the runs of a
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from types import FrameType
@@ -24,3 +25,5 @@ def _look(number: int, frame: FrameType | None) -> None:
 os.setpgid(0, 0)
 signal.signal(signal.SIGALRM, _look)
 signal.setitimer(signal.ITIMER_REAL, _SECONDS, _SECONDS)
+# An interpreter that ends takes its handlers back: the next signal would kill it.
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
