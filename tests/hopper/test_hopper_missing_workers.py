@@ -113,7 +113,8 @@ def test_a_worker_whose_agents_are_lost_again_and_again_is_given_up_and_the_othe
     launcher = ScriptedLauncher(2, script=script, limits=LossLimits(max_failures=3))
     _, state, tape = run(tmp_path, launcher, described(2, 2, 2))
     assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
-    assert len(broken) == 3
+    # The other one may get further, which clears a suspect, before the third loss is heard of.
+    assert len(broken) in (3, 4)
     (given_up,) = (
         each.event
         for each in tape.records

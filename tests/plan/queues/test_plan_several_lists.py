@@ -151,14 +151,14 @@ def test_a_worker_that_counts_one_microbatch_of_a_window_is_noticed(
 ) -> None:
     shard = ShardSpec(4, activations=3)
     spec = gpipe_run(0, TaskGraph(2, 3, 3), shard, recompute=False)
-    assert spec.device_need == 4 + 3 * 3
-    assert simulate([spec], [13, 13]).peak[0] == 13
+    assert spec.device_need == 4 + 3 * 3 + 3, "a state, what a window keeps, and a task's peak"
+    assert simulate([spec], [16, 13]).peak[0] == 16
     monkeypatch.setattr(RunSpec, "_most_kept", lambda spec, tasks: 3)
-    with pytest.raises(InvalidSchedule, match="t0s0F1@0: 10 bytes are resident, but the budget is"):
-        WorkerSimulation([spec], [9, 9], None, sharp, seconds_of([spec], 0.0)).run()
+    with pytest.raises(InvalidSchedule, match="t0s0F2@0: 13 bytes are resident, but the budget is"):
+        WorkerSimulation([spec], [12, 12], None, sharp, seconds_of([spec], 0.0)).run()
 
 
 def test_a_run_that_the_worker_is_too_small_for_is_refused_with_its_whole_window() -> None:
     spec = gpipe_run(0, TaskGraph(2, 3, 3), ShardSpec(4, activations=3), recompute=False)
     (refused,) = WorkerState([12, 13], None, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(0, "refused", "it needs 13 bytes of device 0, which has 12")
+    assert refused == RunEnded(0, "refused", "it needs 16 bytes of device 0, which has 12")
