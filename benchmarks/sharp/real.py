@@ -196,6 +196,7 @@ class _Spec:
     batch_size: int = ROWS
     accumulate: int = WINDOW
     recompute: bool = True
+    schedule: str = "sequential"
 
 
 def _train(worker: QueueWorker, trials: range) -> float:

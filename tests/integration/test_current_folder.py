@@ -80,7 +80,9 @@ def planted(tmp_path: Path) -> Path:
     code = f"open({str(folder / RAN)!r}, 'a').write(__name__ + ' ')\nraise ImportError('planted')\n"
     names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
     for name in names - {"__main__"}:
-        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        # What setuptools brings along lies behind whatever a program adds to its path.
+        if spec is not None and "_vendor" not in f"{spec.origin}{spec.submodule_search_locations}":
             (folder / f"{name}.py").write_text(code)
     assert (folder / "numpy.py").exists() and (folder / "socket.py").exists()
     (folder / "my_models.py").write_text(MODELS)

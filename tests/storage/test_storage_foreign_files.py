@@ -12,7 +12,8 @@ import xxhash
 
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
-from tests.end_to_end.drivers.resumed_driver import rows, search
+from tests.end_to_end.drivers.resumed_driver import search
+from tests.end_to_end.runs import classes
 
 
 @pytest.fixture
@@ -141,13 +142,13 @@ def test_a_file_for_which_there_is_no_memory_is_refused_before_it_is_read(
 
 def test_a_resumed_run_deletes_nothing_behind_a_link(tmp_path: Path, foreign: Path) -> None:
     place = str(tmp_path / "store")
-    run = search(place, 1, num_epochs=1, observers=[]).fit(rows()).run_path
+    run = search(place, 1, num_epochs=1, observers=[]).fit(classes()).run_path
     for file in Path(run, "objects").iterdir():
         file.rename(foreign / file.name)
     Path(run, "objects").rmdir()
     Path(run, "objects").symlink_to(foreign)
     before = content(foreign / "deep") | {"thesis": (foreign / "thesis.tex").read_text()}
-    result = search(place, 1, num_epochs=2, observers=[]).fit(rows(), resume=run)
+    result = search(place, 1, num_epochs=2, observers=[]).fit(classes(), resume=run)
     assert [trial.status for trial in result.trials] == ["finished"] * 3
     after = content(foreign / "deep") | {"thesis": (foreign / "thesis.tex").read_text()}
     assert after == before
