@@ -131,13 +131,19 @@ def test_what_exceeds_a_limit_is_told_once_with_the_stack_of_its_thread(
     assert "on partition 1 (worker 2)" in why and "test_what_exceeds_a_limit" in why
 
 
+def timed(monkeypatch: pytest.MonkeyPatch, batch: float, sub_epoch: float) -> tuple[Bench, RunTime]:
+    """Return the time of a run with these limits, by a clock that a bench turns."""
+    bench = Bench(batch=batch, sub_epoch=sub_epoch)
+    monkeypatch.setattr(time, "monotonic", lambda: bench.now)
+    limits = batch, sub_epoch, lambda *told: bench.slow.append(told), bench.known
+    make = partial(TaskWatch, *limits)
+    return bench, RunTime(TRAIN, make, lambda *told: bench.overdue.append(told))
+
+
 def test_the_time_between_units_and_that_of_building_count_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Bench(batch=3.0, sub_epoch=5.0)
-    monkeypatch.setattr(time, "monotonic", lambda: bench.now)
-    limits = 3.0, 5.0, lambda *told: bench.slow.append(told), bench.known
-    run = RunTime(TRAIN, partial(TaskWatch, *limits), lambda *told: bench.overdue.append(told))
+    bench, run = timed(monkeypatch, 3.0, 5.0)
 
     def passes(seconds: float) -> None:
         bench.now += seconds
@@ -162,10 +168,7 @@ def test_the_time_between_units_and_that_of_building_count_for_nothing(
 def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Bench(batch=3.0, sub_epoch=50.0)
-    monkeypatch.setattr(time, "monotonic", lambda: bench.now)
-    limits = 3.0, 50.0, lambda *told: bench.slow.append(told), bench.known
-    run = RunTime(TRAIN, partial(TaskWatch, *limits), lambda *told: bench.overdue.append(told))
+    bench, run = timed(monkeypatch, 3.0, 50.0)
     run.start("a", None, 1)
     bench.now += 1.0
     run.start("b", None, 1)
