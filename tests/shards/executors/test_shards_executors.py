@@ -12,12 +12,17 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cerebro_hydra.agent.queued_run import RunBoundary
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.layout import aligned
+from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.shard_run import ShardRun
 from tests.examples import examples
 from tests.shards.executors.alone import train_alone
@@ -254,6 +259,26 @@ def test_a_microbatch_has_several_devices(schedule: str) -> None:
     resident = moving(each, 0, schedule=schedule)
     work([resident], 0, 0, DEVICES)
     assert max(map(len, resident.run.places.values())) > 1
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sequential"])
+def test_a_pipeline_whose_devices_have_room_for_one_shard_changes_no_bit(schedule: str) -> None:
+    """A shard leaves between its forward and its backward, and nothing of it stays."""
+    executor = TestMoves()
+    executor.schedule, executor.recompute, executor.devices = schedule, True, 2
+    executor.prove([proof("resnet, in five", "export")])
+
+
+def test_norms_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -> None:
+    tasks = [Action(0, k, ActionKind.B, 0, device=k) for k in range(2)]
+    boundary = RunBoundary([aligned(1)], TaskGraph(2, 1, barrier=True))
+    boundary.note(tasks[1], PassRecord(norms={1: {"w": 1.0}}))
+    slow = boundary.order(tasks[:1]).record
+    assert slow is not None and slow.norms == {1: {"w": 1.0}}
+    boundary.note(tasks[1], PassRecord(norms={1: {"w": 2.0}}))
+    boundary.note(tasks[0], replace(slow, norms={**slow.norms, 0: {"v": 3.0}}))
+    update = boundary.order([Action(0, 0, ActionKind.U, 0, device=0)]).record
+    assert update is not None and update.norms == {0: {"v": 3.0}, 1: {"w": 2.0}}
 
 
 @settings(max_examples=examples(15), deadline=None)
