@@ -155,18 +155,18 @@ class Worker:
             lambda number: spec,
             memory=4 * whole,
         )
-        self._visit = 0
+        self._state = 0
         self._worker.put(0, 0, trial.initial)
 
     def seconds(self) -> float:
         """Train a sub-epoch from the state of the last one."""
-        self._visit += 1
+        self._state += 1
         begun = time.perf_counter()
-        self._worker.perform(train(self._visit, 0, self._visit))
+        self._worker.perform(train(self._state, 0, self._state))
         result = self._worker.result()
         if not isinstance(result, events.SubEpochDone):
             raise RuntimeError(f"the trial was not trained: {result}")
-        self._worker.trainer.drop(0, self._visit - 1)
+        self._worker.trainer.drop(0, self._state - 1)
         return time.perf_counter() - begun
 
     def close(self) -> None:

@@ -166,19 +166,19 @@ class Worker:
             lambda number: spec,
             memory=4 * whole if host is None else int(host / QUEUED_SHARE),
         )
-        self._visit = 0
+        self._state = 0
         self._worker.put(0, 0, trial.initial)
 
     def seconds(self) -> tuple[float, float]:
         """Train a sub-epoch from the state of the last one; return its CPU and its wall time."""
-        self._visit += 1
+        self._state += 1
         begun, cpu = time.perf_counter(), time.process_time()
-        self._worker.perform(train(self._visit, 0, self._visit))
+        self._worker.perform(train(self._state, 0, self._state))
         result = self._worker.result()
         taken = time.process_time() - cpu, time.perf_counter() - begun
         if not isinstance(result, events.SubEpochDone):
             raise RuntimeError(f"the trial was not trained: {result}")
-        self._worker.trainer.drop(0, self._visit - 1)
+        self._worker.trainer.drop(0, self._state - 1)
         return taken
 
     def close(self) -> None:

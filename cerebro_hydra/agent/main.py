@@ -141,8 +141,8 @@ class _Agent:
             self._shard_store,
             self._folder,
             ClientPool(spec.credentials, digest).client,
-            lambda trial, visit: self._report(
-                events.StateReceived(trial, visit, self._incarnation)
+            lambda trial, state: self._report(
+                events.StateReceived(trial, state, self._incarnation)
             ),
         )
         info = AgentInfo(
@@ -272,7 +272,7 @@ class _Agent:
     def _follow(self, request: ShardRequest) -> Look:
         if request.incarnation != self._incarnation:
             raise TransferError(f"{request} was asked for, but here is {self._incarnation}")
-        return self._shard_store.follow(request.trial, request.visit)
+        return self._shard_store.follow(request.trial, request.state)
 
     def _fail(self, error: Exception) -> None:
         """End the run, because a new agent in this one's place would meet the same error."""
@@ -344,11 +344,11 @@ class _Agent:
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
             case Drop():
-                self._trainer.drop(instruction.trial, instruction.visit)
+                self._trainer.drop(instruction.trial, instruction.state)
             case AdoptPartitions():
                 self._decoding.submit(self._adopt, instruction.partitions)
             case Checkpoint():
-                self._checkpoints.write(instruction.trial, instruction.visit)
+                self._checkpoints.write(instruction.trial, instruction.state)
 
     def _adopt(self, partitions: Sequence[int]) -> None:
         """Decode partitions of a worker that did not come back, unless they are here already."""

@@ -174,17 +174,17 @@ class QueueTrainer:
         source = task.source
         shards = len(self._planner.trial(task.trial).shards)
         self._fetch_manager.fetch(
-            FetchRequest(task.trial, source.visit, shards, source.incarnation, uri)
+            FetchRequest(task.trial, source.state, shards, source.incarnation, uri)
         )
 
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published."""
         self._loop.put(partial(self._cancel, attempt))
 
-    def drop(self, trial: int, visit: int) -> None:
+    def drop(self, trial: int, state: int) -> None:
         """Forget a state, which nobody needs from here any more."""
-        self._fetch_manager.drop(trial, visit)
-        self._loop.put(partial(self._release, trial, visit))
+        self._fetch_manager.drop(trial, state)
+        self._loop.put(partial(self._release, trial, state))
 
     def look_again(self) -> None:
         """Look whether shards have arrived; returns at once."""
@@ -242,7 +242,7 @@ class QueueTrainer:
             task,
             profile,
             replace(spec, recompute=False) if resident else spec,
-            self._shard_store.follow(task.trial, task.source.visit),
+            self._shard_store.follow(task.trial, task.source.state),
             RunTime(task, self._make_watch, self._end_overdue),
             limited=self._planner.has_budget,
             recompute=spec.recompute,
@@ -263,9 +263,9 @@ class QueueTrainer:
                 if not (was_over or run.audits):
                     self._leave(run)
 
-    def _release(self, trial: int, visit: int) -> None:
+    def _release(self, trial: int, state: int) -> None:
         for run in self._runs.values():
-            if run.state is not None and (run.task.trial, run.state.visit) == (trial, visit):
+            if run.state is not None and (run.task.trial, run.state.state) == (trial, state):
                 self._loop.tell(RunReleased(run.number))
 
     def _forget(self, trial: int) -> None:

@@ -120,7 +120,7 @@ class QueuedRun:
         """Announce the state that a sub-epoch will publish."""
         if isinstance(self.task, StartSubEpoch) and self.audits is None:
             shards = self.spec.graph.shards
-            self.state = store.expect(self.task.trial, self.task.visit, shards)
+            self.state = store.expect(self.task.trial, self.task.state, shards)
 
     def retract(self, store: ShardStore) -> None:
         """Take back what was published."""
@@ -376,14 +376,14 @@ class Arrivals:
 
     def _seek(self, run: QueuedRun, shard: int) -> HeldShard | TransferError | None:
         """Return a shard if it is here, an error if it will never come."""
-        trial, visit = run.task.trial, run.task.source.visit
+        trial, state = run.task.trial, run.task.source.state
         try:
             held = run.look(shard)
         except TransferError as error:
             return error
-        if held is None and not self._shard_store.knows(trial, visit):
+        if held is None and not self._shard_store.knows(trial, state):
             # It was asked for, so it is here or on its way, unless that has failed.
-            return TransferError(f"state {visit} of trial {trial} did not come")
+            return TransferError(f"state {state} of trial {trial} did not come")
         return held
 
 

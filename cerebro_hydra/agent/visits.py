@@ -335,7 +335,7 @@ class AttemptReports:
             return
         self.take_back(task.attempt)
         make: Callable[[int, str, str], events.Event] = events.TaskFailed
-        name = task.trial, task.source.visit
+        name = task.trial, task.source.state
         if kind is FailureKind.TRANSFER:
             lacking = lacking or self._fetch_manager.lacking(*name)
             why = self._fetch_manager.error(*name) or why

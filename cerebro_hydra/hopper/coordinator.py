@@ -435,18 +435,18 @@ class StateNamer:
         self._closed.set()
         self._thread.shutdown()
 
-    def _write(self, incarnation: str, state: dict[str, Any]) -> None:
-        trial, visit = state["trial"], state["visit"]
+    def _write(self, incarnation: str, document: dict[str, Any]) -> None:
+        trial, state = document["trial"], document["state"]
         for failures in count(1):
             try:
-                self._folder.write_state(trial, visit, state)
+                self._folder.write_state(trial, state, document)
             except StoreError as error:
                 wait = wait_after(failures)
                 if wait is None or self._closed.wait(wait):
-                    self._report(CheckpointFailed(trial, visit, incarnation, str(error)))
+                    self._report(CheckpointFailed(trial, state, incarnation, str(error)))
                     return
             else:
-                self._report(Checkpointed(trial, visit, incarnation))
+                self._report(Checkpointed(trial, state, incarnation))
                 return
 
 

@@ -202,7 +202,7 @@ class RunWriter:
 
     def prepare(self, checkpoint: Checkpoint, state: HopState) -> None:
         """Let no deletion that is under way take what an agent is about to write."""
-        at = (checkpoint.trial, checkpoint.visit)
+        at = (checkpoint.trial, checkpoint.state)
         self._collector.spare(*at, state.holders.segments(*at))
 
     def collect(self, instruction: Collect) -> None:
@@ -213,7 +213,7 @@ class RunWriter:
     def fork(self, fork: ForkState, partitions: int) -> ForkFailed | None:
         """Name a state as that of a fork too; return the event if that fails."""
         try:
-            self._folder.fork_state(fork.trial, fork.parent, fork.visit, partitions)
+            self._folder.fork_state(fork.trial, fork.parent, fork.state, partitions)
         except StoreError as error:
             return ForkFailed(fork.trial, str(error))
         return None
@@ -246,14 +246,14 @@ class RunWriter:
             raise StoreError(f"the end of the journal is not written: {error}") from error
         if untidy or not self._collector.complete:
             kept: dict[int, set[int]] = {number: set() for number in state.trials}
-            for trial, visit in state.holders.states_at(STORE):
-                kept[trial].add(visit)
+            for trial, kept_state in state.holders.states_at(STORE):
+                kept[trial].add(kept_state)
             with suppress(StoreError):  # it is tidier without, and no less true
                 self._folder.sweep(kept)
 
 
 _File = tuple[int, int] | str
-"""A state by trial and visit, or a segment by its digest."""
+"""A state by trial and number, or a segment by its digest."""
 
 
 class Collector:
@@ -276,7 +276,7 @@ class Collector:
 
     def hold(self, collect: Collect) -> None:
         """Take in what is to be deleted once the decision is journalled."""
-        self._held += [(collect.trial, collect.visit), *collect.objects]
+        self._held += [(collect.trial, collect.state), *collect.objects]
 
     def release(self) -> None:
         """Delete what was held, because the journal now says so."""
@@ -286,9 +286,9 @@ class Collector:
             self._held = []
             self._thread.submit(self._delete_all)
 
-    def spare(self, trial: int, visit: int, objects: Collection[str]) -> None:
+    def spare(self, trial: int, state: int, objects: Collection[str]) -> None:
         """Delete neither this state nor these segments, because they are about to be written."""
-        spared = {(trial, visit), *objects}
+        spared = {(trial, state), *objects}
         self._held = [each for each in self._held if each not in spared]
         with self._changed:
             self._left = [each for each in self._left if each not in spared]

@@ -77,15 +77,15 @@ class ResumedRun:
         for decision in self.decisions():
             for each in decision.instructions:
                 if isinstance(each, ForkState) and self._lacks(each):
-                    at = (each.trial, each.parent, each.visit)
+                    at = (each.trial, each.parent, each.state)
                     self._folder.fork_state(*at, self.config.partitions)
                 if isinstance(each, ChangeCut) and not is_written(self._folder, decision):
                     write_recut(self._folder, decision)
 
     def _lacks(self, fork: ForkState) -> bool:
         stored = self.state.holders.states_at("store")
-        at = (fork.trial, fork.visit)
-        return at in stored and fork.visit not in self._folder.states(fork.trial)
+        at = (fork.trial, fork.state)
+        return at in stored and fork.state not in self._folder.states(fork.trial)
 
     def remade(self) -> RemadeStates:
         """Return what compares states that are made again, once the workers are lost."""

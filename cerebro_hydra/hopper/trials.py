@@ -112,8 +112,8 @@ def write_recut(folder: RunFolder, decision: Decision) -> None:
             {"frozen": frozen, "trainable": trainable, "cursor": state.cursor}
             for frozen, trainable in state.digests
         ]
-        named = {"trial": recut.config.trial, "visit": state.visit, "shards": shards}
-        folder.write_state(recut.config.trial, state.visit, named)
+        named = {"trial": recut.config.trial, "state": state.state, "shards": shards}
+        folder.write_state(recut.config.trial, state.state, named)
     folder.write_trial(spec_of(decision))
 
 

@@ -224,7 +224,7 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
 
 _LIMITS = {
     "attempt": 2**63,
-    "visit": 2**63,
+    "state": 2**63,
     "worker": 2**31,
     "seconds": 2**63,
     "audit_seconds": 2**63,

@@ -82,7 +82,7 @@ def cut_finer(change: ChangeCut) -> str:
     """Return why a trial was cut finer, and from where it goes on."""
     why = "forks a trial that was cut finer" if change.inherited else "ran out of memory"
     return (
-        f"{trial_name(change.trial)} {why}; it goes on after visit {change.visit}, cut into "
+        f"{trial_name(change.trial)} {why}; it goes on from state {change.state}, cut into "
         f"{change.shards} shards instead of {change.shards_before}"
     )
 
@@ -98,8 +98,8 @@ def troubles(record: Record) -> Iterator[str]:
             yield taken_over(given_up)
         case NotSaved(what, error):
             yield f"{what} can't be written, which is tried again: {error}"
-        case Decision(event=CheckpointFailed(trial, visit, _, error)):
-            yield f"{trial_name(trial)}: the state after visit {visit} is not saved: {error}"
+        case Decision(event=CheckpointFailed(trial, state, _, error)):
+            yield f"{trial_name(trial)}: state {state} is not saved: {error}"
         case Decision(event=StateDiffers() as made):
             yield differing(made)
     if isinstance(record, Decision):
@@ -113,7 +113,7 @@ def troubles(record: Record) -> Iterator[str]:
 def differing(made: StateDiffers) -> str:
     """Return which state did not come out as before."""
     return (
-        f"{trial_name(made.trial)}: the state after visit {made.visit} was made again, and shards "
+        f"{trial_name(made.trial)}: state {made.state} was made again, and shards "
         f"{list(made.shards)} have other bytes than before the run was resumed"
     )
 

@@ -192,7 +192,7 @@ class Timeline:
             case events.SearchReopened():
                 self.finished = False
             case events.StateReceived():
-                self._received[event.trial, event.visit, event.incarnation] = now
+                self._received[event.trial, event.state, event.incarnation] = now
             case events.SubEpochDone():
                 if bar := self._done(event, now):
                     bar.loss = event.loss_sum / event.rows
@@ -207,7 +207,7 @@ class Timeline:
         match instruction:
             case instructions.FetchShards():
                 source = instruction.source
-                self._requested[instruction.trial, source.visit, instruction.incarnation] = now
+                self._requested[instruction.trial, source.state, instruction.incarnation] = now
             case instructions.StartSubEpoch() | instructions.Evaluate():
                 bar = TaskBar(instruction, assigned=now, start=now, end=now)
                 self.tasks.append(bar)
@@ -217,7 +217,7 @@ class Timeline:
             case instructions.Redo():
                 for bar in self.tasks:
                     trained = bar.kind == "train" and bar.outcome == "done"
-                    void = bar.task.visit in instruction.visits
+                    void = bar.task.state in instruction.visits
                     if trained and void and bar.task.trial == instruction.trial:
                         bar.outcome = "repeated"
             case instructions.FinishRun():
@@ -244,7 +244,7 @@ class Timeline:
 
     def _hop(self, bar: TaskBar, hop: events.Hop) -> HopBar:
         task = bar.task
-        state = task.trial, task.source.visit, task.incarnation
+        state = task.trial, task.source.state, task.incarnation
         end = min(self._received.get(state, bar.start), bar.end)
         requested = min(self._requested.get(state, bar.assigned), bar.assigned)
         start = min(max(end - hop.seconds, requested), end)
@@ -344,7 +344,7 @@ class _Trace:
         self._sub_epochs = defaultdict[tuple[int, int], list[TaskBar]](list)
         for bar in timeline.tasks:
             if bar.kind == "train":
-                self._sub_epochs[bar.task.trial, bar.task.visit].append(bar)
+                self._sub_epochs[bar.task.trial, bar.task.state].append(bar)
 
     def names(self) -> Iterator[dict[str, Any]]:
         yield _event("M", "process_name", RUN, 0, args={"name": "run"})
@@ -420,7 +420,7 @@ class _Trace:
                 "trial": trial_id,
                 "epoch": task.epoch + 1,
                 "partition": task.partition,
-                "visit": task.visit,
+                "state": task.state,
                 "attempt": task.attempt,
                 "outcome": bar.outcome,
                 "waited_seconds": bar.wait[1] - bar.wait[0],
@@ -451,7 +451,7 @@ class _Trace:
         """Return the sub-epoch whose state the hop moved, if it ran where the hop came from."""
         makers = (
             each
-            for each in self._sub_epochs[bar.task.trial, bar.task.source.visit]
+            for each in self._sub_epochs[bar.task.trial, bar.task.source.state]
             if each.task.worker == hop.source
             and _microseconds(each.start) <= _microseconds(hop.end)
         )

@@ -253,7 +253,7 @@ class RunView:
                 self._begin(instruction)
             case instructions.Commit():
                 trial = self.trials[instruction.trial]
-                trial.visits[instruction.visit] = (instruction.epoch, instruction.partition)
+                trial.visits[instruction.state] = (instruction.epoch, instruction.partition)
                 self._rest(trial, instruction.attempt)
             case instructions.Cancel():
                 task = self._tasks.pop(instruction.attempt, None)
@@ -273,16 +273,16 @@ class RunView:
             case instructions.FinishTrial():
                 trial = self.trials[instruction.trial]
                 trial.status, trial.reason = instruction.status, instruction.reason
-                trial.result_visit = instruction.visit
+                trial.result_state = instruction.state
                 if trial.best_epoch is not None and trial.status != "failed":
                     # As the run decided; another version may have compared by another rule.
-                    trial.best_epoch = instruction.visit // self.document.num_partitions - 1
+                    trial.best_epoch = instruction.state // self.document.num_partitions - 1
                 trial.worker = trial.partition = trial.attempt = None
-            case instructions.ForkState(number, parent, visit):
-                self._fork(self.trials[number], self.trials[parent], visit)
+            case instructions.ForkState(number, parent, state):
+                self._fork(self.trials[number], self.trials[parent], state)
             case instructions.ReopenTrial():
                 trial = self.trials[instruction.trial]
-                trial.status, trial.result_visit = "waiting", None
+                trial.status, trial.result_state = "waiting", None
 
     def _lose(self, incarnation: str) -> None:
         """Forget a lost agent and its tasks."""
@@ -332,17 +332,17 @@ class RunView:
 
     def _redo(self, redo: instructions.Redo) -> None:
         trial = self.trials[redo.trial]
-        for visit in redo.visits:
-            trial.visits.pop(visit, None)
+        for state in redo.visits:
+            trial.visits.pop(state, None)
         first_void = (min(redo.visits) - 1) // self.document.num_partitions
         trial.epochs = {epoch: m for epoch, m in trial.epochs.items() if epoch < first_void}
         self._find_best(trial)
 
-    def _fork(self, trial: TrialView, parent: TrialView, visit: int) -> None:
+    def _fork(self, trial: TrialView, parent: TrialView, state: int) -> None:
         """Give a fork what its parent has trained and measured until then."""
-        epochs = visit // self.document.num_partitions
-        trial.base = visit
-        trial.visits = {v: where for v, where in parent.visits.items() if v <= visit}
+        epochs = state // self.document.num_partitions
+        trial.base = state
+        trial.visits = {v: where for v, where in parent.visits.items() if v <= state}
         trial.epochs = {e: dict(parent.epochs[e]) for e in parent.epochs if e < epochs}
         self._find_best(trial)
 
@@ -392,10 +392,10 @@ class TrialView:
     loss: float | None = None
     """Training loss of the latest batch or sub-epoch that an agent reported."""
     base: int = 0
-    """The visit at which it was forked from another trial, whose sub-epochs and epochs before that
+    """The state at which it was forked from another trial, whose sub-epochs and epochs before that
     are its own too; 0 if it was not."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(epoch, partition) of each surviving sub-epoch, by visit."""
+    """(epoch, partition) of each surviving sub-epoch, by the state that it made."""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics of each ended epoch: "train_loss", "val_loss", ..."""
     best_epoch: int | None = None
@@ -405,8 +405,8 @@ class TrialView:
     """How many it had before it ran out of memory and was cut finer; 0 if it was not."""
     parameters: int = 0
     """How many the model has, frozen ones too; 0 if it was not admitted."""
-    result_visit: int | None = None
-    """The visit whose state is its result, which the run folder holds; 0 if it failed."""
+    result_state: int | None = None
+    """The state that is its result, which the run folder holds; 0 if it failed."""
     seconds: float = 0.0
     """Seconds spent in sub-epochs, their hops and evaluations, repeated ones too."""
     sub_epochs: int = 0
@@ -440,7 +440,7 @@ class TrialView:
     @property
     def visit_log(self) -> list[tuple[int, int]]:
         """Return (epoch, partition) of each surviving sub-epoch, in the order of training."""
-        return [self.visits[visit] for visit in sorted(self.visits)]
+        return [self.visits[state] for state in sorted(self.visits)]
 
     @property
     def history(self) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from cerebro_hydra.recipe import (
     is_portable,
     numeric_fingerprint,
 )
-from cerebro_hydra.replay.record import RunData, read_trial, result_visit
+from cerebro_hydra.replay.record import RunData, read_trial, result_state
 from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
 
@@ -48,7 +48,7 @@ class ReplayReport:
 
 @dataclass(frozen=True)
 class Expected:
-    """Holds what a run recorded of a trial; `visit` made the state that is its result.
+    """Holds what a run recorded of a trial; `state` is its result.
 
     `ancestors` has the trials that it goes on from, as its record has them.
     """
@@ -56,7 +56,7 @@ class Expected:
     trial_id: str
     visit_log: list[tuple[int, int]]
     ancestors: list[tuple[int, int]]
-    visit: int
+    state: int
     problem: str | None
     metrics: Mapping[int, dict[str, float]]
     saved: SavedState = field(repr=False)
@@ -70,13 +70,13 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
         StoreError: that state is missing or damaged.
     """
     record = read_trial(run.folder, spec.trial)
-    visit = result_visit(run.folder, spec.trial)
+    state = result_state(run.folder, spec.trial)
     problem = record.problem(len(run.training))
-    if problem is None and len(record.visit_log) < visit:
-        problem = f"the journal has {len(record.visit_log)} visits, the result is that of {visit}"
-    saved = read_saved(run.folder, spec.trial, visit, run.document.run_id)
+    if problem is None and len(record.visit_log) < state:
+        problem = f"the journal has {len(record.visit_log)} visits, the result is that of {state}"
+    saved = read_saved(run.folder, spec.trial, state, run.document.run_id)
     seen = (record.visit_log, record.ancestors)
-    return Expected(spec.trial_id, *seen, visit, problem, record.metrics, saved)
+    return Expected(spec.trial_id, *seen, state, problem, record.metrics, saved)
 
 
 def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:

@@ -31,18 +31,18 @@ class TrialRecord:
     """
 
     ancestors: list[tuple[int, int]] = field(default_factory=list)
-    """The trials that it goes on from, oldest first, each with the visit at which it was forked."""
+    """The trials that it goes on from, oldest first, each with the state at which it was forked."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Visit → (epoch, partition)."""
+    """State → (epoch, partition)."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Epoch → measured values."""
     status: str = "unfinished"
-    result_visit: int | None = None
+    result_state: int | None = None
     """The state that is the trial's result, 0 if it failed; None while it is unfinished."""
 
     @property
     def visit_log(self) -> list[tuple[int, int]]:
-        return [self.visits[visit] for visit in sorted(self.visits)]
+        return [self.visits[state] for state in sorted(self.visits)]
 
     def problem(self, num_partitions: int) -> str | None:
         """Say how the log breaks the rule of one visit per epoch and partition, if it does."""
@@ -58,15 +58,15 @@ class TrialRecord:
                 return f"visit {number + 1} belongs to epoch {epoch + 1}, partition {partition}"
         return None
 
-    def fork(self, number: int, parent: TrialRecord, visit: int) -> None:
-        """Begin with what trial `number` had done after a visit."""
+    def fork(self, number: int, parent: TrialRecord, state: int) -> None:
+        """Begin with what trial `number` had done up to a state."""
         begun = 0
-        for ancestor, until in [*parent.ancestors, (number, visit)]:
-            if begun < visit:
-                self.ancestors.append((ancestor, min(until, visit)))
+        for ancestor, until in [*parent.ancestors, (number, state)]:
+            if begun < state:
+                self.ancestors.append((ancestor, min(until, state)))
             begun = until
-        self.visits = {v: where for v, where in parent.visits.items() if v <= visit}
-        open_epochs = {epoch for v, (epoch, _) in parent.visits.items() if v > visit}
+        self.visits = {v: where for v, where in parent.visits.items() if v <= state}
+        open_epochs = {epoch for v, (epoch, _) in parent.visits.items() if v > state}
         self.metrics = {e: each for e, each in parent.metrics.items() if e not in open_epochs}
 
 
@@ -83,8 +83,8 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
                 continue
             record = records[_value(instruction, "trial", Count)]
             if instruction.get("type") == "ForkState":
-                parent, visit = (_value(instruction, n, Count) for n in ("parent", "visit"))
-                record.fork(parent, records[parent], visit)
+                parent, state = (_value(instruction, n, Count) for n in ("parent", "state"))
+                record.fork(parent, records[parent], state)
             else:
                 _apply(record, instruction)
     return records[trial]
@@ -93,21 +93,21 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
 def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
     match instruction.get("type"):
         case "Commit":
-            visit, *place = (_value(instruction, n, Count) for n in ("visit", "epoch", "partition"))
-            record.visits[visit] = place[0], place[1]
+            state, *place = (_value(instruction, n, Count) for n in ("state", "epoch", "partition"))
+            record.visits[state] = place[0], place[1]
         case "Redo":
-            for visit in _value(instruction, "visits", list[Count]):
-                if visit in record.visits:
-                    epoch, _ = record.visits.pop(visit)
+            for state in _value(instruction, "visits", list[Count]):
+                if state in record.visits:
+                    epoch, _ = record.visits.pop(state)
                     record.metrics.pop(epoch, None)
         case "EndEpoch":
             epoch = _value(instruction, "epoch", Count)
             record.metrics[epoch] = _value(instruction, "metrics", dict[str, float])
         case "FinishTrial":
             record.status = _value(instruction, "status", str)
-            record.result_visit = _value(instruction, "visit", Count)
+            record.result_state = _value(instruction, "state", Count)
         case "ReopenTrial":
-            record.status, record.result_visit = TrialRecord.status, TrialRecord.result_visit
+            record.status, record.result_state = TrialRecord.status, TrialRecord.result_state
 
 
 def _value(entry: dict[str, Any], name: str, hint: Any, default: Any = None) -> Any:
@@ -117,18 +117,18 @@ def _value(entry: dict[str, Any], name: str, hint: Any, default: Any = None) -> 
         raise JournalError(str(error)) from error
 
 
-def result_visit(folder: RunFolder, trial: int) -> int:
-    """Return the visit that made the state which is a trial's result.
+def result_state(folder: RunFolder, trial: int) -> int:
+    """Return the state that is a trial's result.
 
     Raises:
         ReplayError: there is none: the trial failed, or the run did not end.
     """
-    visit = read_trial(folder, trial).result_visit
-    if not visit:
+    state = read_trial(folder, trial).result_state
+    if not state:
         raise ReplayError(
             f"trial {trial} of {folder.path} has no final state: it failed, or its run did not end"
         )
-    return visit
+    return state
 
 
 @dataclass

@@ -106,7 +106,7 @@ def replay_here(
             if expected.problem is None:
                 try:
                     with with_threads(run.document.threads):
-                        replayed = train(line, run, expected.visit_log, expected.visit)
+                        replayed = train(line, run, expected.visit_log, expected.state)
                 except CerebroHydraError:
                     raise
                 except Exception as error:
@@ -174,19 +174,19 @@ def train(
 
     Args:
         line: the trials that were forked, oldest first, and the trial itself at the end.
-        result: the visit after which the trial's state is its result.
+        result: the state that is the trial's result.
     """
     (mine, *forks), replayed = line, Replayed()
     spec, trainer = mine.spec, mine.trainer()
     losses: dict[int, SumOverRows] = {}
     try:
-        for visit, (epoch, partition) in enumerate(visit_log, start=1):
-            if visit > mine.until:
+        for state, (epoch, partition) in enumerate(visit_log, start=1):
+            if state > mine.until:
                 mine, *forks = forks
-                spec, trainer = mine.spec, mine.fork(trainer, (visit - 2) // len(run.training))
+                spec, trainer = mine.spec, mine.fork(trainer, (state - 2) // len(run.training))
             before = replayed.history[-1] if epoch > 0 and not losses else None
             losses[partition] = trainer.train(run.windows(spec, epoch, partition), before)
-            if visit == result:
+            if state == result:
                 replayed.keep(trainer)
             if len(losses) == len(run.training):
                 replayed.history.append(_measured(trainer, run, spec, losses))

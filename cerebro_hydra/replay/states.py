@@ -26,15 +26,15 @@ class SavedState:
     """Options of the param groups, of each shard that was trained."""
 
 
-def read_saved(folder: RunFolder, trial: int, visit: int, run_id: str | None = None) -> SavedState:
-    """Read a trial's state after a visit; 0 is the initial one.
+def read_saved(folder: RunFolder, trial: int, state: int, run_id: str | None = None) -> SavedState:
+    """Read a state of a trial; 0 is the initial one.
 
     Raises:
         StoreError: a document or an object of it is missing or damaged.
         JournalError: it is that of another run than `run_id`.
     """
     saved = SavedState()
-    for shard in folder.read_state(trial, visit, run_id)["shards"]:
+    for shard in folder.read_state(trial, state, run_id)["shards"]:
         for digest in (shard["frozen"], shard["trainable"]):
             saved.tensors |= read_segment(folder, digest)
         if shard["cursor"] and "groups" in shard["cursor"]:  # else a fork has not trained yet

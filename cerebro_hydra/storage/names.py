@@ -84,13 +84,13 @@ def trial_name(trial: int) -> str:
     return f"trial-{_whole(trial, 'trial'):03d}"
 
 
-def state_name(visit: int) -> str:
-    """Return the name of the document of a trial's state after a visit.
+def state_name(state: int) -> str:
+    """Return the name of the document of a state of a trial.
 
     Raises:
-        StoreError: the visit is no whole number from 0.
+        StoreError: the state is no whole number from 0.
     """
-    return f"state-{_whole(visit, 'visit'):06d}.json"
+    return f"state-{_whole(state, 'state'):06d}.json"
 
 
 def _whole(number: Any, what: str) -> int:

@@ -20,7 +20,7 @@ from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
-FORMAT = 3
+FORMAT = 4
 """The version of the layout of `run.json`."""
 
 MOST_THREADS = 4096
@@ -224,9 +224,9 @@ class TrialDocument(TypedDict):
 
 
 class StateDocument(TypedDict):
-    """Describes a trial's state after a visit, by the digests of its segments."""
+    """Describes a state of a trial, by the digests of its segments."""
 
     run_id: Name
     trial: Count
-    visit: Count
+    state: Count
     shards: list[ShardEntry]

@@ -47,7 +47,7 @@ class RunFolder:
     <run>/journal/00000000.jsonl                   segments, each written once
     <run>/journal/00000000-00000255.jsonl          segments that were merged
     <run>/trials/trial-000/trial.json              what the trial is
-    <run>/trials/trial-000/state-000000.json       the shards of a trial's state after visit 0
+    <run>/trials/trial-000/state-000000.json       the shards of a trial's initial state
     <run>/objects/<digest>.safetensors             segments of shards, by content
     ```
 
@@ -250,31 +250,31 @@ class RunFolder:
         """Return the sorted numbers of the run's trials, each of which can be read."""
         return [each for each in self._trial_folders() if self.store.exists(self._trial(each))]
 
-    def write_state(self, trial: int, visit: int, document: Mapping[str, Any]) -> None:
-        """Write the shards and cursors of a trial's state after a visit; 0 is the initial state."""
+    def write_state(self, trial: int, state: int, document: Mapping[str, Any]) -> None:
+        """Write the shards and cursors of a state of a trial; 0 is the initial state."""
         named = {"run_id": self.run_id, **document}
-        self.store.write(self._state(trial, visit), encode_document(named))
+        self.store.write(self._state(trial, state), encode_document(named))
 
-    def read_state(self, trial: int, visit: int, run_id: str | None = None) -> StateDocument:
+    def read_state(self, trial: int, state: int, run_id: str | None = None) -> StateDocument:
         """Read a trial's state.
 
         Args:
             run_id: the run of `run.json`, if the state is to be compared with it.
 
         Raises:
-            StoreError: the state is absent, damaged or that of another visit.
+            StoreError: the state is absent, damaged or another one.
             JournalError: it is that of another run.
         """
-        path = self._state(trial, visit)
-        state: StateDocument = decode(StateDocument, self._read(path), repr(path))
-        if (state["trial"], state["visit"]) != (trial, visit):
+        path = self._state(trial, state)
+        document: StateDocument = decode(StateDocument, self._read(path), repr(path))
+        if (document["trial"], document["state"]) != (trial, state):
             raise StoreError(
-                f"{path!r} holds the state of trial {state['trial']} after visit "
-                f"{state['visit']}; restore it from a copy"
+                f"{path!r} holds state {document['state']} of trial "
+                f"{document['trial']}; restore it from a copy"
             )
         if run_id is not None:
-            _check_run(state, path, run_id)
-        return state
+            _check_run(document, path, run_id)
+        return document
 
     def check_journal(self, document: RunDocument) -> None:
         """Compare the run that the journal names with that of `run.json`.
@@ -285,29 +285,29 @@ class RunFolder:
         for line in islice(chain.from_iterable(self.read_segments()), 1):
             _check_run(line, f"{self.path}/journal", document.run_id)
 
-    def fork_state(self, trial: int, parent: int, visit: int, partitions: int) -> None:
-        """Name another trial's state after a visit as this trial's own; no segment is copied.
+    def fork_state(self, trial: int, parent: int, state: int, partitions: int) -> None:
+        """Name another trial's state as this trial's own; no segment is copied.
 
         Of its cursors only the place in training is taken over: the options of the optimizer and
         the LR schedule are those of the fork's own parameters.
         """
-        shards = self.read_state(parent, visit, self.run_id)["shards"]
+        shards = self.read_state(parent, state, self.run_id)["shards"]
         for shard in shards:
             if shard["cursor"]:
-                epochs = (visit - 1) // partitions
+                epochs = (state - 1) // partitions
                 shard["cursor"] = {"step": shard["cursor"]["step"], "epochs": epochs}
-        self.write_state(trial, visit, {"visit": visit, "shards": shards, "trial": trial})
+        self.write_state(trial, state, {"state": state, "shards": shards, "trial": trial})
 
-    def delete_state(self, trial: int, visit: int) -> None:
+    def delete_state(self, trial: int, state: int) -> None:
         """Delete the document of a trial's state, whose segments stay."""
-        self.store.delete(self._state(trial, visit))
+        self.store.delete(self._state(trial, state))
 
     def delete_object(self, digest: str) -> None:
         """Delete a segment that no state names."""
         self.store.delete(self._object(digest))
 
     def states(self, trial: int) -> list[int]:
-        """Return the sorted visits after which the trial's state is in this run."""
+        """Return the trial's states that are in this run, sorted."""
         matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/{trial_name(trial)}"))
         return sorted(int(match[1]) for match in matches if match)
 
@@ -317,17 +317,17 @@ class RunFolder:
         Nobody may be writing to the run. What others put there stays.
 
         Args:
-            kept: visits to keep by trial; trials that are not in it keep all their states.
+            kept: states to keep by trial; trials that are not in it keep all their states.
         """
         self.store.delete_unfinished(self.path)
-        for trial, visits in kept.items():
-            for visit in self.states(trial):
-                if visit not in visits:
-                    self.delete_state(trial, visit)
+        for trial, states in kept.items():
+            for state in self.states(trial):
+                if state not in states:
+                    self.delete_state(trial, state)
         named: set[str] = set()
         for trial in self._trial_folders():
-            for visit in self.states(trial):
-                for shard in self.read_state(trial, visit)["shards"]:
+            for state in self.states(trial):
+                for shard in self.read_state(trial, state)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
         for name in self.store.list(f"{self.path}/objects"):
             found = _OBJECT.fullmatch(name)
@@ -347,8 +347,8 @@ class RunFolder:
     def _trial(self, trial: int) -> str:
         return f"{self.path}/trials/{trial_name(trial)}/{TRIAL_FILE}"
 
-    def _state(self, trial: int, visit: int) -> str:
-        return f"{self.path}/trials/{trial_name(trial)}/{state_name(visit)}"
+    def _state(self, trial: int, state: int) -> str:
+        return f"{self.path}/trials/{trial_name(trial)}/{state_name(state)}"
 
     def _read(self, path: str) -> dict[str, Any]:
         return decode_document(path, self.store.read(path))

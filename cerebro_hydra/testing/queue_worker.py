@@ -48,15 +48,15 @@ EPOCH, PARTITION, WORKER = 0, 0, 0
 StartDevice = Callable[[Slabs, OnAnswer, OnGone], WorkerDevice]
 
 
-def train(attempt: int, trial: int, visit: int, uncut: bool = False) -> StartSubEpoch:
-    """Ask for the sub-epoch that makes state `visit` of the one before."""
-    source = StateSource(visit - 1, ME)
-    return StartSubEpoch(attempt, trial, visit, EPOCH, PARTITION, WORKER, ME, source, {}, uncut)
+def train(attempt: int, trial: int, state: int, uncut: bool = False) -> StartSubEpoch:
+    """Ask for the sub-epoch that makes `state` of the one before."""
+    source = StateSource(state - 1, ME)
+    return StartSubEpoch(attempt, trial, state, EPOCH, PARTITION, WORKER, ME, source, {}, uncut)
 
 
-def evaluate(attempt: int, trial: int, visit: int) -> Evaluate:
+def evaluate(attempt: int, trial: int, state: int) -> Evaluate:
     """Ask for the evaluation of a state."""
-    return Evaluate(attempt, trial, EPOCH, visit, PARTITION, WORKER, ME, StateSource(visit, ME))
+    return Evaluate(attempt, trial, EPOCH, state, PARTITION, WORKER, ME, StateSource(state, ME))
 
 
 def in_this_process(
@@ -106,7 +106,7 @@ class QueueWorker:
         pool: gives the memory, if no other process has to see it.
         folder: holds states that are at no agent.
         connect: connects to the agents from which states are fetched.
-        on_whole: is told of a state that was fetched, by its trial and visit.
+        on_whole: is told of a state that was fetched, by its trial and number.
         name: of the agent.
     """
 
@@ -127,7 +127,7 @@ class QueueWorker:
         pool: BufferPool | None = None,
         folder: Any = None,
         connect: Any = None,
-        on_whole: Callable[[int, int], None] = lambda trial, visit: None,
+        on_whole: Callable[[int, int], None] = lambda trial, state: None,
         name: str = ME,
     ) -> None:
         self.slabs = Slabs()
@@ -170,10 +170,10 @@ class QueueWorker:
         self.trainer.accept(task.attempt)
         self.trainer.perform(task, uri)
 
-    def put(self, trial: int, visit: int, state: Sequence[HostSegments], step: int = 0) -> None:
+    def put(self, trial: int, state: int, shards: Sequence[HostSegments], step: int = 0) -> None:
         """Publish a state here, as a fetch would."""
-        announced = self.store.expect(trial, visit, len(state))
-        for number, segments in enumerate(state):
+        announced = self.store.expect(trial, state, len(shards))
+        for number, segments in enumerate(shards):
             named = {}
             for name, content in segments.items():
                 buffer = self.store.segments.allocate(content.nbytes)
@@ -181,9 +181,9 @@ class QueueWorker:
                 named[name] = (digest(buffer), buffer)
             self.store.put(announced, number, Shard(named, {"step": step} if step else {}))
 
-    def get(self, trial: int, visit: int, shards: int) -> list[HostSegments]:
+    def get(self, trial: int, state: int, shards: int) -> list[HostSegments]:
         """Return copies of a state that was published."""
-        found = [self.store.wait(trial, visit, k, lambda: True).segments for k in range(shards)]
+        found = [self.store.wait(trial, state, k, lambda: True).segments for k in range(shards)]
         return [{name: b.copy() for name, (_, b) in each.items()} for each in found]
 
     def report(self, seconds: float | None = None) -> Any:

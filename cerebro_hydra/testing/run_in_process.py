@@ -120,7 +120,7 @@ def run_in_process(
         order = row_order(part.rows, SEED, task.epoch, task.partition)
         stream = batches(part, columns.features, columns.targets, spec.batch_size, order)
         totals = trial.train([*windows(stream, spec.accumulate)])
-        digests = _write_state(folder, trial, task.visit)
+        digests = _write_state(folder, trial, task.state)
         return SubEpochDone(
             task.attempt, task.incarnation, totals.rows, totals.loss_sum, digests, spec.nbytes,
             seconds=0.0, hop=Hop(0, 0, 0.0),
@@ -138,20 +138,20 @@ def run_in_process(
             match instruction:
                 case StartSubEpoch():
                     events.append(train(instruction))
-                case Checkpoint(number, visit, incarnation):
-                    events.append(Checkpointed(number, visit, incarnation))
+                case Checkpoint(number, state, incarnation):
+                    events.append(Checkpointed(number, state, incarnation))
     journal.close()
     return folder
 
 
-def _write_state(folder: RunFolder, trial: CutTrial, visit: int) -> Digests:
+def _write_state(folder: RunFolder, trial: CutTrial, state: int) -> Digests:
     entries = []
     for segments, cursor in trial.shards:
         digests = {name: digest(content) for name, content in segments.items()}
         for name, content in segments.items():
             folder.write_object(digests[name], content)
         entries.append({**digests, "cursor": json.loads(cursor)})
-    folder.write_state(0, visit, {"trial": 0, "visit": visit, "shards": entries})
+    folder.write_state(0, state, {"trial": 0, "state": state, "shards": entries})
     return tuple((entry["frozen"], entry["trainable"]) for entry in entries)
 
 

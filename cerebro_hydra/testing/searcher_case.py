@@ -162,14 +162,14 @@ class SimulatedSearch:
         config = TrialConfig(proposed.trial, 1.0, 1, _SHARDS)
         if proposed.parent is None:
             return TrialAdded(config, proposed.budget)
-        return TrialForked(config, proposed.parent, proposed.visit, proposed.budget)
+        return TrialForked(config, proposed.parent, proposed.state, proposed.budget)
 
     def _carry_out(self, instruction: Instruction) -> None:
         match instruction:
             case StartSubEpoch():
                 self._coming.append(self._trained(instruction))
-            case Checkpoint(trial, visit, incarnation):
-                self._coming.append(Checkpointed(trial, visit, incarnation))
+            case Checkpoint(trial, state, incarnation):
+                self._coming.append(Checkpointed(trial, state, incarnation))
             case Cancel(attempt):
                 self._coming = [e for e in self._coming if getattr(e, "attempt", None) != attempt]
 

@@ -232,7 +232,7 @@ class Admission:
                     "batch_size, with accumulate"
                 )
             profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
-            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in asked.visits]
+            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in asked.states]
         finer = replace(
             spec,
             **_structure(cut),
@@ -303,7 +303,7 @@ class Admission:
         shards = self._written(initial) if parent is None else parent.shards
         if parent is None:  # else it begins with a state of its parent
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
-            self._folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": entries})
+            self._folder.write_state(trial, 0, {"trial": trial, "state": 0, "shards": entries})
         profile = admission.profile
         if finer_tasks is not None and profile is not None:
             profile = replace(profile, tasks=finer_tasks)
@@ -574,7 +574,7 @@ def _copied_per_second() -> float:
     return _COPIED / (time.perf_counter() - begun)
 
 
-def relaid_state(folder: RunFolder, trial: int, visit: int, layout: TrialLayout) -> RecutState:
+def relaid_state(folder: RunFolder, trial: int, state: int, layout: TrialLayout) -> RecutState:
     """Write the segments of a state in another layout, and describe the state so.
 
     Its document stays as it is.
@@ -583,12 +583,12 @@ def relaid_state(folder: RunFolder, trial: int, visit: int, layout: TrialLayout)
         ConfigurationError: the state lacks a tensor of the layout.
         StoreError: the store can't be read or written.
     """
-    shards = folder.read_state(trial, visit, folder.run_id)["shards"]
+    shards = folder.read_state(trial, state, folder.run_id)["shards"]
     cursors = [shard["cursor"] or None for shard in shards]
     assert all(cursor == cursors[0] for cursor in cursors), "shards of a state have one cursor"
     names = list(dict.fromkeys(name for s in shards for name in (s["frozen"], s["trainable"])))
     made = [write_segments(folder, each) for each in _relaid(folder, names, layout)]
-    return RecutState(visit, tuple(made), None if cursors[0] is None else dict(cursors[0]))
+    return RecutState(state, tuple(made), None if cursors[0] is None else dict(cursors[0]))
 
 
 def write_segments(folder: RunFolder, segments: Mapping[str, Bytes]) -> tuple[str, str]:

@@ -199,11 +199,11 @@ class AskAndTell:
         parent.forks += 1
         self._forks += 1
         self._check_epochs("the epochs of a fork", fork.epochs, parent.told)
-        visit = parent.told * self._partitions
-        yield self._proposed(fork.params, fork.epochs, fork.parent, visit)
+        state = parent.told * self._partitions
+        yield self._proposed(fork.params, fork.epochs, fork.parent, state)
 
     def _proposed(
-        self, params: Mapping[str, Any], epochs: int, parent: int | None = None, visit: int = 0
+        self, params: Mapping[str, Any], epochs: int, parent: int | None = None, state: int = 0
     ) -> TrialProposed:
         number = len(self._trials)
         if not isinstance(params, Mapping):
@@ -214,7 +214,7 @@ class AskAndTell:
         told = self._trials[parent].told if parent is not None else 0
         self._trials.append(_Candidate(epochs, parent, told))
         self._training.add(number)
-        return TrialProposed(number, known, epochs, parent, visit)
+        return TrialProposed(number, known, epochs, parent, state)
 
     def _admitted(self, number: int) -> list[Event]:
         """Let the parent of a fork go on, which was admitted or refused."""

@@ -16,7 +16,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
-from cerebro_hydra.replay.record import result_visit
+from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.shards.export.archive import ModelArchive, archived
 from cerebro_hydra.shards.export.program import save_exported
@@ -272,7 +272,7 @@ def trained_recipe(
 def saved_tensors(folder: RunFolder, trial: int) -> dict[str, Tensor]:
     """Return `param:NAME` and `buffer:NAME` of the result, as evaluation used them."""
     run_id = read_document(folder).run_id
-    tensors = read_saved(folder, trial, result_visit(folder, trial), run_id).tensors
+    tensors = read_saved(folder, trial, result_state(folder, trial), run_id).tensors
     tensors |= {
         f"param:{name.removeprefix('ema:')}": t
         for name, t in tensors.items()

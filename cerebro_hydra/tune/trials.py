@@ -238,7 +238,7 @@ class SearchTrials:
         config = trial_config(admitted.spec)
         event: TrialAdded | TrialForked = TrialAdded(config, candidate.budget)
         if candidate.parent is not None:
-            event = TrialForked(config, candidate.parent, candidate.visit, candidate.budget)
+            event = TrialForked(config, candidate.parent, candidate.state, candidate.budget)
         return NewTrial(admitted.spec, event)
 
 

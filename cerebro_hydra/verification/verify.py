@@ -139,9 +139,9 @@ class _Verification:
         self._added: dict[int, TrialConfig] = {}
         """What a sound journal says of each trial that it adds."""
         self._made: dict[tuple[int, int], Digests] = {}
-        """The digests of a trial's state after a visit, as its agent reported them."""
+        """The digests of a state of a trial, as its agent reported them."""
         self._results: dict[int, int] = {}
-        """The visit whose state is a trial's result, of each trial that has one."""
+        """The state that is a trial's result, of each trial that has one."""
         self._forks: set[int] = set()
         """The trials that begin with a state of another one."""
         self._objects: dict[str, str | None] = {}
@@ -221,15 +221,15 @@ class _Verification:
                 self._forks.add(event["config"]["trial"])
             for told in record["instructions"]:
                 if told["type"] == "Commit":
-                    self._made[told["trial"], told["visit"]] = reported[told["attempt"]]
-                elif told["type"] == "ForkState" and (visit := told["visit"]):
-                    self._made[told["trial"], visit] = self._made[told["parent"], visit]
+                    self._made[told["trial"], told["state"]] = reported[told["attempt"]]
+                elif told["type"] == "ForkState" and (state := told["state"]):
+                    self._made[told["trial"], state] = self._made[told["parent"], state]
                 elif told["type"] == "ChangeCut":
-                    for state in event["states"]:
-                        digests = tuple((f, t) for f, t in state["digests"])
-                        self._made[told["trial"], state["visit"]] = digests
-                elif told["type"] == "FinishTrial" and told["visit"]:
-                    self._results[told["trial"]] = told["visit"]
+                    for made in event["states"]:
+                        digests = tuple((f, t) for f, t in made["digests"])
+                        self._made[told["trial"], made["state"]] = digests
+                elif told["type"] == "FinishTrial" and told["state"]:
+                    self._results[told["trial"]] = told["state"]
                 elif told["type"] == "ReopenTrial":
                     self._results.pop(told["trial"], None)
 
@@ -248,29 +248,29 @@ class _Verification:
                     f"{TRIAL_FILE} describes another trial than the journal of "
                     f"{self._folder.path!r} adds; restore both from one copy"
                 )
-        visits = self._folder.states(number)
+        states = self._folder.states(number)
         needed = set() if number in self._forks else {0}
         needed |= {self._results[number]} if number in self._results else set()
         problems += [
-            f"the state after visit {visit} is not in {self._folder.path!r}; restore it from a copy"
-            for visit in sorted(needed - set(visits))
+            f"state {state} is not in {self._folder.path!r}; restore it from a copy"
+            for state in sorted(needed - set(states))
         ]
         named: set[str] = set()
-        for visit in visits:
+        for state in states:
             try:
-                state = self._folder.read_state(number, visit, self._document.run_id)
+                document = self._folder.read_state(number, state, self._document.run_id)
             except CerebroHydraError as error:
                 problems.append(str(error))
                 continue
-            digests = tuple((shard["frozen"], shard["trainable"]) for shard in state["shards"])
+            digests = tuple((shard["frozen"], shard["trainable"]) for shard in document["shards"])
             named.update(digest for pair in digests for digest in pair)
-            if digests != (expected := made.get((number, visit), digests)):
+            if digests != (expected := made.get((number, state), digests)):
                 problems.append(
-                    f"the state after visit {visit} names the objects {digests}, but {expected} "
+                    f"state {state} names the objects {digests}, but {expected} "
                     "were made; restore it from a copy"
                 )
         problems += filter(None, map(self._object, sorted(named)))
-        seen = f"{len(visits)} states, {len(named)} objects"
+        seen = f"{len(states)} states, {len(named)} objects"
         return VerifiedPart(f"{self._name}: {trial_name(number)}", seen, tuple(problems))
 
     def _object(self, digest: str) -> str | None:

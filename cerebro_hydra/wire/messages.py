@@ -37,7 +37,7 @@ class ShardRequest:
     """
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
     shards: tuple[int, ...]
     verify: bool = False
@@ -46,7 +46,7 @@ class ShardRequest:
         """Return the request as error messages show it."""
         numbers = ", ".join(map(str, self.shards))
         return (
-            f"shard {numbers} of trial {self.trial} after visit {self.visit} "
+            f"shard {numbers} of trial {self.trial} at state {self.state} "
             f"(owner {self.incarnation})"
         )
 
@@ -61,13 +61,13 @@ class ShardRequest:
             case {
                 "fetch": {
                     "trial": int(trial),
-                    "visit": int(visit),
+                    "state": int(state),
                     "incarnation": str(incarnation),
                     "shards": [int(), *_] as shards,
                     **more,
                 }
             } if all(type(number) is int and number >= 0 for number in shards):
-                return cls(trial, visit, incarnation, tuple(shards), more.get("verify") is True)
+                return cls(trial, state, incarnation, tuple(shards), more.get("verify") is True)
         raise ValueError(
             f"{line[:200]!r} is no request for shards; run the same version everywhere"
         )

@@ -3,7 +3,7 @@
 A receiver writes lines, and the owner answers each at once or when it can:
 
     receiver    <the secret>
-    receiver    {"fetch": {"trial": 4, "visit": 2, "incarnation": "…", "shards": [0, 1]}}
+    receiver    {"fetch": {"trial": 4, "state": 2, "incarnation": "…", "shards": [0, 1]}}
     owner       {"shard": {"number": 1, "segments": {"trainable": ["<digest>", <bytes>]}, …}}
     receiver    {"send": ["trainable"]}
     owner       the bytes of these segments, one after another

@@ -20,7 +20,7 @@ from torch import nn
 
 from cerebro_hydra import SparkBackend, SparkEstimator, local_spark, replay
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.replay.record import result_visit
+from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.storage import RunFolder
 
 WORKERS = 2
@@ -197,7 +197,7 @@ def test_a_schedule_may_step_once_an_epoch(
     assert replay(group.result.run_path, "trial-000", search.estimator_gen_fn.__wrapped__).identical
     # The second epoch does not improve by nine tenths, so the third has a tenth of the rate.
     folder = RunFolder.open(group.result.run_path)
-    (shard,) = folder.read_state(0, result_visit(folder, 0))["shards"]
+    (shard,) = folder.read_state(0, result_state(folder, 0))["shards"]
     assert shard["cursor"] is not None
     assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(0.01)
 

@@ -190,17 +190,17 @@ class Agent:
         while not over.is_set():
             self.lane.step()
 
-    def train(self, visit: int = 1, uncut: bool = False) -> Any:
+    def train(self, state: int = 1, uncut: bool = False) -> Any:
         """Train a sub-epoch and return the event that it ends with."""
-        place, source = self.order[visit - 1], StateSource(visit - 1, None if visit == 1 else ME)
-        task = StartSubEpoch(visit, 0, visit, 0, place, 0, ME, source, {}, uncut)
+        place, source = self.order[state - 1], StateSource(state - 1, None if state == 1 else ME)
+        task = StartSubEpoch(state, 0, state, 0, place, 0, ME, source, {}, uncut)
         self.worker.perform(task)
         return self.worker.result(SECONDS)
 
-    def evaluate(self, visit: int, uncut: bool = False) -> Any:
+    def evaluate(self, state: int, uncut: bool = False) -> Any:
         """Evaluate a state on the rows of partition 0, and return what that gave."""
-        source = StateSource(visit, None if visit == 0 else ME)
-        self.worker.perform(Evaluate(100 + visit, 0, 0, visit, 0, 0, ME, source, uncut))
+        source = StateSource(state, None if state == 0 else ME)
+        self.worker.perform(Evaluate(100 + state, 0, 0, state, 0, 0, ME, source, uncut))
         return self.worker.result(SECONDS)
 
     @property
@@ -213,7 +213,7 @@ class Agent:
             if each["type"] == "Commit"
         ]
 
-    def known(self, visit: int) -> Any:
+    def known(self, state: int) -> Any:
         """Digests of the state that training without audits made."""
-        shards = self.folder.read_state(0, visit)["shards"]
+        shards = self.folder.read_state(0, state)["shards"]
         return tuple((shard["frozen"], shard["trainable"]) for shard in shards)

@@ -20,8 +20,8 @@ from tests.agent.byte_runs import ByteTrials, gradient_of
 from tests.agent.queues.queue_bench import BATCH, QueueBench
 from tests.agent.standins import SECONDS, Peer
 
-VISIT = 3
-TASK = StartSubEpoch(7, 0, VISIT, 1, 0, 0, ME, StateSource(VISIT - 1, "a"), {})
+STATE = 3
+TASK = StartSubEpoch(7, 0, STATE, 1, 0, 0, ME, StateSource(STATE - 1, "a"), {})
 
 
 class Bench:
@@ -42,12 +42,12 @@ class Bench:
         self.worker.perform(TASK, "uri-a")
         return self.worker.result()
 
-    def trainable(self, visit: int) -> list[int]:
-        return self.store.wait(0, visit, 0).segments["trainable"][1].tolist()
+    def trainable(self, state: int) -> list[int]:
+        return self.store.wait(0, state, 0).segments["trainable"][1].tolist()
 
     def bring_redone_state(self) -> Peer:
         """What the coordinator does after a redo: the same visit was made again elsewhere."""
-        self.trainer.prefetch(FetchShards(0, 0, ME, StateSource(VISIT, "b")), "uri-b")
+        self.trainer.prefetch(FetchShards(0, 0, ME, StateSource(STATE, "b")), "uri-b")
         return self.peers["uri-b"]
 
 
@@ -68,10 +68,10 @@ def test_a_task_is_trained_and_published(made: Callable[..., Bench]) -> None:
     bench = made()
     assert isinstance(bench.perform(), events.SubEpochDone)
     before = np.full(8, 1, np.uint8)
-    assert bench.trainable(VISIT) == (before + gradient_of(before, 0)).tolist()
-    assert bench.trainable(VISIT - 1) == before.tolist(), "it is kept as it was"
-    for visit in (VISIT - 1, VISIT):
-        named, buffer = bench.store.wait(0, visit, 0).segments["trainable"]
+    assert bench.trainable(STATE) == (before + gradient_of(before, 0)).tolist()
+    assert bench.trainable(STATE - 1) == before.tolist(), "it is kept as it was"
+    for state in (STATE - 1, STATE):
+        named, buffer = bench.store.wait(0, state, 0).segments["trainable"]
         assert digest(buffer) == named
 
 
@@ -101,13 +101,13 @@ def test_a_fetch_that_fails_before_the_task_waits_for_it_is_reported(
 def test_a_task_that_is_taken_back_after_its_end_leaves_nothing(made: Callable[..., Bench]) -> None:
     bench = made()
     bench.perform()
-    assert bench.store.whole(0, VISIT)
+    assert bench.store.whole(0, STATE)
     bench.trainer.cancel(TASK.attempt)
     bench.worker.settle()
-    assert not bench.store.knows(0, VISIT)
+    assert not bench.store.knows(0, STATE)
     peer = bench.bring_redone_state()
     peer.answer.set()
-    assert bench.trainable(VISIT) == [peer.fill] * 8
+    assert bench.trainable(STATE) == [peer.fill] * 8
 
 
 def test_a_task_that_is_taken_back_spares_the_state_that_came_instead(
@@ -120,11 +120,11 @@ def test_a_task_that_is_taken_back_spares_the_state_that_came_instead(
 
     bench = made(forward=redo)
     assert bench.perform() == "cancelled"
-    assert not bench.store.whole(0, VISIT)
+    assert not bench.store.whole(0, STATE)
     peer = bench.peers["uri-b"]
     peer.answer.set()
     assert peer.left.wait(SECONDS)
-    assert bench.trainable(VISIT) == [peer.fill] * 8
+    assert bench.trainable(STATE) == [peer.fill] * 8
 
 
 def test_attempts_that_were_taken_back_are_forgotten_when_they_are_done(
@@ -136,7 +136,7 @@ def test_attempts_that_were_taken_back_are_forgotten_when_they_are_done(
     bench.trainer.cancel(TASK.attempt + 1)
     bench.worker.settle()
     assert bench.worker.reported.empty()
-    assert not bench.store.knows(0, VISIT)
+    assert not bench.store.knows(0, STATE)
     assert not bench.worker.state.runs
 
 
@@ -170,14 +170,14 @@ def test_what_changes_after_it_was_published_is_not_told_as_the_state_of_the_tri
     """As by a backward hook that writes to a buffer of a shard whose update is over."""
 
     def write() -> None:
-        bench.store.wait(0, VISIT, 0).segments["trainable"][1][0] += 1
+        bench.store.wait(0, STATE, 0).segments["trainable"][1][0] += 1
 
     bench = made(closed=write)
     failed = bench.perform()
     assert isinstance(failed, events.AuditFailed)
     assert "the bytes of shards [0] changed after they were published" in failed.difference
     bench.worker.settle()
-    assert not bench.store.knows(0, VISIT)
+    assert not bench.store.knows(0, STATE)
 
 
 # ---------------------------------------------------------------------- kinds of failures

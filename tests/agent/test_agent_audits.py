@@ -59,10 +59,10 @@ def test_audits_agree_and_change_no_bit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     agent = make_agent(cut, everything, device=device)
-    for visit in (1, 2):
-        done = agent.train(visit, uncut)
+    for state in (1, 2):
+        done = agent.train(state, uncut)
         assert isinstance(done, events.SubEpochDone), done
-        assert done.digests == agent.known(visit)
+        assert done.digests == agent.known(state)
         assert done.audit_seconds > 0, caplog.text
     assert set(agent.begun) == {1, 2}
     assert len(agent.built) == 3, "the factory builds the trial, and a model for each audit"
@@ -100,12 +100,12 @@ def test_audits_agree_in_mapped_files_where_memory_has_no_room_for_a_second_stat
         return losses
 
     monkeypatch.setattr(UncutTraining, "step", watched)
-    for visit in (1, 2):
-        agent.shards.withdraw(0, visit - 2)
-        with little_memory(agent, first=visit == 1) as nbytes:
-            done = agent.train(visit)
+    for state in (1, 2):
+        agent.shards.withdraw(0, state - 2)
+        with little_memory(agent, first=state == 1) as nbytes:
+            done = agent.train(state)
         assert isinstance(done, events.SubEpochDone), done
-        assert done.digests == agent.known(visit)
+        assert done.digests == agent.known(state)
         assert done.audit_seconds > 0, caplog.text
         assert allocated == [], "what the audit has made is not written to memory"
         assert agent.memory.pool.peak <= nbytes
@@ -253,8 +253,8 @@ def test_a_factory_that_fails_the_second_time_ends_no_trial_and_is_told_once(
         raise OSError("the hub is gone")
 
     agent.make = fails
-    for visit in (1, 2):
-        assert agent.train(visit).digests == agent.known(visit)
+    for state in (1, 2):
+        assert agent.train(state).digests == agent.known(state)
     assert caplog.text.count("is no longer audited on worker 0: OSError: the hub is gone") == 1
 
 
@@ -268,8 +268,8 @@ def test_a_factory_that_gives_one_model_twice_is_not_audited(
         return recipe_of(model)
 
     agent.make = gives_it
-    for visit in (1, 2):
-        assert agent.train(visit).digests == agent.known(visit)
+    for state in (1, 2):
+        assert agent.train(state).digests == agent.known(state)
     assert "gives the same model twice" in caplog.text
 
 

@@ -22,8 +22,8 @@ WORDS = {name: np.frombuffer(name.encode(), np.uint8) for name in ("frozen", "tr
 
 
 def test_a_trial_that_is_built_anew_has_the_same_bits(agent: Agent) -> None:
-    for visit in (1, 2):
-        assert agent.train(visit).digests == agent.known(visit)
+    for state in (1, 2):
+        assert agent.train(state).digests == agent.known(state)
         agent.trainer.forget(0)
         agent.settle()
     assert len(agent.built) == 4, "the factory builds the trial and a model to audit, twice"
@@ -59,8 +59,8 @@ def test_nothing_is_left_of_a_trial_that_is_over(agent: Agent) -> None:
     before = held()
     assert agent.train(1).audit_seconds > 0
     assert held() != before
-    for visit in range(2):
-        agent.trainer.drop(0, visit)
+    for state in range(2):
+        agent.trainer.drop(0, state)
     agent.trainer.forget(0)
     agent.settle()
     assert held() == before and not agent.builder.keeps(0)

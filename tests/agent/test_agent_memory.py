@@ -171,7 +171,7 @@ class Agent:
     ) -> Iterator[FetchedShard]:
         """Answer a peer as its wire would: read what is published while it is sent."""
         for number in request.shards:
-            shard = self.store.wait(request.trial, request.visit, number)
+            shard = self.store.wait(request.trial, request.state, number)
             segments = {}
             for name, (named, buffer) in shard.segments.items():
                 received = held(named)
@@ -202,7 +202,7 @@ class Cluster:
         self.folder.write_object(names["trainable"], first.data)
         for trial in range(trials):
             shards = [{**names, "cursor": {"step": 0}}]
-            self.folder.write_state(trial, 0, {"trial": trial, "visit": 0, "shards": shards})
+            self.folder.write_state(trial, 0, {"trial": trial, "state": 0, "shards": shards})
         digests = ((names["frozen"], names["trainable"]),)
         configs = tuple(TrialConfig(n, 1.0, nbytes, digests) for n in range(trials))
         search = ClosedSearch(HopConfig(PARTITIONS), configs, EPOCHS)
@@ -242,9 +242,9 @@ class Cluster:
                 agent.trainer.learn(spec_of(instruction.trial))
                 agent.trainer.prefetch(instruction, instruction.source.incarnation)
             case Drop():
-                agent.trainer.drop(instruction.trial, instruction.visit)
+                agent.trainer.drop(instruction.trial, instruction.state)
             case Checkpoint():
-                name = instruction.trial, instruction.visit
+                name = instruction.trial, instruction.state
                 self.folder.write_state(*name, write_segments(self.folder, agent.store, *name))
                 self.events.put(events.Checkpointed(*name, agent.name))
             case FinishTrial():
@@ -263,11 +263,11 @@ def peaks(path: Path, budget_states: float, trials: int = 4, workers: int = 2) -
     for agent in cluster.agents.values():
         agent.worker.close()
     for trial, result in cluster.results.items():
-        assert (result.status, result.visit) == ("finished", PARTITIONS * EPOCHS)
-        (shard,) = cluster.folder.read_state(trial, result.visit)["shards"]
+        assert (result.status, result.state) == ("finished", PARTITIONS * EPOCHS)
+        (shard,) = cluster.folder.read_state(trial, result.state)["shards"]
         content = np.frombuffer(cluster.folder.read_object(shard["trainable"]), np.uint8)
         assert content.nbytes == STATE
-        assert (content == result.visit).all()
+        assert (content == result.state).all()
     for agent in cluster.agents.values():
         # Results are in the store and dropped here, except frozen segments.
         assert agent.store.segments.digests() == {digest(FROZEN)}

@@ -258,6 +258,6 @@ def what_was_redone(run: Path, begun: float) -> tuple[float | None, int]:
             if isinstance(one, StartSubEpoch) and resumed and trained is None:
                 trained = round(each.time - begun, 1)
             if isinstance(one, Commit):
-                again += (one.trial, one.visit) in visits
-                visits.add((one.trial, one.visit))
+                again += (one.trial, one.state) in visits
+                visits.add((one.trial, one.state))
     return trained, again

@@ -97,8 +97,8 @@ def bits(run_path: str | Path) -> dict[str, Any]:
     folder = RunFolder.open(str(run_path))
     found: dict[str, Any] = {}
     for view in RunView.of_run(folder).trials.values():
-        assert view.result_visit is not None, view.reason
-        state = folder.read_state(view.trial, view.result_visit)
+        assert view.result_state is not None, view.reason
+        state = folder.read_state(view.trial, view.result_state)
         found[view.trial_id] = (view.status, view.visit_log, repr(view.history), state["shards"])
         for shard in state["shards"]:
             for digest in (shard["frozen"], shard["trainable"]):

@@ -95,26 +95,26 @@ class ScriptedAgent:
     def _answers(self, instruction: Any) -> list[events.Event]:
         me = self.incarnation
         match instruction:
-            case StartSubEpoch(attempt, trial, visit, _, partition):
-                digests = ((named("frozen", trial), named("trained", trial, visit)),)
+            case StartSubEpoch(attempt, trial, state, _, partition):
+                digests = ((named("frozen", trial), named("trained", trial, state)),)
                 hop = events.Hop(10, 20, 0.001)
                 return [
-                    events.StateReceived(trial, visit - 1, me),
+                    events.StateReceived(trial, state - 1, me),
                     events.SubEpochEnding(attempt, me),
                     events.SubEpochDone(attempt, me, 5, 0.5 + partition, digests, 30, 0.01, hop),
                 ]
-            case Evaluate(attempt, trial, _, visit, partition):
+            case Evaluate(attempt, trial, _, state, partition):
                 sums = {"loss": (2.0, 4), "accuracy": (float(trial), 4)}
                 return [
-                    events.StateReceived(trial, visit, me),
+                    events.StateReceived(trial, state, me),
                     events.EvaluationDone(
                         attempt, me, sums, 0.01, events.Hop(10, 20, 0.001), {"seen": [partition]}
                     ),
                 ]
             case AdoptPartitions(partitions=partitions):
                 return [events.PartitionsAdopted(me, partitions)]
-            case Checkpoint(trial, visit):
-                return [events.Checkpointed(trial, visit, me)]
+            case Checkpoint(trial, state):
+                return [events.Checkpointed(trial, state, me)]
         return []
 
 

@@ -16,8 +16,8 @@ CONTENT = b"a segment that a finer cut writes again"
 def test_segments_stay_from_the_moment_at_which_a_finer_cut_is_asked_for(tmp_path: Path) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), "run-1")
     folder.write_object(digest(CONTENT), memoryview(CONTENT))
-    for visit in range(2):
-        folder.write_state(0, visit, {"trial": 0, "visit": visit, "shards": []})
+    for state in range(2):
+        folder.write_state(0, state, {"trial": 0, "state": state, "shards": []})
     collector, goes_on = Collector(folder), threading.Event()
     collector._thread.submit(goes_on.wait)
     collector.hold(Collect(0, 0, (digest(CONTENT),)))

@@ -111,7 +111,7 @@ def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_
     )
     for trial in range(3):  # its metric never changes, so that the first epoch stays the best
         record = read_trial(folder, trial)
-        assert (record.status, record.result_visit) == ("finished", 2)
+        assert (record.status, record.result_state) == ("finished", 2)
         assert sorted(record.metrics) == [0, 1, 2, 3]
     assert restored(folder) == comparable(state)
 

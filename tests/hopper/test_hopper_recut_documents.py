@@ -36,7 +36,7 @@ def begun(path: Path) -> RunFolder:
     folder = RunFolder(LocalStore(str(path)), "run-1")
     folder.write_trial(SPEC)
     shards = [{"frozen": f, "trainable": t, "cursor": None} for f, t in WHOLE]
-    folder.write_state(0, 0, {"trial": 0, "visit": 0, "shards": shards})
+    folder.write_state(0, 0, {"trial": 0, "state": 0, "shards": shards})
     config = HopConfig(1, evaluate=False)
     scheduler = Scheduler(config)
     journal = Journal.begin(folder, config)

@@ -116,7 +116,7 @@ def test_a_state_that_is_made_again_with_other_bytes_is_told_and_the_run_goes_on
     folder = cut_after(whole, committed + 1, tmp_path / "cut")
 
     def altered(instruction: Any, me: str) -> Any:
-        if isinstance(instruction, StartSubEpoch) and instruction.visit == 1:
+        if isinstance(instruction, StartSubEpoch) and instruction.state == 1:
             before = from_json(lines[committed + 1]["event"])
             digests = ((before.digests[0][0], "other"),)
             return replace(before, attempt=instruction.attempt, incarnation=me, digests=digests)
@@ -176,7 +176,7 @@ def test_a_journal_that_is_refused_waits_in_order_until_it_is_not(
     store.refused = ()
     journal.write()
     assert journal.error is None and not journal.waiting
-    assert [line["event"]["visit"] for line in folder.read_records()] == [0, 1, 2]
+    assert [line["event"]["state"] for line in folder.read_records()] == [0, 1, 2]
 
 
 def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
 def test_a_result_that_is_refused_for_long_fails_its_trial_and_no_other(tmp_path: Path) -> None:
     def script(instruction: Any, me: str) -> Any:
         if isinstance(instruction, Checkpoint) and instruction.trial == 0:
-            return CheckpointFailed(0, instruction.visit, me, "the disk is full")
+            return CheckpointFailed(0, instruction.state, me, "the disk is full")
         return None
 
     _, state, tape = run(tmp_path, ScriptedLauncher(2, script=script), described(2, 2, 2))
@@ -231,7 +231,7 @@ def test_a_result_that_is_refused_for_long_fails_its_trial_and_no_other(tmp_path
 def test_a_result_that_could_not_be_saved_is_made_and_saved_after_a_resume(tmp_path: Path) -> None:
     def script(instruction: Any, me: str) -> Any:
         if isinstance(instruction, Checkpoint) and instruction.trial == 0:
-            return CheckpointFailed(0, instruction.visit, me, "the disk is full")
+            return CheckpointFailed(0, instruction.state, me, "the disk is full")
         return None
 
     what = described(2, 2, 2)

@@ -16,7 +16,7 @@ from tests.hopper.test_hopper_resume import Refusing
 
 def state(name: str) -> dict[str, Any]:
     shards = [{"frozen": name * 32, "trainable": name * 32, "cursor": {"step": 1}}]
-    return {"trial": 0, "visit": 3, "shards": shards}
+    return {"trial": 0, "state": 3, "shards": shards}
 
 
 @pytest.fixture

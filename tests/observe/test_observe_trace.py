@@ -104,7 +104,7 @@ def test_bars_are_the_decisions_and_never_overlap(
     counted = [bar for bar in timeline.tasks if (bar.kind, bar.outcome) == ("train", "done")]
     for trial, log in enumerate(simulation.timeline.visit_logs):
         mine = sorted(
-            (bar.task.visit, bar.task.epoch, bar.task.partition)
+            (bar.task.state, bar.task.epoch, bar.task.partition)
             for bar in counted
             if bar.task.trial == trial
         )

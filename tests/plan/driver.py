@@ -81,7 +81,7 @@ class Driver:
 
     def _receive(self, worker: str) -> int:
         begun = self.state.attempts[self.running[worker]]
-        self(ev.StateReceived(begun.trial, begun.source.visit, worker))
+        self(ev.StateReceived(begun.trial, begun.source.state, worker))
         return begun.number
 
     @property
@@ -102,9 +102,9 @@ class Driver:
         return {a.incarnation: each.number for a in agents for each in a.started}
 
     def held(self, number: int) -> list[tuple[int, str]]:
-        """Return (visit, place) of every copy of the trial's states."""
+        """Return (state, place) of every copy of the trial's states."""
         holders = self.state.holders
-        return [(v, place) for v in holders.visits(number) for place in holders.where(number, v)]
+        return [(v, place) for v in holders.states(number) for place in holders.where(number, v)]
 
 
 def open_search(partitions: int = 2, **more) -> Driver:

@@ -75,15 +75,15 @@ class FakeAgent:
                 for key in [k for k, a in self.made_by.items() if a == instruction.attempt]:
                     self.held.pop(key, None)
             case ins.Drop():
-                self.held.pop((instruction.trial, instruction.visit), None)
-                self.fetches.pop((instruction.trial, instruction.visit), None)
+                self.held.pop((instruction.trial, instruction.state), None)
+                self.fetches.pop((instruction.trial, instruction.state), None)
             case ins.AdoptPartitions():
                 self.outbox.append(ev.PartitionsAdopted(self.incarnation, instruction.partitions))
             case ins.Checkpoint():
-                self.saves.append((instruction.trial, instruction.visit))
+                self.saves.append((instruction.trial, instruction.state))
 
     def want(self, trial: int, source: ins.StateSource) -> None:
-        key = (trial, source.visit)
+        key = (trial, source.state)
         if key not in self.held:
             assert self.fetches.setdefault(key, source) == source, f"{key} has two sources"
 
@@ -95,7 +95,7 @@ class FakeAgent:
     def fail_fetch(self, key: tuple[int, int]) -> None:
         del self.fetches[key]
         for task in list(self.tasks.values()):
-            if (task.trial, task.source.visit) == key:
+            if (task.trial, task.source.state) == key:
                 del self.tasks[task.attempt]
                 self.outbox.append(
                     ev.TransferFailed(task.attempt, self.incarnation, "owner is gone")

@@ -57,8 +57,8 @@ def inject_fault(world: World, random: Random) -> None:
         if tasks:
             agent, task = random.choice(tasks)
             del agent.tasks[task.attempt]
-            key = (task.trial, task.source.visit)
-            if key not in {(t.trial, t.source.visit) for t in agent.tasks.values()}:
+            key = (task.trial, task.source.state)
+            if key not in {(t.trial, t.source.state) for t in agent.tasks.values()}:
                 agent.fetches.pop(key, None)
             named = (task.attempt, agent.incarnation, "injected")
             event = ev.TransferFailed(*named)
@@ -70,7 +70,7 @@ def inject_fault(world: World, random: Random) -> None:
             (a, t)
             for a in living
             for t in a.tasks.values()
-            if isinstance(t, ins.StartSubEpoch) and (t.trial, t.source.visit) in a.held
+            if isinstance(t, ins.StartSubEpoch) and (t.trial, t.source.state) in a.held
         ]
         if audited:
             agent, task = random.choice(audited)

@@ -119,8 +119,8 @@ class World:
             if isinstance(instruction, ins.ChangeCut):
                 self.change_cut(event, instruction)
             if isinstance(instruction, ins.ForkState):
-                forked = self.store[instruction.parent, instruction.visit]
-                self.store[instruction.trial, instruction.visit] = forked
+                forked = self.store[instruction.parent, instruction.state]
+                self.store[instruction.trial, instruction.state] = forked
                 if instruction.parent in self.uncut:
                     self.uncut.add(instruction.trial)
             if isinstance(instruction, ins.MergeMetrics):
@@ -136,10 +136,10 @@ class World:
         shards, states = 2 * len(config.initial_digests), []
         if self.broken_cut == asked.trial:
             return RecutRefused(asked.trial, "injected")
-        for visit in asked.visits:
-            content = self.store[asked.trial, visit]
+        for state in asked.states:
+            content = self.store[asked.trial, state]
             digests = [(f"frozen/{asked.trial}", f"{n} of {hash(content) % 7}") for n in range(2)]
-            states.append(RecutState(visit, tuple(digests) * (shards // 2)))
+            states.append(RecutState(state, tuple(digests) * (shards // 2)))
             self.objects.update(each for pair in digests for each in pair)
         finer = asked.inherited and config.finer
         config = replace(config, initial_digests=states[0].digests, finer=finer)
@@ -147,31 +147,31 @@ class World:
 
     def change_cut(self, event: TrialRecut, change: ins.ChangeCut) -> None:
         for state in event.states:
-            content = self.store[change.trial, state.visit]
-            self.store[change.trial, state.visit] = laid(content, change.shards)
+            content = self.store[change.trial, state.state]
+            self.store[change.trial, state.state] = laid(content, change.shards)
 
     def spare(self, checkpoint: ins.Checkpoint) -> None:
         """Delete nothing that is about to be written again."""
-        key = (checkpoint.trial, checkpoint.visit)
+        key = (checkpoint.trial, checkpoint.state)
         segments = set(self.state.holders.segments(*key))
         for each in list(self.deletions):
-            if (each.trial, each.visit) == key or segments & set(each.objects):
+            if (each.trial, each.state) == key or segments & set(each.objects):
                 self.deletions.remove(each)
 
     def delete(self) -> None:
         collect = self.deletions.popleft()
-        self.store.pop((collect.trial, collect.visit), None)
+        self.store.pop((collect.trial, collect.state), None)
         self.objects -= set(collect.objects)
 
     def check_store(self) -> None:
         """Check that what counts as stored is there, whole, and what the visits have made."""
-        for trial, visit in self.state.holders.states_at("store"):
+        for trial, state in self.state.holders.states_at("store"):
             progress = self.state.trials[trial]
             if progress.status not in ("lacking", "recutting") and not progress.over:
-                assert self.store[trial, visit].shards == self.shards_of(trial)
+                assert self.store[trial, state].shards == self.shards_of(trial)
             log = tuple((each.epoch, each.partition) for each in self.state.trials[trial].visits)
-            assert self.store[trial, visit] == log[:visit], f"state {visit} of {trial} is another"
-            assert self.objects.issuperset(self.state.holders.segments(trial, visit))
+            assert self.store[trial, state] == log[:state], f"state {state} of {trial} is another"
+            assert self.objects.issuperset(self.state.holders.segments(trial, state))
 
     def merge_metrics(self, task: ins.MergeMetrics) -> ev.Event:
         """Act as the user's code: fail if told to, else return the sum of what evaluations saw."""
@@ -214,7 +214,7 @@ class World:
                 if step := self.fetching(agent, key, source):
                     found.append(step)
             for task in agent.tasks.values():
-                if (task.trial, task.source.visit) in agent.held:
+                if (task.trial, task.source.state) in agent.held:
                     found.append(lambda a=agent, t=task: self.progress(a, t))
         return found or saves if self.slow_saves else found + saves
 
@@ -246,8 +246,8 @@ class World:
         return None  # waits for the owner to publish
 
     def progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> None:
-        content = agent.held[task.trial, task.source.visit]
-        assert len(content) == task.source.visit
+        content = agent.held[task.trial, task.source.state]
+        assert len(content) == task.source.state
         assert content.shards == self.shards[task.attempt], f"{task} begins with another cut"
         attempt, me = task.attempt, agent.incarnation
         agent.began = attempt
@@ -267,7 +267,7 @@ class World:
             agent.outbox.append(ev.SubEpochEnding(attempt, me))
         else:
             del agent.tasks[attempt]
-            key = (task.trial, task.visit)
+            key = (task.trial, task.state)
             agent.held[key] = laid((*content, (task.epoch, task.partition)), content.shards)
             agent.made_by[key] = attempt
             digests = ((f"frozen/{task.trial}", f"some equal {hash(agent.held[key]) % 7}"),)
@@ -277,8 +277,8 @@ class World:
             )
 
     def check_metrics(self, task: ins.StartSubEpoch) -> None:
-        before = task.source.visit // self.config.partitions
-        if task.epoch == 0 or task.source.visit % self.config.partitions:
+        before = task.source.state // self.config.partitions
+        if task.epoch == 0 or task.source.state % self.config.partitions:
             assert task.metrics == {}
         else:
             assert task.epoch == before
@@ -335,13 +335,13 @@ class World:
         stored = self.state.holders.states_at("store")
         for entry in self.journal:  # what was journalled of forks and cuts, and not carried out
             for each in map(from_json, entry["instructions"]):
-                if isinstance(each, ins.ForkState) and (each.trial, each.visit) in stored:
-                    forked = self.store.get((each.parent, each.visit), laid((), 0))
-                    self.store.setdefault((each.trial, each.visit), forked)
+                if isinstance(each, ins.ForkState) and (each.trial, each.state) in stored:
+                    forked = self.store.get((each.parent, each.state), laid((), 0))
+                    self.store.setdefault((each.trial, each.state), forked)
                 if isinstance(each, ins.ChangeCut):
                     for state in from_json(entry["event"]).states:
-                        if (content := self.store.get((each.trial, state.visit))) is not None:
-                            self.store[each.trial, state.visit] = laid(content, each.shards)
+                        if (content := self.store.get((each.trial, state.state))) is not None:
+                            self.store[each.trial, state.state] = laid(content, each.shards)
         self.handle(ev.RunResumed())
         if isinstance(self.search, ClosedSearch):
             for event in self.search.events_after(self.state):

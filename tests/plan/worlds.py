@@ -135,18 +135,18 @@ def change(kind: type, pick: int, *values: int | str) -> Proposal:
 def fork(number: int, pick: int, budget: int) -> Proposal:
     """Fork any state that is kept, the newest ones as well as old ones, of any trial."""
 
-    def proposal(state: HopState) -> ev.Event | None:
-        known = [(t, visit) for t in sorted(state.trials) for visit in state.holders.visits(t)]
+    def proposal(world: HopState) -> ev.Event | None:
+        known = [(t, state) for t in sorted(world.trials) for state in world.holders.states(t)]
         if not known:
             return None
-        parent, visit = known[pick % len(known)]
-        more = visit // state.config.partitions + budget
-        shards = state.trials[parent].config.initial_digests
-        if state.trials[parent].shards_before is not None and pick % 2:
+        parent, state = known[pick % len(known)]
+        more = state // world.config.partitions + budget
+        shards = world.trials[parent].config.initial_digests
+        if world.trials[parent].shards_before is not None and pick % 2:
             shards = shards[::2]  # it was admitted before its parent was cut finer
         config = trial(number, custom_metrics=("score", "seen"), finer=pick % 3 > 0)
         config = replace(config, initial_digests=shards)
-        return ev.TrialForked(config, parent, visit, more)
+        return ev.TrialForked(config, parent, state, more)
 
     return proposal
 
@@ -248,7 +248,7 @@ def surviving_commits(
     for each in instructions:
         if isinstance(each, ins.Commit) and each.trial == trial:
             alive.append(each)
-            assert each.visit == base + len(alive)
+            assert each.state == base + len(alive)
         elif isinstance(each, ins.Redo) and each.trial == trial:
             assert each.visits == tuple(range(each.visits[0], base + len(alive) + 1))
             del alive[each.visits[0] - 1 - base :]
@@ -310,15 +310,15 @@ def check_trial(
     closed = isinstance(world.search, ClosedSearch)
     assert end.status == progress.status
     log = tuple((visit.epoch, visit.partition) for visit in progress.visits)
-    own = surviving_commits(world.instructions, index, fork.visit if fork else 0)
+    own = surviving_commits(world.instructions, index, fork.state if fork else 0)
     assert log[progress.base :] == tuple((commit.epoch, commit.partition) for commit in own)
     if progress.status == "failed":
-        assert not closed or end.visit == 0
+        assert not closed or end.state == 0
         return
-    assert world.store[index, end.visit] == log[: end.visit]  # what is saved is what the log says
+    assert world.store[index, end.state] == log[: end.state]  # what is saved is what the log says
     if fork is None:
         result, reason = expected_result(config, progress)
-        assert end.visit == result
+        assert end.state == result
         assert end.reason == reason or progress.status == "stopped" or not closed
     custom = {"val_score", "val_seen"} if progress.config.custom_metrics else set()
     for epoch, metrics in enumerate(progress.history):

@@ -85,7 +85,7 @@ def state_of(folder: RunFolder, content: bytes) -> str:
     """Write a state of one shard whose segments are both `content`, and return their digest."""
     name = digest(content)
     shard = {"frozen": name, "trainable": name, "cursor": {"groups": []}}
-    folder.write_state(0, 1, {"trial": 0, "visit": 1, "shards": [shard]})
+    folder.write_state(0, 1, {"trial": 0, "state": 1, "shards": [shard]})
     folder.write_object(name, content)
     return name
 
@@ -119,9 +119,9 @@ def test_an_object_that_is_no_segment_is_refused(folder: RunFolder, content: byt
 
 def test_a_redo_takes_back_the_metrics_of_its_epochs() -> None:
     record = TrialRecord()
-    for visit in (1, 2):
+    for state in (1, 2):
         _apply(
-            record, {"type": "Commit", "visit": visit, "epoch": (visit - 1) // 2, "partition": 0}
+            record, {"type": "Commit", "state": state, "epoch": (state - 1) // 2, "partition": 0}
         )
     _apply(record, {"type": "EndEpoch", "epoch": 0, "metrics": METRICS})
     _apply(record, {"type": "Redo", "visits": [1, 2]})

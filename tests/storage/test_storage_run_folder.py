@@ -20,11 +20,11 @@ def digest(word: str) -> str:
     return xxhash.xxh3_128_hexdigest(word.encode())
 
 
-def state(trial: int, visit: int, *words: str) -> dict[str, Any]:
+def state_of(trial: int, state: int, *words: str) -> dict[str, Any]:
     """The document of a state with one shard, of two words."""
     frozen, trainable = map(digest, words or ("f", "t"))
     shards = [{"frozen": frozen, "trainable": trainable, "cursor": None}]
-    return {"trial": trial, "visit": visit, "shards": shards}
+    return {"trial": trial, "state": state, "shards": shards}
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_segments_come_back_in_order(run: RunFolder) -> None:
     assert list(run.read_segments()) == [*segments, []]
 
 
-def wrong_visit(run: RunFolder) -> None:
-    run.write_state(1, 4, state(1, 3))
+def wrong_state(run: RunFolder) -> None:
+    run.write_state(1, 4, state_of(1, 3))
     run.read_state(1, 4)
 
 
@@ -72,7 +72,7 @@ def gap_of_eight_digits(run: RunFolder) -> None:
         (gap_of_eight_digits, r"00000000\.jsonl is missing before 100000000"),
         (lambda run: run.read_object(digest("absent")), digest("absent")),
         (lambda run: run.read_state(1, 4), r"trial-001/state-000004\.json"),
-        (wrong_visit, "holds the state of trial 1 after visit 3"),
+        (wrong_state, "holds state 3 of trial 1"),
     ],
 )
 def test_what_is_not_there_or_not_what_it_should_be_is_named(
@@ -91,7 +91,7 @@ def test_name_that_is_no_digest_is_refused(run: RunFolder, name: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1.0, True, "0", "../../0", 2**63])
-def test_number_that_is_no_trial_or_visit_is_refused(run: RunFolder, number: Any) -> None:
+def test_number_that_is_no_trial_or_state_is_refused(run: RunFolder, number: Any) -> None:
     uses = (lambda: run.write_state(number, 0, {}), lambda: run.read_state(0, number))
     for use in (*uses, lambda: run.states(number)):
         with pytest.raises(StoreError, match="can't name a file"):
@@ -156,13 +156,13 @@ def test_object_with_other_bytes_is_never_returned(run: RunFolder, damaged: byte
         assert said in str(raised.value)
 
 
-def test_states_of_a_trial_are_listed_by_visit(run: RunFolder) -> None:
-    for visit in (0, 12, 3):
-        run.write_state(1, visit, state(1, visit))
-    run.write_state(2, 5, state(2, 5))
+def test_states_of_a_trial_are_listed(run: RunFolder) -> None:
+    for state in (0, 12, 3):
+        run.write_state(1, state, state_of(1, state))
+    run.write_state(2, 5, state_of(2, 5))
     assert run.states(1) == [0, 3, 12]
     assert run.states(0) == []
-    assert run.read_state(1, 12) == {"run_id": run.run_id, **state(1, 12)}
+    assert run.read_state(1, 12) == {"run_id": run.run_id, **state_of(1, 12)}
     assert Path(run.path, "trials", "trial-001", "state-000012.json").is_file()
 
 
@@ -199,10 +199,10 @@ def test_floats_survive_to_the_last_bit(run: RunFolder) -> None:
 
 
 def test_a_sweep_leaves_what_is_kept_and_all_that_it_names(run: RunFolder) -> None:
-    def write(trial: int, visit: int, *words: str) -> None:
+    def write(trial: int, state: int, *words: str) -> None:
         for word in words:
             run.write_object(digest(word), word.encode())
-        run.write_state(trial, visit, state(trial, visit, *words))
+        run.write_state(trial, state, state_of(trial, state, *words))
 
     def held(*words: str) -> list[str]:
         return [word for word in words if run.has_object(digest(word))]
@@ -253,7 +253,7 @@ def test_a_trial_is_read_as_it_was_written_and_listed(run: RunFolder) -> None:
 
 
 def test_a_folder_without_its_document_is_no_trial_yet(run: RunFolder) -> None:
-    run.write_state(3, 0, {"trial": 3, "visit": 0, "shards": []})
+    run.write_state(3, 0, {"trial": 3, "state": 0, "shards": []})
     assert run.trials() == []
     with pytest.raises(StoreError, match=r"trial-003/trial\.json"):
         run.read_trial(3, "run-1")

@@ -13,11 +13,11 @@ from tests.agent.queues.queue_bench import QueueBench, bench, spec_of
 ROWS, BATCH, DEVICES, FORWARD, NBYTES = 12, 4, 4, 0.03, 100_000
 
 
-def sub_epochs(made: QueueBench, visit: int) -> float:
+def sub_epochs(made: QueueBench, state: int) -> float:
     """Train every trial from one visit to the next, and return the seconds."""
     begun = time.monotonic()
     for trial in range(DEVICES):
-        made.perform(train(10 * visit + trial, trial, visit))
+        made.perform(train(10 * state + trial, trial, state))
     for _ in range(DEVICES):
         assert isinstance(made.result(), events.SubEpochDone)
     return time.monotonic() - begun
@@ -33,8 +33,8 @@ def test_four_devices_train_four_trials_at_the_same_time() -> None:
     with bench(trials, budgets, spec=spec, rows=ROWS) as made:
         for trial in range(DEVICES):
             made.put(trial, 0, trials.initial(trial))
-        sub_epochs(made, visit=1)  # devices start meanwhile
-        seconds = sub_epochs(made, visit=2)
+        sub_epochs(made, state=1)  # devices start meanwhile
+        seconds = sub_epochs(made, state=2)
         states = [made.get(trial, 2, trials.shards) for trial in range(DEVICES)]
     for state in states:
         assert [shard["trainable"][0] for shard in state] == [2 * ROWS // BATCH] * trials.shards

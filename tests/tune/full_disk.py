@@ -99,8 +99,8 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
             said = f"{type(error).__name__}: {error}"
     for run in (folder / "runs").iterdir():
         left = RunFolder.open(str(run))
-        for trial, visit in ((t, v) for t in range(3) for v in left.states(t)):
-            for shard in left.read_state(trial, visit)["shards"]:
+        for trial, state in ((t, v) for t in range(3) for v in left.states(t)):
+            for shard in left.read_state(trial, state)["shards"]:
                 left.read_object(shard["frozen"])
                 left.read_object(shard["trainable"])
         list(left.read_segments())

@@ -151,27 +151,27 @@ def test_files_of_anything_are_damage_and_never_another_error(copied: RunFolder)
 
 
 def test_missing_objects_and_states_are_named(copied: RunFolder) -> None:
-    visit = max(copied.states(1))
-    lost = copied.read_state(1, visit)["shards"][0]["trainable"]
+    state = max(copied.states(1))
+    lost = copied.read_state(1, state)["shards"][0]["trainable"]
     Path(copied.path, "objects", f"{lost}.safetensors").unlink()
     assert lost in str(part(verify(copied.path), "trial-001").problems)
-    Path(copied.path, "trials", "trial-001", f"state-{visit:06d}.json").unlink()
+    Path(copied.path, "trials", "trial-001", f"state-{state:06d}.json").unlink()
     said = str(part(verify(copied.path), "trial-001").problems)
-    assert f"the state after visit {visit} is not in" in said
-    with pytest.raises(StoreError, match=f"state-{visit:06d}"):
+    assert f"state {state} is not in" in said
+    with pytest.raises(StoreError, match=f"state-{state:06d}"):
         weights(copied.path)
 
 
 def test_a_state_of_other_objects_than_were_made_is_found(copied: RunFolder) -> None:
-    visit = max(copied.states(0))
-    state = copied.read_state(0, visit)
-    state["shards"][0] = copied.read_state(0, 0)["shards"][0]
-    copied.write_state(0, visit, state)
+    state = max(copied.states(0))
+    document = copied.read_state(0, state)
+    document["shards"][0] = copied.read_state(0, 0)["shards"][0]
+    copied.write_state(0, state, document)
     (said,) = part(verify(copied.path), "trial-000").problems
-    assert f"the state after visit {visit} names the objects" in said
-    copied.write_state(0, visit, copied.read_state(0, 0))
+    assert f"state {state} names the objects" in said
+    copied.write_state(0, state, copied.read_state(0, 0))
     (said,) = part(verify(copied.path), "trial-000").problems
-    assert f"state-{visit:06d}.json' holds the state of trial 0 after visit 0" in said
+    assert f"state-{state:06d}.json' holds state 0 of trial 0" in said
 
 
 def test_a_journal_that_was_decided_otherwise_is_found(copied: RunFolder) -> None:
@@ -219,7 +219,7 @@ def test_the_command_says_each_part_and_its_status(
     assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 11
     assert lines[-1] == "All 11 parts are as they were written."
     (path,) = Path(copied.path, "trials", "trial-000").glob("state-000000.json")
-    path.write_bytes(path.read_bytes().replace(b'"visit":0', b'"visit":1'))
+    path.write_bytes(path.read_bytes().replace(b'"state":0', b'"state":1'))
     assert cli.main(["verify", copied.path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("DAMAGED  run") and str(path) in lines[3]

@@ -38,7 +38,7 @@ def nothing(digest: str) -> None:
 
 
 def request(*shards: int) -> ShardRequest:
-    return ShardRequest(trial=4, visit=2, incarnation="owner", shards=shards or (0,))
+    return ShardRequest(trial=4, state=2, incarnation="owner", shards=shards or (0,))
 
 
 def fetch(

@@ -154,7 +154,7 @@ def test_a_refusal_reaches_the_receiver_in_the_owners_words(error: type[Exceptio
     with serving(refusal) as owner, pytest.raises(TransferError) as caught:
         fetch(ShardClient(owner.uri, PLAIN))
     assert str(caught.value) == (
-        f"shard 0 of trial 4 after visit 2 (owner owner) from {owner.uri}: "
+        f"shard 0 of trial 4 at state 2 (owner owner) from {owner.uri}: "
         "incarnation 'owner' is not mine; I am 'new'"
     )
 

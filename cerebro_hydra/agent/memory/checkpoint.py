@@ -17,7 +17,7 @@ from cerebro_hydra.storage.run_folder import RunFolder
 
 
 def write_segments(
-    folder: RunFolder, shard_store: ShardStore, trial: int, visit: int
+    folder: RunFolder, shard_store: ShardStore, trial: int, state: int
 ) -> dict[str, Any]:
     """Write the segments of a state that the folder lacks; return the document that names them.
 
@@ -27,8 +27,8 @@ def write_segments(
             there are whole.
     """
     entries = []
-    for number in range(shard_store.num_shards(trial, visit)):
-        shard = shard_store.wait(trial, visit, number, given_up=lambda: True)
+    for number in range(shard_store.num_shards(trial, state)):
+        shard = shard_store.wait(trial, state, number, given_up=lambda: True)
         for name, (digest, buffer) in shard.segments.items():
             if folder.has_object(digest):
                 continue
@@ -40,14 +40,14 @@ def write_segments(
             folder.write_object(digest, buffer.data)
         frozen, trainable = shard.digests
         entries.append({"frozen": frozen, "trainable": trainable, "cursor": dict(shard.cursor)})
-    return {"trial": trial, "visit": visit, "shards": entries}
+    return {"trial": trial, "state": state, "shards": entries}
 
 
 class _Write(NamedTuple):
     due: float
     failures: int
     trial: int
-    visit: int
+    state: int
 
 
 class CheckpointWriter:
@@ -81,9 +81,9 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write_all, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def write(self, trial: int, visit: int) -> None:
+    def write(self, trial: int, state: int) -> None:
         """Write a state soon."""
-        self._put(_Write(monotonic(), 0, trial, visit))
+        self._put(_Write(monotonic(), 0, trial, state))
 
     def close(self) -> None:
         """Finish the write under way, and forget all others."""
@@ -109,7 +109,7 @@ class CheckpointWriter:
 
     def _write_all(self) -> None:
         while (write := self._next()) is not None:
-            state = (write.trial, write.visit)
+            state = (write.trial, write.state)
             try:
                 written = write_segments(self._folder, self._shard_store, *state)
             except Exception as error:

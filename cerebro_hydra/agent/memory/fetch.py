@@ -41,7 +41,7 @@ class FetchRequest:
     """A state and where it is: at a peer's address, or in the store (no address)."""
 
     trial: int
-    visit: int
+    state: int
     shards: int
     incarnation: str | None
     uri: str | None
@@ -72,7 +72,7 @@ class Fetch:
 
     def start(self, threads: Executor) -> Fetch:
         """Announce the state, and fetch it on one of some threads."""
-        state = self.shard_store.expect(self.request.trial, self.request.visit, self.request.shards)
+        state = self.shard_store.expect(self.request.trial, self.request.state, self.request.shards)
         threads.submit(self._run, state)
         return self
 
@@ -103,7 +103,7 @@ class Fetch:
             self.shard_store.retract(state)
             return
         if not self.cancelled:
-            self.on_whole(request.trial, request.visit)
+            self.on_whole(request.trial, request.state)
 
     def _from_peer(self, state: State, uri: str) -> None:
         """Ask the owner, a few times: a transfer may break while both ends live."""
@@ -130,7 +130,7 @@ class Fetch:
             StateAltered: they were damaged there, so that to ask for them again is in vain.
         """
         request, incarnation = self.request, self.request.incarnation or ""
-        asked = ShardRequest(request.trial, request.visit, incarnation, (differs.shard,))
+        asked = ShardRequest(request.trial, request.state, incarnation, (differs.shard,))
         with self.connect(uri) as client:
             try:
                 self._use(client)
@@ -154,7 +154,7 @@ class Fetch:
                 self._use(client)
                 yield from client.fetch(
                     ShardRequest(
-                        request.trial, request.visit, request.incarnation, tuple(sorted(missing))
+                        request.trial, request.state, request.incarnation, tuple(sorted(missing))
                     ),
                     self.shard_store.segments.get,
                     self.shard_store.segments.allocate,
@@ -180,7 +180,7 @@ class Fetch:
     def _from_store(self, number: int) -> Shard:
         request = self.request
         try:
-            entry = self.folder.read_state(request.trial, request.visit)["shards"][number]
+            entry = self.folder.read_state(request.trial, request.state)["shards"][number]
             segments = {name: self._object(entry[name]) for name in ("frozen", "trainable")}
         except StoreError as error:
             raise TransferError(str(error)) from error
@@ -206,7 +206,7 @@ class FetchManager:
 
     Args:
         incarnation: this agent, whose own states need no fetch.
-        on_whole: called with (trial, visit) when all of a fetched state is here.
+        on_whole: called with (trial, state) when all of a fetched state is here.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class FetchManager:
 
     def fetch(self, request: FetchRequest) -> None:
         """Start fetching a state, unless it is here, on its way, or made here."""
-        key = (request.trial, request.visit)
+        key = (request.trial, request.state)
         with self._lock:
             if request.incarnation == self._incarnation or self._shard_store.whole(*key):
                 return
@@ -248,22 +248,22 @@ class FetchManager:
                 self._on_whole,
             ).start(self._threads)
 
-    def error(self, trial: int, visit: int) -> str | None:
+    def error(self, trial: int, state: int) -> str | None:
         """Return why a state could not be fetched; None if nothing went wrong."""
         with self._lock:
-            fetch = self._fetches.get((trial, visit))
+            fetch = self._fetches.get((trial, state))
             return None if fetch is None else fetch.error
 
-    def altered(self, trial: int, visit: int) -> bool:
+    def altered(self, trial: int, state: int) -> bool:
         """Return whether a state did not come because its owner has other bytes than it told."""
         with self._lock:
-            fetch = self._fetches.get((trial, visit))
+            fetch = self._fetches.get((trial, state))
             return fetch is not None and fetch.altered
 
-    def lacking(self, trial: int, visit: int) -> str | None:
+    def lacking(self, trial: int, state: int) -> str | None:
         """Return what memory a state did not fit into; None if nothing or something else failed."""
         with self._lock:
-            fetch = self._fetches.get((trial, visit))
+            fetch = self._fetches.get((trial, state))
             return None if fetch is None else fetch.lacking
 
     def take_hop(self, trial: int) -> Hop:
@@ -297,13 +297,13 @@ class FetchManager:
                 total.seconds + hop.seconds,
             )
 
-    def drop(self, trial: int, visit: int) -> None:
+    def drop(self, trial: int, state: int) -> None:
         """Forget a state, and end its fetch."""
         with self._lock:
-            fetch = self._fetches.pop((trial, visit), None)
+            fetch = self._fetches.pop((trial, state), None)
             if fetch is not None:
                 fetch.cancel()
-            self._shard_store.withdraw(trial, visit)
+            self._shard_store.withdraw(trial, state)
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over; its states are dropped one by one."""

@@ -72,7 +72,7 @@ class State:
     """
 
     trial: int
-    visit: int
+    state: int
     shards: list[HeldShard | None]
 
 
@@ -98,18 +98,18 @@ class ShardStore:
         self._over: deque[int] = deque()
         self.on_change: Callable[[], None] = lambda: None
 
-    def expect(self, trial: int, visit: int, shards: int) -> State:
+    def expect(self, trial: int, state: int, shards: int) -> State:
         """Announce a state that will be published here, forgetting an older one of its name."""
         with self._changed:
-            self.withdraw(trial, visit)
-            state = self._states[trial, visit] = State(trial, visit, [None] * shards)
+            self.withdraw(trial, state)
+            found = self._states[trial, state] = State(trial, state, [None] * shards)
             self.wake()
-            return state
+            return found
 
     def put(self, state: State, number: int, shard: Shard) -> None:
         """Publish one shard of an announced state; ignored if that was withdrawn meanwhile."""
         with self._changed:
-            if self._states.get((state.trial, state.visit)) is not state:
+            if self._states.get((state.trial, state.state)) is not state:
                 return
             for name, (digest, buffer) in shard.segments.items():
                 self.segments.add(digest, buffer)
@@ -119,7 +119,7 @@ class ShardStore:
             state.shards[number] = HeldShard(names, shard.cursor, self.segments)
             self.wake()
 
-    def follow(self, trial: int, visit: int) -> Callable[[int], HeldShard | None]:
+    def follow(self, trial: int, state: int) -> Callable[[int], HeldShard | None]:
         """Return what looks for a shard of a state, announced or not: None while it isn't there.
 
         What is returned raises TransferError if the state that it saw first was withdrawn.
@@ -129,34 +129,34 @@ class ShardStore:
         def look(number: int) -> HeldShard | None:
             nonlocal seen
             with self._changed:
-                state = self._states.get((trial, visit))
-                if seen is not None and state is not seen:
-                    raise TransferError(f"state {visit} of trial {trial} was withdrawn here")
-                seen = state
-                if state is None:
+                found = self._states.get((trial, state))
+                if seen is not None and found is not seen:
+                    raise TransferError(f"state {state} of trial {trial} was withdrawn here")
+                seen = found
+                if found is None:
                     return None
-                if number >= len(state.shards):
+                if number >= len(found.shards):
                     raise TransferError(
-                        f"state {visit} of trial {trial} has no shard {number}, only "
-                        f"{len(state.shards)} of them"
+                        f"state {state} of trial {trial} has no shard {number}, only "
+                        f"{len(found.shards)} of them"
                     )
-                return state.shards[number]
+                return found.shards[number]
 
         return look
 
     def wait(
-        self, trial: int, visit: int, number: int, given_up: Callable[[], bool] = lambda: False
+        self, trial: int, state: int, number: int, given_up: Callable[[], bool] = lambda: False
     ) -> HeldShard:
         """Return one shard, as soon as it is there.
 
         Raises:
             TransferError: the state was withdrawn, or `given_up()` after a `wake`.
         """
-        look = self.follow(trial, visit)
+        look = self.follow(trial, state)
         with self._changed:
             while (shard := look(number)) is None:
                 if given_up():
-                    raise TransferError(f"waiting for state {visit} of trial {trial} was given up")
+                    raise TransferError(f"waiting for state {state} of trial {trial} was given up")
                 self._changed.wait()
             return shard
 
@@ -166,22 +166,22 @@ class ShardStore:
             self._changed.notify_all()
             self.on_change()
 
-    def whole(self, trial: int, visit: int) -> bool:
+    def whole(self, trial: int, state: int) -> bool:
         """Return whether every shard of a state is here."""
         with self._changed:
-            state = self._states.get((trial, visit))
-            return state is not None and None not in state.shards
+            found = self._states.get((trial, state))
+            return found is not None and None not in found.shards
 
-    def num_shards(self, trial: int, visit: int) -> int:
+    def num_shards(self, trial: int, state: int) -> int:
         """Return how many shards a state has.
 
         Raises:
             TransferError: it is neither here nor on its way.
         """
         with self._changed:
-            if (state := self._states.get((trial, visit))) is None:
-                raise TransferError(f"state {visit} of trial {trial} is not here")
-            return len(state.shards)
+            if (found := self._states.get((trial, state))) is None:
+                raise TransferError(f"state {state} of trial {trial} is not here")
+            return len(found.shards)
 
     def altered(self, state: State) -> list[int]:
         """Return the shards of a state whose trainable segment was written to after `put`."""
@@ -189,18 +189,18 @@ class ShardStore:
             held = [(n, shard.digests[1]) for n, shard in enumerate(state.shards) if shard]
         return [number for number, digest in held if self.segments.is_altered(digest)]
 
-    def knows(self, trial: int, visit: int) -> bool:
+    def knows(self, trial: int, state: int) -> bool:
         """Return whether a state is here or on its way."""
         with self._changed:
-            return (trial, visit) in self._states
+            return (trial, state) in self._states
 
-    def withdraw(self, trial: int, visit: int) -> None:
+    def withdraw(self, trial: int, state: int) -> None:
         """Forget a state, with the trainable segments that no other state names."""
         with self._changed:
-            state = self._states.pop((trial, visit), None)
-            if state is None:
+            found = self._states.pop((trial, state), None)
+            if found is None:
                 return
-            self._discard(_digests(state))
+            self._discard(_digests(found))
             self.wake()
 
     def forget(self, trial: int) -> None:
@@ -221,8 +221,8 @@ class ShardStore:
     def retract(self, state: State) -> None:
         """Withdraw this state, but not another that took its name meanwhile."""
         with self._changed:
-            if self._states.get((state.trial, state.visit)) is state:
-                self.withdraw(state.trial, state.visit)
+            if self._states.get((state.trial, state.state)) is state:
+                self.withdraw(state.trial, state.state)
 
 
 def _digests(state: State) -> set[str]:

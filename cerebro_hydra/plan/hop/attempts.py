@@ -50,14 +50,14 @@ class Attempts:
 
     def has_source(self, attempt: Attempt) -> bool:
         """Return whether the state that the attempt begins from is whole at its worker."""
-        at = (attempt.source.visit, attempt.incarnation)
+        at = (attempt.source.state, attempt.incarnation)
         held = self._tables.holders.holds(attempt.trial, *at)
         return held or at in self._tables.trials[attempt.trial].arrived
 
     @staticmethod
-    def beginning_from(trial: int, visit: int, agent: LiveAgent) -> list[Attempt]:
+    def beginning_from(trial: int, state: int, agent: LiveAgent) -> list[Attempt]:
         """Return the agent's attempts that begin from this state."""
-        return [a for a in agent.attempts if a.trial == trial and a.source.visit == visit]
+        return [a for a in agent.attempts if a.trial == trial and a.source.state == state]
 
     # ------------------------------------------------------------------ giving tasks
 
@@ -70,7 +70,7 @@ class Attempts:
             number=tables.take_number(),
             kind=kind,
             trial=number,
-            visit=before + (kind == "train"),
+            state=before + (kind == "train"),
             epoch=len(trial.history),
             partition=partition,
             worker=agent.worker,
@@ -115,20 +115,20 @@ class Attempts:
         """
         if trial.pending_visits:
             return StateSource(trial.newest + 1, trial.pending_visits[0].incarnation)
-        visit = trial.newest
-        if fetching := self.beginning_from(number, visit, agent):
+        state = trial.newest
+        if fetching := self.beginning_from(number, state, agent):
             return fetching[0].source
-        places = self._tables.holders.where(number, visit)
+        places = self._tables.holders.where(number, state)
         if agent.incarnation in places:
-            return StateSource(visit, agent.incarnation)
-        failures = {place: trial.failed_transfers.get((visit, place), 0) for place in places}
+            return StateSource(state, agent.incarnation)
+        failures = {place: trial.failed_transfers.get((state, place), 0) for place in places}
         fewest = min(failures.values())
         owners = [place for place in places if place != STORE and failures[place] == fewest]
         if not owners:
-            return StateSource(visit, None)
+            return StateSource(state, None)
         # Evaluations of one state start together, so they are spread over its owners.
         spread = partition if self._tables.phase(trial) == "evaluate" else 0
-        return StateSource(visit, owners[spread % len(owners)])
+        return StateSource(state, owners[spread % len(owners)])
 
     def _start_reserved(self, agent: LiveAgent) -> Instructions:
         told: Instructions = []
@@ -172,7 +172,7 @@ class Attempts:
         started = instruction(
             attempt=attempt.number,
             trial=attempt.trial,
-            visit=attempt.visit,
+            state=attempt.state,
             epoch=attempt.epoch,
             partition=attempt.partition,
             worker=attempt.worker,
@@ -184,23 +184,23 @@ class Attempts:
 
     def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
         """Return the metrics of the epoch before for the first visit of an epoch, else none."""
-        first = attempt.visit == attempt.epoch * self._tables.config.partitions + 1
+        first = attempt.state == attempt.epoch * self._tables.config.partitions + 1
         if not first or attempt.epoch == 0:
             return {}
         return dict(self._tables.trials[attempt.trial].history[attempt.epoch - 1])
 
     def _receive(self, attempt: Attempt) -> Instructions:
         """Note that the agent has the whole state that the attempt begins from."""
-        self.note_received(attempt.trial, attempt.source.visit, attempt.incarnation)
+        self.note_received(attempt.trial, attempt.source.state, attempt.incarnation)
         return []
 
-    def note_received(self, number: int, visit: int, incarnation: str) -> None:
+    def note_received(self, number: int, state: int, incarnation: str) -> None:
         """Note that a state is whole at an agent, now or once it is committed."""
         trial = self._tables.trials[number]
-        if visit <= trial.newest:
-            self._tables.holders.add(number, visit, incarnation)
+        if state <= trial.newest:
+            self._tables.holders.add(number, state, incarnation)
         else:
-            trial.arrived.add((visit, incarnation))
+            trial.arrived.add((state, incarnation))
 
     def _end_task(self, attempt: Attempt) -> Instructions:
         """Free the agent, which has done its work."""
@@ -234,9 +234,9 @@ class Attempts:
         """Let the agent forget a state that it was to fetch for this attempt alone."""
         tables, trial = self._tables, self._tables.trials[attempt.trial]
         agent = tables.workers.get(attempt.incarnation)
-        if agent is None or self.beginning_from(attempt.trial, attempt.source.visit, agent):
+        if agent is None or self.beginning_from(attempt.trial, attempt.source.state, agent):
             return []
-        source = (attempt.source.visit, attempt.incarnation)
+        source = (attempt.source.state, attempt.incarnation)
         if tables.holders.holds(attempt.trial, *source):
             return []
         trial.arrived.discard(source)

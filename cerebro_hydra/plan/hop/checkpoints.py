@@ -22,7 +22,7 @@ from collections.abc import Collection
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import FailedWrite, RunTables, StateCopy
 from cerebro_hydra.plan.hop.trial_status import TrialStatus
-from cerebro_hydra.plan.hop.trials import TrialProgress, best_visit, needed_visits
+from cerebro_hydra.plan.hop.trials import TrialProgress, best_state, needed_states
 from cerebro_hydra.plan.messages.events import Checkpointed, CheckpointFailed
 from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, Instructions
 
@@ -46,23 +46,23 @@ class Checkpoints:
         self._config = tables.config
         self._tables, self._holders, self._retention = tables, tables.holders, retention
 
-    def stored(self, index: int, visit: int) -> bool:
+    def stored(self, index: int, state: int) -> bool:
         """Return whether the state is in the store."""
-        return self._holders.holds(index, visit, STORE)
+        return self._holders.holds(index, state, STORE)
 
-    def write(self, index: int, visit: int) -> Instructions:
+    def write(self, index: int, state: int) -> Instructions:
         """Have a state written that is not in the store, if no other of the trial is written."""
-        if self.stored(index, visit) or index in self._tables.saving:
+        if self.stored(index, state) or index in self._tables.saving:
             return []
-        place = self._holders.least_busy_writer(index, visit)
-        self._tables.saving[index] = (visit, place)
-        self._holders.begin_write(index, visit, place)
-        return [Checkpoint(index, visit, place)]
+        place = self._holders.least_busy_writer(index, state)
+        self._tables.saving[index] = (state, place)
+        self._holders.begin_write(index, state, place)
+        return [Checkpoint(index, state, place)]
 
-    def gave_up(self, index: int, visit: int) -> str | None:
+    def gave_up(self, index: int, state: int) -> str | None:
         """Return why the state can't be written, if that was tried often enough."""
         failed = self._tables.failed_writes.get(index)
-        if failed is None or failed.visit != visit or failed.times < MOST_FAILED_WRITES:
+        if failed is None or failed.state != state or failed.times < MOST_FAILED_WRITES:
             return None
         return failed.error
 
@@ -79,13 +79,13 @@ class Checkpoints:
 
     def write_at_cadence(self, index: int, trial: TrialProgress) -> Instructions:
         """Write the best state of the trial so far, or else the newest one that is due."""
-        best = best_visit(self._config, trial, trial.newest)
+        best = best_state(self._config, trial, trial.newest)
         if best is not None and not self.stored(index, best):
             return self.write(index, best)
         due, failed = self._due(trial), self._tables.failed_writes.get(index)
         if due <= self._newest_stored(index) or not self._holders.where(index, due):
             return []
-        return [] if failed is not None and failed.visit == due else self.write(index, due)
+        return [] if failed is not None and failed.state == due else self.write(index, due)
 
     def _due(self, trial: TrialProgress) -> int:
         match self._config.checkpoint:
@@ -99,28 +99,28 @@ class Checkpoints:
         return max(self._stored(index), default=0)
 
     def _stored(self, index: int) -> list[int]:
-        visits = self._holders.visits(index)
-        return [visit for visit in visits if self.stored(index, visit)]
+        states = self._holders.states(index)
+        return [state for state in states if self.stored(index, state)]
 
     def written(self, event: Checkpointed) -> None:
         """Note that a state is in the store."""
         if self._tables.workers.get(event.incarnation) is None:
             return
-        if self._end(event.trial, (event.visit, event.incarnation)):
+        if self._end(event.trial, (event.state, event.incarnation)):
             self.try_again(event.trial)
-        if self._holders.holds(event.trial, event.visit, event.incarnation):
-            self._holders.add(event.trial, event.visit, STORE)
-            self._tables.log(event.trial, f"state {event.visit} is in the store")
+        if self._holders.holds(event.trial, event.state, event.incarnation):
+            self._holders.add(event.trial, event.state, STORE)
+            self._tables.log(event.trial, f"state {event.state} is in the store")
 
     def failed(self, event: CheckpointFailed) -> None:
         """Note that a state could not be written."""
-        if not self._end(event.trial, (event.visit, event.incarnation)):
+        if not self._end(event.trial, (event.state, event.incarnation)):
             return
         before = self._tables.failed_writes.get(event.trial)
-        times = before.times if before is not None and before.visit == event.visit else 0
-        failed = FailedWrite(event.visit, times + 1, event.error)
+        times = before.times if before is not None and before.state == event.state else 0
+        failed = FailedWrite(event.state, times + 1, event.error)
         self._tables.failed_writes[event.trial] = failed
-        self._tables.log(event.trial, f"state {event.visit} could not be written: {event.error}")
+        self._tables.log(event.trial, f"state {event.state} could not be written: {event.error}")
 
     def forget_writers(self, index: int, lost: Collection[str]) -> None:
         """Forget what a lost agent was writing."""
@@ -144,16 +144,16 @@ class Checkpoints:
         if len(stored) < 2:
             return []
         kept = self._kept(index, trial, stored)
-        return [self.delete(index, visit) for visit in stored if visit not in kept]
+        return [self.delete(index, state) for state in stored if state not in kept]
 
-    def delete(self, index: int, visit: int) -> Collect:
+    def delete(self, index: int, state: int) -> Collect:
         """Delete a state from the store.
 
         Its segments stay until the run ends if a cut is being made, which may write the same ones.
         """
-        objects = self._holders.drop(index, visit, STORE)
+        objects = self._holders.drop(index, state, STORE)
         kept = self._tables.with_status(TrialStatus.RECUTTING)
-        return Collect(index, visit, () if kept else objects)
+        return Collect(index, state, () if kept else objects)
 
     def _kept(self, index: int, trial: TrialProgress, stored: list[int]) -> set[int]:
         forks = self._tables.forks.get(index, ())
@@ -180,12 +180,12 @@ class Retention:
         self._holders = tables.holders
 
     def needed(self, trial: TrialProgress) -> set[int]:
-        """Return the visits of the states that the trial needs."""
-        return needed_visits(self._config, trial, self._tables.search_closed)
+        """Return the states that the trial needs."""
+        return needed_states(self._config, trial, self._tables.search_closed)
 
     def intact(self, index: int, trial: TrialProgress) -> bool:
         """Return whether every state that the trial needs is held somewhere."""
-        return all(self._holders.where(index, visit) for visit in self.needed(trial))
+        return all(self._holders.where(index, state) for state in self.needed(trial))
 
     def fallback(self, index: int, trial: TrialProgress, lost: str | None = None) -> int:
         """Return the newest state to roll back to if the place ``lost`` were gone as well.
@@ -193,15 +193,15 @@ class Retention:
         That state and the best state up to it are both held elsewhere. The first state, or the one
         that a fork began with, always is, because it is in the store.
         """
-        for visit in reversed(self._holders.visits(index)):
-            if all(self._places_left(index, v, lost) for v in self._with_best(trial, visit)):
-                return visit
+        for state in reversed(self._holders.states(index)):
+            if all(self._places_left(index, v, lost) for v in self._with_best(trial, state)):
+                return state
         raise AssertionError(f"trial {index} has no state left, not even its first")
 
     def stored_fallback(self, trial: TrialProgress, stored: list[int]) -> set[int]:
         """Return the stored states to go on from if every worker were gone."""
-        for visit in reversed(stored):
-            if (kept := self._with_best(trial, visit)).issubset(stored):
+        for state in reversed(stored):
+            if (kept := self._with_best(trial, state)).issubset(stored):
                 return kept
         raise AssertionError(f"of the stored states {stored} none can be gone on from")
 
@@ -214,26 +214,26 @@ class Retention:
             copies.update((base, place) for place in self._holders.where(index, base))
         if trial.over or trial.awaits:
             return copies
-        for visit in self.needed(trial):
-            places = self._holders.where(index, visit)
+        for state in self.needed(trial):
+            places = self._holders.where(index, state)
             if trial.paused and STORE in places:
                 continue  # the store keeps what it has, and memory is for those that train
-            copies.update((visit, place) for place in places)
+            copies.update((state, place) for place in places)
             if len(places) == 1 and STORE not in places:
                 copies.update(self._fallback_copies(index, trial, *places))
         return copies
 
     def _fallback_copies(self, index: int, trial: TrialProgress, lost: str) -> set[StateCopy]:
         """Return one copy of each state that the trial would need without the place ``lost``."""
-        visits = self._with_best(trial, self.fallback(index, trial, lost))
-        return {(visit, self._places_left(index, visit, lost)[0]) for visit in visits}
+        states = self._with_best(trial, self.fallback(index, trial, lost))
+        return {(state, self._places_left(index, state, lost)[0]) for state in states}
 
-    def _with_best(self, trial: TrialProgress, visit: int) -> set[int]:
-        best = best_visit(self._config, trial, visit)
-        return {visit} if best is None else {visit, best}
+    def _with_best(self, trial: TrialProgress, state: int) -> set[int]:
+        best = best_state(self._config, trial, state)
+        return {state} if best is None else {state, best}
 
-    def _places_left(self, index: int, visit: int, lost: str | None) -> list[str]:
-        return [place for place in self._holders.where(index, visit) if place != lost]
+    def _places_left(self, index: int, state: int, lost: str | None) -> list[str]:
+        return [place for place in self._holders.where(index, state) if place != lost]
 
 
 def wait_after(failures: int) -> float | None:

@@ -46,7 +46,7 @@ from cerebro_hydra.plan.hop.trials import (
     TrialProgress,
     epoch_metrics,
     outcome,
-    result_visit,
+    result_state,
 )
 from cerebro_hydra.plan.messages.events import TrialRecut
 from cerebro_hydra.plan.messages.instructions import (
@@ -71,7 +71,7 @@ NOT_REPRODUCIBLE = (
 )
 
 NOT_SAVED = (
-    "its result, the state after visit {}, could not be written to the run's folder: {}\n"
+    "its result, state {}, could not be written to the run's folder: {}\n"
     "Its metrics are complete. Make room or mend the store before the next run"
 )
 
@@ -119,28 +119,28 @@ class TrialCourse:
     ) -> Instructions:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
         self._checkpoints.forget_writers(index, lost)
-        trial.arrived = {(visit, place) for visit, place in trial.arrived if place not in lost}
+        trial.arrived = {(state, place) for state, place in trial.arrived if place not in lost}
         if trial.over:
             return []
         told: Instructions = []
         if not self._retention.intact(index, trial):
-            visit = self._retention.fallback(index, trial)
-            told += self._roll_back(index, trial, visit, reason)
+            state = self._retention.fallback(index, trial)
+            told += self._roll_back(index, trial, state, reason)
         for attempt in trial.attempts:
             if attempt.source.incarnation in lost and not self._attempts.has_source(attempt):
                 told += self._attempts.abandon(attempt)
         return told
 
-    def _roll_back(self, index: int, trial: TrialProgress, visit: int, reason: str) -> Instructions:
-        """Make ``visit`` the newest state of the trial again."""
-        void = tuple(range(visit + 1, trial.newest + 1))
+    def _roll_back(self, index: int, trial: TrialProgress, state: int, reason: str) -> Instructions:
+        """Make ``state`` the newest one of the trial again."""
+        void = tuple(range(state + 1, trial.newest + 1))
         told = self._attempts.abandon_all(trial)
-        for each in self._tables.holders.visits(index):
-            if each > visit:
+        for each in self._tables.holders.states(index):
+            if each > state:
                 told += self._drop_everywhere(index, each)
                 self._tables.holders.forget_state(index, each)
         self._forget_merge(index, trial)
-        trial.roll_back(visit, self._config.partitions)
+        trial.roll_back(state, self._config.partitions)
         self._tables.aim(index, after_roll_back(trial.goal, len(trial.history)))
         self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
         return [*told, Redo(index, void, reason)]
@@ -191,8 +191,8 @@ class TrialCourse:
         self._tables.log(index, "goes on after its end")
         told: Instructions = [ReopenTrial(index)]
         if not self._retention.intact(index, trial):
-            visit = self._retention.fallback(index, trial)
-            told += self._roll_back(index, trial, visit, "its newest state was not kept")
+            state = self._retention.fallback(index, trial)
+            told += self._roll_back(index, trial, state, "its newest state was not kept")
         goal, closed = trial.goal, self._tables.search_closed
         if closed and isinstance(goal, CatchUpGoal) and goal.epochs <= len(trial.history):
             self.stop(index, PAUSED_AT_THE_END)
@@ -212,31 +212,31 @@ class TrialCourse:
         that says itself that its bytes were altered is no source from then on.
         """
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
-        visit, place = attempt.source.visit, attempt.source.incarnation or STORE
-        failures = 1 + trial.failed_transfers.get((visit, place), 0)
+        state, place = attempt.source.state, attempt.source.incarnation or STORE
+        failures = 1 + trial.failed_transfers.get((state, place), 0)
         failures = MOST_FAILED_TRANSFERS if altered else failures
-        trial.failed_transfers[visit, place] = failures
+        trial.failed_transfers[state, place] = failures
         number = f"attempt {attempt.number}"
-        self._tables.log(index, f"{number}: no transfer of state {visit} from {place}: {error}")
+        self._tables.log(index, f"{number}: no transfer of state {state} from {place}: {error}")
         told = self._attempts.abandon(attempt)
         if failures < MOST_FAILED_TRANSFERS:
             return told
-        self._tables.log(index, f"{place} is no source of state {visit} any more")
+        self._tables.log(index, f"{place} is no source of state {state} any more")
         # Tasks that wait for the same transfer would hand its source on to those that follow.
         for each in trial.attempts:
             here = (each.incarnation, each.source) == (attempt.incarnation, attempt.source)
             if each.status == "fetching" and here:
                 told += self._attempts.abandon(each)
-        places = self._tables.holders.where(index, visit)
-        if STORE not in places or any(trial.is_source(visit, each) for each in places):
+        places = self._tables.holders.where(index, state)
+        if STORE not in places or any(trial.is_source(state, each) for each in places):
             return told
-        if visit == trial.base:
-            return told + self.fail(index, UNREADABLE.format(visit, error))
-        reason = f"state {visit} can't be fetched from anywhere: {error}"
-        return told + self._void_state(index, trial, visit, reason)
+        if state == trial.base:
+            return told + self.fail(index, UNREADABLE.format(state, error))
+        reason = f"state {state} can't be fetched from anywhere: {error}"
+        return told + self._void_state(index, trial, state, reason)
 
     def _void_state(
-        self, index: int, trial: TrialProgress, visit: int, reason: str
+        self, index: int, trial: TrialProgress, state: int, reason: str
     ) -> Instructions:
         """Go back to a state before this one, which nobody can use, or end the trial.
 
@@ -245,7 +245,7 @@ class TrialCourse:
         trial.void_states.append(reason)
         if len(trial.void_states) >= MOST_VOID_STATES:
             return self.fail(index, USELESS.format(len(trial.void_states), _numbered(trial)))
-        told = self._drop_everywhere(index, visit)
+        told = self._drop_everywhere(index, state)
         fallback = self._retention.fallback(index, trial)
         return told + self._roll_back(index, trial, fallback, reason)
 
@@ -347,7 +347,7 @@ class TrialCourse:
     def _end_with_result(self, index: int, trial: TrialProgress, end: Outcome) -> Instructions:
         """End the trial once its result is in the store."""
         told = self._attempts.abandon_all(trial)
-        result = result_visit(self._config, trial)
+        result = result_state(self._config, trial)
         if (error := self._checkpoints.gave_up(index, result)) is not None:
             return told + self.fail(index, NOT_SAVED.format(result, error))
         if self._checkpoints.stored(index, result):
@@ -368,7 +368,7 @@ class TrialCourse:
         if not tables.holders.where(index, fork.base):
             if trial.makes_again(fork.base):
                 return []
-            kept = max(visit for visit in tables.holders.visits(index) if visit < fork.base)
+            kept = max(state for state in tables.holders.states(index) if state < fork.base)
             tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
             fork.roll_back(kept, self._config.partitions)
             fork.base = kept
@@ -427,29 +427,29 @@ class TrialCourse:
         told: Instructions = [*self._checkpoints.collect(index, trial)]
         needed = self._retention.copies_to_keep(index, trial)
         holders = self._tables.holders
-        for visit in holders.visits(index):
-            for place in list(holders.where(index, visit)):
-                if place != STORE and (visit, place) not in needed:
-                    holders.drop(index, visit, place)
-                    told.append(Drop(index, visit, place))
-            if not holders.where(index, visit):
-                holders.forget_state(index, visit)
+        for state in holders.states(index):
+            for place in list(holders.where(index, state)):
+                if place != STORE and (state, place) not in needed:
+                    holders.drop(index, state, place)
+                    told.append(Drop(index, state, place))
+            if not holders.where(index, state):
+                holders.forget_state(index, state)
         trial.forget_failed_transfers(
-            lambda visit, place: visit > trial.newest or holders.holds(index, visit, place)
+            lambda state, place: state > trial.newest or holders.holds(index, state, place)
         )
         return told
 
-    def _drop_everywhere(self, index: int, visit: int) -> Instructions:
+    def _drop_everywhere(self, index: int, state: int) -> Instructions:
         return [
-            self._drop(index, visit, place)
-            for place in list(self._tables.holders.where(index, visit))
+            self._drop(index, state, place)
+            for place in list(self._tables.holders.where(index, state))
         ]
 
-    def _drop(self, index: int, visit: int, place: str) -> Instruction:
+    def _drop(self, index: int, state: int, place: str) -> Instruction:
         if place == STORE:
-            return self._checkpoints.delete(index, visit)
-        self._tables.holders.drop(index, visit, place)
-        return Drop(index, visit, place)
+            return self._checkpoints.delete(index, state)
+        self._tables.holders.drop(index, state, place)
+        return Drop(index, state, place)
 
 
 class FinerCuts:
@@ -461,34 +461,34 @@ class FinerCuts:
     def impossible(self, index: int) -> str | None:
         """Return why the cut can't be made, if a state can't be written; else None."""
         trial = self._tables.trials[index]
-        errors = (self._checkpoints.gave_up(index, visit) for visit in self._visits(trial))
+        errors = (self._checkpoints.gave_up(index, state) for state in self._states(trial))
         return next((error for error in errors if error is not None), None)
 
     def go_on(self, index: int, lack: LackingMemory) -> Instructions:
         """Have the states written that the cut needs, and then ask for the cut."""
-        visits = self._visits(self._tables.trials[index])
-        for visit in visits:
-            if not self._checkpoints.stored(index, visit):
-                return self._checkpoints.write(index, visit)
+        states = self._states(self._tables.trials[index])
+        for state in states:
+            if not self._checkpoints.stored(index, state):
+                return self._checkpoints.write(index, state)
         if not self._is_at_rest(index):
             return []
-        self._tables.enter(index, Recutting(lack, visits))
-        return [CutFiner(index, visits, lack.error, lack.inherited)]
+        self._tables.enter(index, Recutting(lack, states))
+        return [CutFiner(index, states, lack.error, lack.inherited)]
 
     def take(self, event: TrialRecut) -> Instructions:
         """Go on with the cut, unless it is no answer to what is asked now."""
         index = event.config.trial
         trial, stage = self._tables.trials[index], self._tables.trials[index].stage
-        visits = tuple(state.visit for state in event.states)
-        if not isinstance(stage, Recutting) or stage.visits != visits:
+        states = tuple(state.state for state in event.states)
+        if not isinstance(stage, Recutting) or stage.states != states:
             return []
-        if visits != self._visits(trial) or not self._is_at_rest(index):
+        if states != self._states(trial) or not self._is_at_rest(index):
             self.forget(index, trial)
             return []  # it is asked for again
         self._tables.enter(index, WAITING)
-        told = self._drop_old_cut(index, visits)
+        told = self._drop_old_cut(index, states)
         for state in event.states:
-            self._tables.holders.recut(index, state.visit, state.digests)
+            self._tables.holders.recut(index, state.state, state.digests)
         before, shards = (len(each.initial_digests) for each in (trial.config, event.config))
         inherited = stage.lack.inherited
         trial.config = event.config
@@ -501,15 +501,15 @@ class FinerCuts:
         """Drop all copies at workers, and all states in the store but those that are laid out."""
         holders = self._tables.holders
         told: Instructions = []
-        for visit in holders.visits(index):
-            for place in list(holders.where(index, visit)):
+        for state in holders.states(index):
+            for place in list(holders.where(index, state)):
                 if place != STORE:
-                    holders.drop(index, visit, place)
-                    told.append(Drop(index, visit, place))
-                elif visit not in kept:
-                    told.append(self._checkpoints.delete(index, visit))
-            if visit not in kept:
-                holders.forget_state(index, visit)
+                    holders.drop(index, state, place)
+                    told.append(Drop(index, state, place))
+                elif state not in kept:
+                    told.append(self._checkpoints.delete(index, state))
+            if state not in kept:
+                holders.forget_state(index, state)
         return told
 
     def forget(self, index: int, trial: TrialProgress) -> None:
@@ -517,7 +517,7 @@ class FinerCuts:
         if isinstance(trial.stage, Recutting):
             self._tables.enter(index, trial.stage.lack)
 
-    def _visits(self, trial: TrialProgress) -> tuple[int, ...]:
+    def _states(self, trial: TrialProgress) -> tuple[int, ...]:
         """Return the states that the trial needs in the finer cut."""
         return tuple(sorted({trial.base} | self._retention.needed(trial)))
 

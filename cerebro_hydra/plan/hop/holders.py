@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 STORE = "store"
 
-State = tuple[int, int]  # trial, visit
+State = tuple[int, int]  # trial, number of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[int, _KnownState]] = {}  # by trial and visit
+        self._known: dict[int, dict[int, _KnownState]] = {}  # by trial and number
         self._frozen: set[str] = set()
         # By place and segment, how many states that are whole there name the segment.
         self._at: dict[str, dict[str, int]] = {}
@@ -52,42 +52,42 @@ class Holders:
             for digest in sorted(self._at[where]):
                 yield Holder(digest, where, STORE if where == STORE else "dram")
 
-    def define(self, trial: int, visit: int, digests: Iterable[tuple[str, str]]) -> None:
-        """Define the state after ``visit`` by its (frozen, trainable) digests per shard."""
+    def define(self, trial: int, state: int, digests: Iterable[tuple[str, str]]) -> None:
+        """Define ``state`` by its (frozen, trainable) digests per shard."""
         pairs = tuple(digests)
         self._frozen.update(frozen for frozen, _ in pairs)
         segments = (digest for pair in pairs for digest in pair)
-        cursor = f"cursor/{trial}/{visit}"
-        state = _KnownState((cursor, *dict.fromkeys(segments)), {})
-        self._known.setdefault(trial, {})[visit] = state
+        cursor = f"cursor/{trial}/{state}"
+        entry = _KnownState((cursor, *dict.fromkeys(segments)), {})
+        self._known.setdefault(trial, {})[state] = entry
 
-    def fork(self, parent: int, visit: int, trial: int) -> None:
-        """Define the state of a fork after ``visit`` by the segments of its parent's."""
-        segments = self._known[parent][visit].segments[1:]
-        state = _KnownState((f"cursor/{trial}/{visit}", *segments), {})
-        self._known.setdefault(trial, {})[visit] = state
+    def fork(self, parent: int, state: int, trial: int) -> None:
+        """Define ``state`` of a fork by the segments of its parent's."""
+        segments = self._known[parent][state].segments[1:]
+        entry = _KnownState((f"cursor/{trial}/{state}", *segments), {})
+        self._known.setdefault(trial, {})[state] = entry
 
-    def add(self, trial: int, visit: int, where: str) -> None:
+    def add(self, trial: int, state: int, where: str) -> None:
         """Note that this place holds the state whole."""
-        state = self._known[trial][visit]
-        if where in state.places:
+        entry = self._known[trial][state]
+        if where in entry.places:
             return
-        state.places[where] = None
-        self._whole.setdefault(where, {})[trial, visit] = None
+        entry.places[where] = None
+        self._whole.setdefault(where, {})[trial, state] = None
         there = self._at.setdefault(where, {})
-        for segment in state.segments:
+        for segment in entry.segments:
             there[segment] = there.get(segment, 0) + 1
 
-    def drop(self, trial: int, visit: int, where: str) -> tuple[str, ...]:
+    def drop(self, trial: int, state: int, where: str) -> tuple[str, ...]:
         """Take the state away from this place, which holds it whole; return the segments that go.
 
         Its frozen segments stay, and so do segments that other states there share, or that are
         being written there.
         """
-        state, there = self._known[trial][visit], self._at[where]
-        del state.places[where], self._whole[where][trial, visit]
+        entry, there = self._known[trial][state], self._at[where]
+        del entry.places[where], self._whole[where][trial, state]
         gone = []
-        for segment in state.segments:
+        for segment in entry.segments:
             there[segment] -= 1
             if not there[segment] and segment not in self._frozen:
                 del there[segment]
@@ -95,92 +95,92 @@ class Holders:
                     gone.append(segment)
         return tuple(gone[1:])  # without the cursor, which no other state has
 
-    def recut(self, trial: int, visit: int, digests: Iterable[tuple[str, str]]) -> None:
+    def recut(self, trial: int, state: int, digests: Iterable[tuple[str, str]]) -> None:
         """Define a state anew that only the store holds, by the segments of another cut.
 
         The segments of the former cut stay there until files that nobody names are swept.
         """
-        places = [*self.where(trial, visit)]
-        assert places == [STORE], f"state {visit} of trial {trial} is at {places}"
-        self.drop(trial, visit, STORE)
-        self.define(trial, visit, digests)
-        self.add(trial, visit, STORE)
+        places = [*self.where(trial, state)]
+        assert places == [STORE], f"state {state} of trial {trial} is at {places}"
+        self.drop(trial, state, STORE)
+        self.define(trial, state, digests)
+        self.add(trial, state, STORE)
 
-    def begin_write(self, trial: int, visit: int, where: str) -> None:
+    def begin_write(self, trial: int, state: int, where: str) -> None:
         """Note that this place writes the state to the store, whose segments must stay there."""
         self._writers[where] = self._writers.get(where, 0) + 1
-        for segment in self._known[trial][visit].segments:
+        for segment in self._known[trial][state].segments:
             self._written[segment] = self._written.get(segment, 0) + 1
 
-    def end_write(self, trial: int, visit: int, where: str) -> None:
+    def end_write(self, trial: int, state: int, where: str) -> None:
         """Note that the state is written, or can't be."""
         _uncount(self._writers, where)
-        for segment in self._known[trial][visit].segments:
+        for segment in self._known[trial][state].segments:
             _uncount(self._written, segment)
 
-    def least_busy_writer(self, trial: int, visit: int) -> str:
+    def least_busy_writer(self, trial: int, state: int) -> str:
         """Return a place that holds the state whole, of those that write the fewest states now."""
-        return min(self._known[trial][visit].places, key=lambda each: self._writers.get(each, 0))
+        return min(self._known[trial][state].places, key=lambda each: self._writers.get(each, 0))
 
-    def segments(self, trial: int, visit: int) -> tuple[str, ...]:
+    def segments(self, trial: int, state: int) -> tuple[str, ...]:
         """Return the digests of the state's segments; none if it is not known any more."""
-        state = self._known.get(trial, {}).get(visit)
-        return () if state is None else state.segments[1:]
+        entry = self._known.get(trial, {}).get(state)
+        return () if entry is None else entry.segments[1:]
 
     def forget_worker(self, incarnation: str) -> None:
         """Remove everything that this incarnation held."""
         self._at.pop(incarnation, None)
-        for trial, visit in self._whole.pop(incarnation, ()):
-            del self._known[trial][visit].places[incarnation]
+        for trial, state in self._whole.pop(incarnation, ()):
+            del self._known[trial][state].places[incarnation]
 
-    def forget_state(self, trial: int, visit: int) -> None:
+    def forget_state(self, trial: int, state: int) -> None:
         """Remove a state that no place holds any more; it must not be named again."""
-        del self._known[trial][visit]
+        del self._known[trial][state]
 
-    def holds(self, trial: int, visit: int, where: str) -> bool:
+    def holds(self, trial: int, state: int, where: str) -> bool:
         """Return whether the state is known and this place holds it whole."""
-        return where in self.where(trial, visit)
+        return where in self.where(trial, state)
 
-    def where(self, trial: int, visit: int) -> Collection[str]:
+    def where(self, trial: int, state: int) -> Collection[str]:
         """Return every place that holds the state whole, in the order in which they got it."""
-        state = self._known.get(trial, {}).get(visit)
-        return () if state is None else state.places
+        entry = self._known.get(trial, {}).get(state)
+        return () if entry is None else entry.places
 
-    def visits(self, trial: int) -> list[int]:
-        """Return the visits of a trial's known states, oldest first."""
+    def states(self, trial: int) -> list[int]:
+        """Return a trial's known states, oldest first."""
         return sorted(self._known.get(trial, ()))
 
     def states_at(self, where: str) -> Collection[State]:
         """Return the states that this place holds whole."""
         return self._whole.get(where, ())
 
-    def share(self, trial: int, visit: int, where: str) -> float:
+    def share(self, trial: int, state: int, where: str) -> float:
         """Return the share of the state's segments that this place already has."""
-        segments = self._known[trial][visit].segments
+        segments = self._known[trial][state].segments
         there = self._at.get(where, {})
         return sum(map(there.__contains__, segments)) / len(segments)
 
     def check(self, written: Iterable[tuple[int, int, str]]) -> None:
         """Raise AssertionError if an index is not what the places of the known states give.
 
-        ``written`` has (trial, visit, place) of each state that is being written to the store.
+        ``written`` has (trial, state, place) of each state that is being written to the store.
         """
         segments: dict[str, int] = {}
         writers: dict[str, int] = {}
-        for trial, visit, place in written:
+        for trial, state, place in written:
             writers[place] = writers.get(place, 0) + 1
-            for segment in self._known[trial][visit].segments:
+            for segment in self._known[trial][state].segments:
                 segments[segment] = segments.get(segment, 0) + 1
         assert self._written == segments, f"{self._written} are written, and not {segments}"
         assert self._writers == writers, f"{self._writers} write, and not {writers}"
         whole: dict[str, set[State]] = {}
         counts: dict[str, dict[str, int]] = {}
         for trial, known in self._known.items():
-            for visit, state in known.items():
-                for place in state.places:
-                    whole.setdefault(place, set()).add((trial, visit))
+            for state, entry in known.items():
+                for place in entry.places:
+                    whole.setdefault(place, set()).add((trial, state))
                     there = counts.setdefault(place, {})
-                    for segment in state.segments:
+                    for segment in entry.segments:
                         there[segment] = there.get(segment, 0) + 1
         kept = {place: set(states) for place, states in self._whole.items() if states}
         assert kept == whole, f"places hold {whole}, and the index says {kept}"

@@ -15,7 +15,7 @@ from cerebro_hydra.plan.hop.trial_status import (
     Recutting,
     TrialStatus,
 )
-from cerebro_hydra.plan.hop.trials import Attempt, TrialProgress, best_visit, result_visit
+from cerebro_hydra.plan.hop.trials import Attempt, TrialProgress, best_state, result_state
 
 
 def check(tables: RunTables) -> None:
@@ -157,7 +157,7 @@ def _one_writer_and_one_successor(tables: RunTables, index: int, trial: TrialPro
     pending = trial.pending_visits
     assert len(pending) <= 2, f"trial {index} has {len(pending)} pending visits at once"
     for ahead, attempt in enumerate(pending, start=1):
-        assert attempt.visit == trial.newest + ahead == attempt.source.visit + 1, f"{attempt}"
+        assert attempt.state == trial.newest + ahead == attempt.source.state + 1, f"{attempt}"
     if pending:
         assert pending[0].done is None, f"{pending[0]} is done but not committed"
     if len(pending) == 2:
@@ -174,14 +174,14 @@ def _what_is_written_is_held(tables: RunTables, index: int, trial: TrialProgress
 
 
 def _forks_begin_with_nothing(tables: RunTables, index: int, trial: TrialProgress) -> None:
-    visits = tables.holders.visits(index)
-    assert not (trial.awaits and visits), f"trial {index} waits for its first state, has {visits}"
+    states = tables.holders.states(index)
+    assert not (trial.awaits and states), f"trial {index} waits for its first state, has {states}"
 
 
 def _forked_states_are_kept(tables: RunTables, index: int, trial: TrialProgress) -> None:
-    for visit in _pinned(tables, index):
-        kept = trial.awaits or trial.makes_again(visit) or tables.holders.where(index, visit)
-        assert kept, f"trial {index}: a fork waits for state {visit}"
+    for state in _pinned(tables, index):
+        kept = trial.awaits or trial.makes_again(state) or tables.holders.where(index, state)
+        assert kept, f"trial {index}: a fork waits for state {state}"
 
 
 def _paused_trials_rest_in_the_store(tables: RunTables, index: int, trial: TrialProgress) -> None:
@@ -192,21 +192,21 @@ def _paused_trials_rest_in_the_store(tables: RunTables, index: int, trial: Trial
         assert epochs == len(trial.history), f"trial {index} rests before epoch {epochs}"
     assert not trial.attempts, f"trial {index} is paused and runs"
     needed = Retention(tables).needed(trial)
-    stored = all(tables.holders.holds(index, visit, STORE) for visit in needed)
+    stored = all(tables.holders.holds(index, state, STORE) for state in needed)
     assert stored or index in tables.saving, f"trial {index} is paused, and nothing is saved"
 
 
 def _cuts_are_made_of_stored_states(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if isinstance(trial.stage, Recutting):
-        visits = trial.stage.visits
-        stored = all(tables.holders.holds(index, visit, STORE) for visit in visits)
-        assert stored, f"trial {index} is cut finer, and {visits} are not all in the store"
+        states = trial.stage.states
+        stored = all(tables.holders.holds(index, state, STORE) for state in states)
+        assert stored, f"trial {index} is cut finer, and {states} are not all in the store"
 
 
 def _ended_trials_keep_their_result(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if isinstance(trial.stage, Ended) and trial.status is not TrialStatus.FAILED:
         result = trial.stage.result
-        assert result == result_visit(tables.config, trial), f"trial {index}: another result"
+        assert result == result_state(tables.config, trial), f"trial {index}: another result"
         saved = tables.holders.holds(index, result, STORE)
         assert saved, f"trial {index}: its result, state {result}, is not in the store"
 
@@ -214,25 +214,25 @@ def _ended_trials_keep_their_result(tables: RunTables, index: int, trial: TrialP
 def _ended_trials_leave_the_workers(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if trial.over:
         pinned = _pinned(tables, index)
-        for visit in tables.holders.visits(index):
-            copies = {(visit, place) for place in tables.holders.where(index, visit)}
-            extra = copies - {(visit, STORE), tables.saving.get(index)}
-            assert visit in pinned or not extra, f"trial {index} is over and has {extra}"
+        for state in tables.holders.states(index):
+            copies = {(state, place) for place in tables.holders.where(index, state)}
+            extra = copies - {(state, STORE), tables.saving.get(index)}
+            assert state in pinned or not extra, f"trial {index} is over and has {extra}"
 
 
 def _needed_states_are_held(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if not (trial.over or trial.awaits):
-        visits, holders = tables.holders.visits(index), tables.holders
-        assert max(visits) <= trial.newest, (
-            f"trial {index}: states {visits} of {trial.newest} visits"
+        states, holders = tables.holders.states(index), tables.holders
+        assert max(states) <= trial.newest, (
+            f"trial {index}: states {states} of {trial.newest} visits"
         )
-        for visit in Retention(tables).needed(trial):
-            assert holders.where(index, visit), f"trial {index}: state {visit} is nowhere"
+        for state in Retention(tables).needed(trial):
+            assert holders.where(index, state), f"trial {index}: state {state} is nowhere"
 
 
 def _the_best_state_is_written(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if not (trial.over or trial.awaits):
-        best = best_visit(tables.config, trial, trial.newest)
+        best = best_state(tables.config, trial, trial.newest)
         stored = best is None or tables.holders.holds(index, best, STORE)
         assert stored or index in tables.saving, (
             f"trial {index}: state {best} is its best, and nothing is saved"
@@ -247,7 +247,7 @@ def _any_one_worker_may_be_lost(tables: RunTables, index: int, trial: TrialProgr
 
 
 def _pinned(tables: RunTables, index: int) -> set[int]:
-    """Return the visits of the states that forks of a trial wait for."""
+    """Return the states that forks of a trial wait for."""
     return {tables.trials[fork].base for fork in tables.forks.get(index, ())}
 
 
@@ -285,7 +285,7 @@ def _attempts_have_a_source(tables: RunTables, trial: TrialProgress, attempt: At
     if attempt.status in ("reserved", "fetching") and trial.pending_visits[1:] != [attempt]:
         place = attempt.source.incarnation or STORE
         there = any(
-            tables.holders.holds(attempt.trial, attempt.source.visit, each)
+            tables.holders.holds(attempt.trial, attempt.source.state, each)
             for each in (place, attempt.incarnation)
         )
         assert there, f"{attempt} starts from a state that {place} does not hold"
@@ -295,7 +295,7 @@ def _evaluations_are_of_the_newest_state(
     tables: RunTables, trial: TrialProgress, attempt: Attempt
 ) -> None:
     if attempt.kind == "evaluate":
-        assert attempt.visit == attempt.source.visit == trial.newest, f"{attempt} looks elsewhere"
+        assert attempt.state == attempt.source.state == trial.newest, f"{attempt} looks elsewhere"
 
 
 _OF_AN_ATTEMPT: tuple[Callable[[RunTables, TrialProgress, Attempt], None], ...] = (

@@ -108,7 +108,7 @@ class RemadeStates:
     A state is comparable while its trial visits the same partitions in the same order as before.
 
     Args:
-        newest: the newest visit of each trial that is not void.
+        newest: the newest state of each trial that is not void.
         decisions: those of the journal, in order.
     """
 
@@ -119,10 +119,10 @@ class RemadeStates:
         self._done: dict[int, _Digests] = {}  # by attempt, until it is committed
         for event, instructions in decisions:
             for commit, digests in self._committed(event, instructions):
-                if commit.visit > newest.get(commit.trial, 0):
+                if commit.state > newest.get(commit.trial, 0):
                     made = self._void.setdefault(commit.trial, {})
                     self._forget_other_courses(made, commit)
-                    made[commit.visit] = _Made(commit.partition, digests)
+                    made[commit.state] = _Made(commit.partition, digests)
         self._done.clear()
 
     def compare(self, event: Event, instructions: Iterable[Instruction]) -> list[StateDiffers]:
@@ -133,14 +133,14 @@ class RemadeStates:
         for commit, digests in self._committed(event, instructions):
             void = self._void.get(commit.trial, {})
             self._forget_other_courses(void, commit)
-            before = void.pop(commit.visit, None)
+            before = void.pop(commit.state, None)
             if before is not None and before.digests != digests:
                 shards = tuple(
                     number
                     for number, (old, new) in enumerate(zip(before.digests, digests, strict=False))
                     if old != new
                 )
-                differences.append(StateDiffers(commit.trial, commit.visit, shards))
+                differences.append(StateDiffers(commit.trial, commit.state, shards))
             if not void:
                 self._void.pop(commit.trial, None)
         return differences
@@ -159,7 +159,7 @@ class RemadeStates:
     @staticmethod
     def _forget_other_courses(made: dict[int, _Made], commit: Commit) -> None:
         """Forget this state and all after it if another partition was visited before."""
-        before = made.get(commit.visit)
+        before = made.get(commit.state)
         if before is not None and before.partition != commit.partition:
-            for visit in [visit for visit in made if visit >= commit.visit]:
-                del made[visit]
+            for state in [state for state in made if state >= commit.state]:
+                del made[state]

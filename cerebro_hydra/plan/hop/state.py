@@ -326,21 +326,21 @@ class HopState:
 
     def _commit(self, trial: TrialProgress, attempt: Attempt, done: SubEpochDone) -> Commit:
         self._attempts.close(attempt)
-        number, visit = attempt.trial, attempt.visit
+        number, state = attempt.trial, attempt.state
         trial.visits.append(attempt.partition, done.rows, done.loss_sum)
         trial.trained |= 1 << attempt.partition
         trial.note_progress()
-        self.holders.define(number, visit, done.digests)
-        self.holders.add(number, visit, attempt.incarnation)
-        for at in sorted(at for at in trial.arrived if at[0] == visit):
+        self.holders.define(number, state, done.digests)
+        self.holders.add(number, state, attempt.incarnation)
+        for at in sorted(at for at in trial.arrived if at[0] == state):
             trial.arrived.discard(at)
             self.holders.add(number, *at)
         self.tables.log(
             number,
-            f"visit {visit}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
+            f"visit {state}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
             f"on worker {attempt.worker}, attempt {attempt.number}",
         )
-        return Commit(attempt.number, number, visit, attempt.epoch, attempt.partition)
+        return Commit(attempt.number, number, state, attempt.epoch, attempt.partition)
 
     def _evaluation_done(self, event: EvaluationDone, attempt: Attempt) -> Instructions:
         trial = self.trials[attempt.trial]
@@ -357,11 +357,11 @@ class HopState:
     # ------------------------------------------------------------------ events of trials
 
     def _hear_received(self, event: StateReceived) -> Applied:
-        trial, at = self.trials[event.trial], (event.visit, event.incarnation)
+        trial, at = self.trials[event.trial], (event.state, event.incarnation)
         agent = self.workers.get(event.incarnation)
         if agent is None or at in trial.abandoned_fetches:
             return Applied((event.trial,))
-        beginning = self._attempts.beginning_from(event.trial, event.visit, agent)
+        beginning = self._attempts.beginning_from(event.trial, event.state, agent)
         if beginning:
             self._attempts.note_received(event.trial, *at)
         told: Instructions = []
@@ -396,7 +396,7 @@ class HopState:
         return Applied((event.config.trial,), self._course.finer_cuts.take(event))
 
     def _note_difference(self, event: StateDiffers) -> Applied:
-        where = f"visit {event.visit} in shards {list(event.shards)}"
+        where = f"state {event.state} in shards {list(event.shards)}"
         self.tables.log(event.trial, f"was made again with other bytes: {where}")
         return NOTHING
 
@@ -500,16 +500,16 @@ class SearchEvents:
         tables, number = self._tables, event.config.trial
         tables.config.check_trial(event.config)
         parent = tables.trials[event.parent]
-        there = tables.holders.where(event.parent, event.visit)
-        kept = there or parent.makes_again(event.visit)
+        there = tables.holders.where(event.parent, event.state)
+        kept = there or parent.makes_again(event.state)
         stage = AwaitingParent(event.parent) if kept else WAITING
         trial = tables.add_trial(event.config, event.budget, stage)
-        tables.log(number, f"forks trial {event.parent} after visit {event.visit}")
+        tables.log(number, f"forks trial {event.parent} at state {event.state}")
         if not kept:
-            forked = f"state {event.visit} of trial {event.parent}"
+            forked = f"state {event.state} of trial {event.parent}"
             reason = f"{forked} can't be forked: it is not kept any more"
             return Applied((number,), self._course.fail(number, reason))
-        trial.base = event.visit
+        trial.base = event.state
         trial.follow(parent, tables.config.partitions)
         tables.forks.setdefault(event.parent, []).append(number)
         return Applied((event.parent, number))

@@ -41,7 +41,7 @@ from cerebro_hydra.plan.messages.events import TrialProposed
 from cerebro_hydra.plan.seeds import seed_of
 
 StateCopy = tuple[int, str]
-"""A visit, and the place that has the state after it."""
+"""A state, and a place that has it."""
 
 FEW = 64  # candidates are sorted rather than looked for in the queue of all
 
@@ -52,7 +52,7 @@ KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
 class FailedWrite:
     """Notes that a state could not be written to the store, how often in a row, and why."""
 
-    visit: int
+    state: int
     times: int
     error: str
 
@@ -199,11 +199,11 @@ class RunTables:
 
         A sub-epoch that is ending is one such place: its agent publishes the state soon.
         """
-        visit = trial.newest
-        places: Iterable[str] = self.holders.where(trial.config.trial, visit)
+        state = trial.newest
+        places: Iterable[str] = self.holders.where(trial.config.trial, state)
         if trial.pending_visits:
-            visit, places = visit + 1, (trial.pending_visits[0].incarnation,)
-        return (place for place in places if trial.is_source(visit, place))
+            state, places = state + 1, (trial.pending_visits[0].incarnation,)
+        return (place for place in places if trial.is_source(state, place))
 
     def _turn(self, number: int, trial: TrialProgress) -> Turn | None:
         """Return the turn of a trial that can begin a task now, else None."""

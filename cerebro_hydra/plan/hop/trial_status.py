@@ -93,16 +93,16 @@ class LackingMemory:
 
 @dataclass(frozen=True, slots=True)
 class Recutting:
-    """The states after these ``visits`` are laid out in a finer cut."""
+    """These ``states`` are laid out in a finer cut."""
 
     lack: LackingMemory
-    visits: tuple[int, ...]
+    states: tuple[int, ...]
     status: ClassVar[TrialStatus] = TrialStatus.RECUTTING
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A trial is over; the state after the visit ``result`` is its result.
+    """A trial is over; state ``result`` is its result.
 
     If it goes on after its end, it does so at the stage ``before``.
     """

@@ -127,7 +127,7 @@ class Attempt:
     number: int
     kind: TaskKind
     trial: int
-    visit: int  # the state that it makes (train) or measures (evaluate)
+    state: int  # the state that it makes (train) or measures (evaluate)
     epoch: int
     partition: int
     worker: int
@@ -154,7 +154,7 @@ class TrialProgress:
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
     evaluating: int = 0  # the partitions of ``evaluations``, as a mask
     evaluation: Evaluation = field(default_factory=Evaluation)  # of the present epoch
-    failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by visit and place
+    failed_transfers: dict[tuple[int, str], int] = field(default_factory=dict)  # by state and place
     void_states: list[str] = field(default_factory=list)  # why in a row, without getting further
     lost_agents: list[LostAgent] = field(default_factory=list)  # in a row, by the trial's tasks
     innocent_below: int = 0  # attempts given out before the latest of them is known
@@ -163,13 +163,13 @@ class TrialProgress:
     lethal_tasks: dict[tuple[TaskKind, int, int], int] = field(default_factory=dict)
     """How many agents were lost by kind, epoch and partition, since the trial got further."""
     furthest: tuple[int, int] = (0, 0)  # most visits, and the evaluations after them, ever done
-    # (visit, incarnation) of states that arrived before they were committed, and of each cancelled
+    # (state, incarnation) of states that arrived before they were committed, and of each cancelled
     # fetch, whose ``StateReceived`` may still arrive, late.
     arrived: set[tuple[int, str]] = field(default_factory=set)
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     shards_before: int | None = None  # it was cut finer
-    base: int = 0  # the visit of the oldest state that it may fall back to
+    base: int = 0  # the oldest state that it may fall back to
     log: list[str] = field(default_factory=list)
 
     @property
@@ -199,12 +199,12 @@ class TrialProgress:
 
     @property
     def result(self) -> int | None:
-        """Return the visit of the trial's result; None until it has ended."""
+        """Return the state that is the trial's result; None until it has ended."""
         return self.stage.result if isinstance(self.stage, Ended) else None
 
     @property
     def newest(self) -> int:
-        """Return the visit of the newest committed state."""
+        """Return the newest committed state."""
         return len(self.visits)
 
     @property
@@ -249,9 +249,9 @@ class TrialProgress:
         else:
             self.lost_agents = [lost for lost in self.lost_agents if not lost.again]
 
-    def is_source(self, visit: int, place: str) -> bool:
+    def is_source(self, state: int, place: str) -> bool:
         """Return whether a state may still be fetched from this place."""
-        return self.failed_transfers.get((visit, place), 0) < MOST_FAILED_TRANSFERS
+        return self.failed_transfers.get((state, place), 0) < MOST_FAILED_TRANSFERS
 
     def forget_failed_transfers(self, kept: Callable[[int, str], bool]) -> None:
         """Forget what failed from other places, or for other states, than those that are kept."""
@@ -263,26 +263,26 @@ class TrialProgress:
         """Drop what was measured, because the epoch is over or void."""
         self.evaluation = Evaluation()
 
-    def roll_back(self, visit: int, partitions: int) -> None:
-        """Make ``visit`` the newest state again."""
-        for each in self.visits[visit:]:
+    def roll_back(self, state: int, partitions: int) -> None:
+        """Make ``state`` the newest one again."""
+        for each in self.visits[state:]:
             self._note_void("train", each.epoch, 1 << each.partition)
-        for epoch in range(visit // partitions, len(self.history)):
+        for epoch in range(state // partitions, len(self.history)):
             self._note_void("evaluate", epoch, (1 << partitions) - 1)
         self._note_void("evaluate", len(self.history), self.evaluation.done)
-        self.visits.truncate(visit)
-        del self.history[visit // partitions :]
+        self.visits.truncate(state)
+        del self.history[state // partitions :]
         self.trained = mask_of(self.visits.partitions_from(len(self.history) * partitions))
-        self.arrived = {(each, place) for each, place in self.arrived if each <= visit}
-        self.forget_failed_transfers(lambda each, place: each <= visit)
+        self.arrived = {(each, place) for each, place in self.arrived if each <= state}
+        self.forget_failed_transfers(lambda each, place: each <= state)
         self.forget_evaluation()
 
     def _note_void(self, kind: TaskKind, epoch: int, partitions: int) -> None:
         self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
 
-    def makes_again(self, visit: int) -> bool:
+    def makes_again(self, state: int) -> bool:
         """Return whether the trial, which went back to an older state, will have this one again."""
-        return visit > self.newest and not (self.over or self.goal.paused)
+        return state > self.newest and not (self.over or self.goal.paused)
 
     def follow(self, parent: TrialProgress, partitions: int) -> None:
         """Have done what a parent did up to the state that this trial begins with."""
@@ -371,9 +371,9 @@ class VisitLog(Sequence[CommittedVisit]):
         log._rows, log._losses = self._rows[:visits], self._losses[:visits]
         return log
 
-    def partitions_from(self, visit: int) -> Sequence[int]:
-        """Return the partitions of the visits after the first ``visit``, in their order."""
-        return self._visited[visit:]
+    def partitions_from(self, state: int) -> Sequence[int]:
+        """Return the partitions of the visits after the first ``state``, in their order."""
+        return self._visited[state:]
 
     def __len__(self) -> int:
         """Return the number of visits, which is the number of the newest state."""
@@ -429,8 +429,8 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     return Outcome(TrialStatus.FINISHED, reason)
 
 
-def best_visit(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
-    """Return the visit of the best state among the epochs that the first ``visits`` complete.
+def best_state(config: HopConfig, trial: TrialProgress, visits: int) -> int | None:
+    """Return the best state among the epochs that the first ``visits`` complete.
 
     It is None if the trial keeps its last state, or if no such epoch was finite.
     """
@@ -455,17 +455,17 @@ def first_epoch(base: int, partitions: int) -> int:
     return max(0, -(-base // partitions) - 1)
 
 
-def result_visit(config: HopConfig, trial: TrialProgress) -> int:
-    """Return the visit of the trial's result so far: its best state, else its newest."""
-    best = best_visit(config, trial, trial.newest)
+def result_state(config: HopConfig, trial: TrialProgress) -> int:
+    """Return the state that is the trial's result so far: its best, else its newest."""
+    best = best_state(config, trial, trial.newest)
     return trial.newest if best is None else best
 
 
-def needed_visits(config: HopConfig, trial: TrialProgress, search_closed: bool) -> set[int]:
-    """Return the visits of the states that a trial needs: its result and, to go on, its newest."""
+def needed_states(config: HopConfig, trial: TrialProgress, search_closed: bool) -> set[int]:
+    """Return the states that a trial needs: its result and, to go on, its newest."""
     if outcome(config, trial, search_closed) is not None:
-        return {result_visit(config, trial)}
-    return {result_visit(config, trial), trial.newest}
+        return {result_state(config, trial)}
+    return {result_state(config, trial), trial.newest}
 
 
 @dataclass(frozen=True, slots=True)

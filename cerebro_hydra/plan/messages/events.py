@@ -21,7 +21,7 @@ class RecutState:
     which is None for state 0.
     """
 
-    visit: int
+    state: int
     digests: tuple[tuple[str, str], ...]
     cursor: dict[str, Any] | None = None
 
@@ -150,10 +150,10 @@ class DevicesWorked:
 
 @dataclass(frozen=True, slots=True)
 class StateReceived:
-    """The agent now holds every shard of the trial's state after ``visit``."""
+    """The agent now holds every shard of the trial's ``state``."""
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
 
 
@@ -242,19 +242,19 @@ class MetricsMergeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """Every shard of the trial's state after ``visit`` is in the store."""
+    """Every shard of the trial's ``state`` is in the store."""
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """The state after ``visit`` could not be written to the store, in spite of several tries."""
+    """``state`` could not be written to the store, in spite of several tries."""
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
     error: str
 
@@ -272,7 +272,7 @@ class StateDiffers:
     """A state that was made again after a resume has other bytes than before, in these shards."""
 
     trial: int
-    visit: int
+    state: int
     shards: tuple[int, ...]
 
 
@@ -294,7 +294,7 @@ class TrialProposed:
     params: dict[str, Any]
     budget: int
     parent: int | None = None
-    visit: int = 0  # the parent's state that it goes on from
+    state: int = 0  # the parent's state that it goes on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ class TrialAdded:
 
 @dataclass(frozen=True, slots=True)
 class TrialForked:
-    """A trial can go on from another one's state after ``visit``.
+    """A trial can go on from another one's ``state``.
 
     It inherits the visits and epochs up to there, and the state itself; its own ``config`` says
     how it goes on. It may train up to the epoch ``budget``, inherited epochs included.
@@ -323,7 +323,7 @@ class TrialForked:
 
     config: TrialConfig
     parent: int
-    visit: int
+    state: int
     budget: int
 
 

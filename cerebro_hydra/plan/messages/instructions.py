@@ -10,13 +10,13 @@ from typing import Any
 class StateSource:
     """Names a state and where to fetch it: an agent's incarnation, or the store (``None``)."""
 
-    visit: int
+    state: int
     incarnation: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class StartSubEpoch:
-    """Train the trial over one partition, from state ``source.visit`` to state ``visit``.
+    """Train the trial over one partition, from state ``source.state`` to ``state``.
 
     The source may still be ending its own sub-epoch; then the agent waits for its shards. On the
     first visit of an epoch ``metrics`` has what ``EndEpoch`` said of the epoch before; it is empty
@@ -26,7 +26,7 @@ class StartSubEpoch:
 
     attempt: int
     trial: int
-    visit: int
+    state: int
     epoch: int
     partition: int
     worker: int
@@ -57,12 +57,12 @@ class AdoptPartitions:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate the immutable state after ``visit`` on one validation partition."""
+    """Evaluate the immutable ``state`` on one validation partition."""
 
     attempt: int
     trial: int
     epoch: int
-    visit: int
+    state: int
     partition: int
     worker: int
     incarnation: str
@@ -94,13 +94,13 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Write the state after ``visit``, which this incarnation holds whole, to the store.
+    """Write ``state``, which this incarnation holds whole, to the store.
 
     The answer is ``Checkpointed`` or ``CheckpointFailed``.
     """
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
 
 
@@ -109,20 +109,20 @@ class Collect:
     """Delete this state from the store, with these segments, which no other state there names."""
 
     trial: int
-    visit: int
+    state: int
     objects: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkState:
-    """Name the parent's state after ``visit``, which is in the store, as the trial's own.
+    """Name the parent's ``state``, which is in the store, as the trial's own.
 
     No byte is copied: both states name the same segments.
     """
 
     trial: int
     parent: int
-    visit: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Drop:
     """
 
     trial: int
-    visit: int
+    state: int
     incarnation: str
 
 
@@ -144,7 +144,7 @@ class Commit:
 
     attempt: int
     trial: int
-    visit: int
+    state: int
     epoch: int
     partition: int
 
@@ -178,17 +178,17 @@ class CutFiner:
     """
 
     trial: int
-    visits: tuple[int, ...]
+    states: tuple[int, ...]
     error: str
     inherited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeCut:
-    """Let the trial go on from ``visit`` in the shards of a ``TrialRecut``, instead of so many."""
+    """Let the trial go on from ``state`` in the shards of a ``TrialRecut``, instead of so many."""
 
     trial: int
-    visit: int
+    state: int
     shards_before: int
     shards: int
     inherited: bool = False
@@ -207,16 +207,16 @@ class EndEpoch:
 class FinishTrial:
     """End the trial as "finished", "failed" or "stopped", with the reason if there is one.
 
-    Its result is in the store and is the state after ``visit``. If the trial keeps
+    Its result is in the store and is ``state``. If the trial keeps
     its best state and any epoch was finite, it is that one; otherwise it is the newest. A failed
-    trial has no result, and its ``visit`` is 0. A trial can end more than once, if its budget is
+    trial has no result, and its ``state`` is 0. A trial can end more than once, if its budget is
     extended after its end.
     """
 
     trial: int
     status: str
     reason: str
-    visit: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class SimulatedTimeline:
 
 
 _Task = ins.StartSubEpoch | ins.Evaluate
-_HeldState = tuple[str, int, int]  # incarnation, trial, visit
+_HeldState = tuple[str, int, int]  # incarnation, trial, state
 
 
 class Simulation:
@@ -197,7 +197,7 @@ class Simulation:
                     self._release(state)
                 self._remove_task(instruction)
             case ins.Drop():
-                state = (instruction.incarnation, instruction.trial, instruction.visit)
+                state = (instruction.incarnation, instruction.trial, instruction.state)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
                 self._release(state)
@@ -213,14 +213,14 @@ class Simulation:
                 self._schedule(self.now, partial(self._handle, merged))
             case ins.Checkpoint():
                 saved = ev.Checkpointed(
-                    instruction.trial, instruction.visit, instruction.incarnation
+                    instruction.trial, instruction.state, instruction.incarnation
                 )
                 self._schedule(self.now, partial(self._handle, saved))
 
     # ------------------------------------------------------------------ the agents
 
     def _fetch(self, incarnation: str, trial: int, source: ins.StateSource) -> None:
-        state = (incarnation, trial, source.visit)
+        state = (incarnation, trial, source.state)
         if state in self._held or state in self._fetches:
             return
         self._fetches[state] = source.incarnation
@@ -234,19 +234,19 @@ class Simulation:
         else:
             self._waiting.setdefault((owner, *state[1:]), []).append(state)
 
-    def _receive(self, state: _HeldState) -> None:
-        if state not in self._fetches:
+    def _receive(self, received: _HeldState) -> None:
+        if received not in self._fetches:
             return
-        del self._fetches[state]
-        self._held.add(state)
-        incarnation, trial, visit = state
-        self._handle(ev.StateReceived(trial, visit, incarnation))
+        del self._fetches[received]
+        self._held.add(received)
+        incarnation, trial, state = received
+        self._handle(ev.StateReceived(trial, state, incarnation))
         for task in list(self._tasks_of[incarnation].values()):
-            if (task.trial, task.source.visit) == (trial, visit):
+            if (task.trial, task.source.state) == (trial, state):
                 self._start_task(task)
 
     def _start_task(self, task: _Task) -> None:
-        state = (task.incarnation, task.trial, task.source.visit)
+        state = (task.incarnation, task.trial, task.source.state)
         if state not in self._held or task.attempt in self._computing:
             return
         self._computing.add(task.attempt)
@@ -307,11 +307,11 @@ class Simulation:
             )
             self._handle(evaluated)
             return
-        made = (task.incarnation, task.trial, task.visit)
+        made = (task.incarnation, task.trial, task.state)
         self._held.add(made)
         self._made_by[made] = task.attempt
         digests = tuple(
-            (frozen, f"{task.trial}/{task.visit}/{shard}")
+            (frozen, f"{task.trial}/{task.state}/{shard}")
             for shard, (frozen, _) in enumerate(trial.initial_digests)
         )
         nbytes = trial.nbytes

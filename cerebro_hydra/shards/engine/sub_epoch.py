@@ -215,7 +215,7 @@ class SubEpoch:
 
         Args:
             needed: whether the present microbatch has yet to come back to the shard.
-            last: whether it was the shard's last visit of the sub-epoch.
+            last: whether it was the shard's last time in the sub-epoch.
 
         Raises:
             ConfigurationError: the forward keeps a view of a parameter.

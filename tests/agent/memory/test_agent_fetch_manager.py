@@ -46,15 +46,15 @@ class Receiver:
         self.whole: SimpleQueue[tuple[int, int]] = SimpleQueue()
         connect = connect or ClientPool(credentials, digest).client
         self.manager = FetchManager(
-            "me", self.store, NOBODY, connect, lambda trial, visit: self.whole.put((trial, visit))
+            "me", self.store, NOBODY, connect, lambda trial, state: self.whole.put((trial, state))
         )
 
     @property
     def leased(self) -> int:
         return self.store.segments.pool.leased
 
-    def fetch(self, uri: str, visit: int = 1, shards: int = 3, owner: str = "owner") -> None:
-        self.manager.fetch(FetchRequest(0, visit, shards, owner, uri))
+    def fetch(self, uri: str, state: int = 1, shards: int = 3, owner: str = "owner") -> None:
+        self.manager.fetch(FetchRequest(0, state, shards, owner, uri))
 
     def threads(self) -> list[threading.Thread]:
         """Return this manager's own threads, for others of this process may still end theirs."""
@@ -82,7 +82,7 @@ def receiver(made: Callable[..., Receiver]) -> Receiver:
 @contextmanager
 def serving(store: ShardStore, credentials: Credentials = PLAIN) -> Iterator[ShardServer]:
     """Serve a shard store as an agent does."""
-    follow = lambda asked: store.follow(asked.trial, asked.visit)  # noqa: E731
+    follow = lambda asked: store.follow(asked.trial, asked.state)  # noqa: E731
     server = ShardServer("127.0.0.1", credentials, follow, digest)
     store.on_change = server.look_again
     yield server
@@ -90,17 +90,17 @@ def serving(store: ShardStore, credentials: Credentials = PLAIN) -> Iterator[Sha
 
 
 def publish(
-    store: ShardStore, visit: int = 1, shards: int = 3, first: int = 0, size: int = 3
+    store: ShardStore, state: int = 1, shards: int = 3, first: int = 0, size: int = 3
 ) -> None:
     """Announce a state, and publish its shards from the first on, as a last window does."""
-    state = store.expect(0, visit, shards)
+    expected = store.expect(0, state, shards)
     for number in reversed(range(first, shards)):
         segments = {}
         for name in ("frozen", "trainable"):
             buffer = store.segments.allocate(size if name == "trainable" else 64)
-            buffer[:] = (visit + number + len(name)) % 256
+            buffer[:] = (state + number + len(name)) % 256
             segments[name] = digest(buffer), buffer
-        store.put(state, number, Shard(segments, {"step": 1}))
+        store.put(expected, number, Shard(segments, {"step": 1}))
 
 
 # ---------------------------------------------------------------------- late answers
@@ -133,10 +133,10 @@ def test_a_fetch_that_ends_late_leaves_the_next_one_of_that_state_alone(
 def test_two_hundred_fetches_share_a_connection_and_a_thread(receiver: Receiver) -> None:
     held = empty_store()
     with serving(held) as server:
-        for visit in range(200):
-            publish(held, visit)
-            receiver.fetch(server.uri, visit)
-            assert receiver.whole.get(timeout=SECONDS) == (0, visit)
+        for state in range(200):
+            publish(held, state)
+            receiver.fetch(server.uri, state)
+            assert receiver.whole.get(timeout=SECONDS) == (0, state)
         assert len(receiver.threads()) <= 2, "one ends while the next begins"
         assert len(server._listener.connections) <= 2
 
@@ -144,12 +144,12 @@ def test_two_hundred_fetches_share_a_connection_and_a_thread(receiver: Receiver)
 def test_fetches_that_come_before_their_states_end_well(receiver: Receiver) -> None:
     held = empty_store()
     with serving(held) as server:
-        for visit in range(50):
-            receiver.fetch(server.uri, visit)
-        for visit in range(50):
-            publish(held, visit)
+        for state in range(50):
+            receiver.fetch(server.uri, state)
+        for state in range(50):
+            publish(held, state)
         whole = {receiver.whole.get(timeout=SECONDS) for _ in range(50)}
-        assert whole == {(0, visit) for visit in range(50)}
+        assert whole == {(0, state) for state in range(50)}
         for number in range(3):
             mine, theirs = (store.wait(0, 7, number) for store in (receiver.store, held))
             assert mine.digests == theirs.digests
@@ -157,8 +157,8 @@ def test_fetches_that_come_before_their_states_end_well(receiver: Receiver) -> N
 
 def test_closing_ends_fetches_of_what_never_comes(receiver: Receiver) -> None:
     with serving(empty_store()) as server:
-        for visit in range(50):
-            receiver.fetch(server.uri, visit)
+        for state in range(50):
+            receiver.fetch(server.uri, state)
         receiver.manager.close()
     assert not receiver.threads()
     assert receiver.whole.empty()

@@ -81,10 +81,10 @@ def test_equal_segments_are_kept_once_for_all_trials() -> None:
 
 def test_dropping_a_state_keeps_what_others_name_and_what_is_frozen() -> None:
     shard_store = empty_store()
-    for visit in (1, 2):
-        state = shard_store.expect(0, visit, shards=2)
-        shard_store.put(state, 0, shard("f0", "unchanged"))
-        shard_store.put(state, 1, shard("f1", f"changed-{visit}"))
+    for state in (1, 2):
+        held = shard_store.expect(0, state, shards=2)
+        shard_store.put(held, 0, shard("f0", "unchanged"))
+        shard_store.put(held, 1, shard("f1", f"changed-{state}"))
     shard_store.withdraw(0, 1)
     assert sorted(shard_store.segments.digests()) == ["changed-2", "f0", "f1", "unchanged"]
     shard_store.withdraw(0, 2)
@@ -176,7 +176,7 @@ def test_a_state_that_is_not_here_is_an_error(tmp_path: Path) -> None:
 def test_an_agent_that_wakes_up_late_changes_no_state(tmp_path: Path) -> None:
     """Its trial was trained again without it, and the state of that name is another one now."""
     folder, store = RunFolder(LocalStore(str(tmp_path)), "run"), empty_store()
-    again = {"trial": 0, "visit": 3, "shards": []}
+    again = {"trial": 0, "state": 3, "shards": []}
     folder.write_state(0, 3, again)
     words = {name: np.frombuffer(name.encode(), np.uint8) for name in ("frozen", "trainable")}
     late = {name: (digest(word), word) for name, word in words.items()}

@@ -64,15 +64,15 @@ def test_a_fork_goes_on_from_its_parent_with_its_own_parameters(tmp_path: Path) 
     for event in forks:
         number = event.config.trial
         fork, parent = result.trials[number], result.trials[event.parent]
-        shared = event.visit // PARTITIONS
-        assert fork.visit_log[: event.visit] == parent.visit_log[: event.visit]
+        shared = event.state // PARTITIONS
+        assert fork.visit_log[: event.state] == parent.visit_log[: event.state]
         for name, values in fork.history.items():
             assert values[:shared] == parent.history[name][:shared]
             assert len(values) == len(fork.visit_log) // PARTITIONS > shared
         view = RunView.of_run(folder).trials[number]
-        assert view.result_visit == (view.result_epoch + 1) * PARTITIONS
-        trained = [s for s in folder.read_state(number, view.result_visit)["shards"]]
-        if view.result_visit > event.visit:
+        assert view.result_state == (view.result_epoch + 1) * PARTITIONS
+        trained = [s for s in folder.read_state(number, view.result_state)["shards"]]
+        if view.result_state > event.state:
             rate = fork.params["lr"] / 10 * 0.5**view.result_epoch
             for shard in trained:
                 assert shard["cursor"]["groups"][0]["lr"] == pytest.approx(rate)

@@ -41,10 +41,10 @@ def test_the_run_is_sound_before_it_is_damaged(run_path: str) -> None:
 
 def test_one_other_bit_in_a_checkpoint_is_named(run_path: str) -> None:
     folder = RunFolder.open(run_path)
-    visit = read_trial(folder, 0).result_visit
-    assert visit is not None
-    state = folder.read_state(0, visit)
-    name = state["shards"][1]["trainable"]
+    state = read_trial(folder, 0).result_state
+    assert state is not None
+    document = folder.read_state(0, state)
+    name = document["shards"][1]["trainable"]
     content = bytearray(folder.read_object(name))
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     start = 8 + int.from_bytes(content[:8], "little") + header["param:3.bias"]["data_offsets"][0]
@@ -54,9 +54,9 @@ def test_one_other_bit_in_a_checkpoint_is_named(run_path: str) -> None:
     with pytest.raises(StoreError, match=f"object {name} is damaged"):
         cerebro_hydra.replay(run_path, "trial-000", trust=True)
     # With a digest that fits, only the comparison can see it.
-    state["shards"][1]["trainable"] = digest(content)
+    document["shards"][1]["trainable"] = digest(content)
     folder.write_object(digest(content), content)
-    folder.write_state(0, visit, state)
+    folder.write_state(0, state, document)
     report = cerebro_hydra.replay(run_path, "trial-000", trust=True)
     assert not report.identical
     assert report.first_difference.startswith("param:3.bias[1]: the run has")

@@ -41,28 +41,28 @@ def test_every_training_feature_at_once_and_early_stopping_keeps_the_best_epoch(
         assert trial.history.keys() == {"train_loss", "val_loss", "val_f1", "val_accuracy"}
         values = trial.history["val_f1"]
         assert all(0 <= value <= 1 for value in values)
-        visit = read_trial(folder, number).result_visit
+        state = read_trial(folder, number).result_state
         assert trial.result_epoch == values.index(max(values)) + 1
-        assert visit == 2 * trial.result_epoch
+        assert state == 2 * trial.result_epoch
         newest = 2 * len(values)  # kept for more epochs, if it was written before the trial ended
         others = set(folder.states(number)) - {newest}
-        assert others | {newest} == {0, visit, newest}, "what was the best before is swept"
-        assert visit in folder.states(number)
+        assert others | {newest} == {0, state, newest}, "what was the best before is swept"
+        assert state in folder.states(number)
         lengths.append(len(values))
     assert min(lengths) < 8, "a trial stopped early"
     best = max(max(trial.history["val_f1"]) for trial in result.trials)
     assert max(result.best_trial.history["val_f1"]) == best
     averaged = result.torch().state_dict()
     number = result.trials.index(result.best_trial)
-    live = trainable(folder, number, read_trial(folder, number).result_visit)
+    live = trainable(folder, number, read_trial(folder, number).result_state)
     assert torch.equal(averaged["0.weight"], live["ema:0.weight"])
     assert not torch.equal(averaged["0.weight"], live["param:0.weight"])
 
 
-def trainable(folder: RunFolder, trial: int, visit: int) -> dict[str, torch.Tensor]:
+def trainable(folder: RunFolder, trial: int, state: int) -> dict[str, torch.Tensor]:
     """Return the tensors in the trainable segments of a state."""
     found = {}
-    for shard in folder.read_state(trial, visit)["shards"]:
+    for shard in folder.read_state(trial, state)["shards"]:
         found |= safetensors.torch.load(bytes(folder.read_object(shard["trainable"])))
     return found
 

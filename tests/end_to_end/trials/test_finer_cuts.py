@@ -61,7 +61,7 @@ def test_a_trial_goes_on_in_more_shards_once_and_its_neighbours_as_if_nothing_ha
         growing_batches.texts()
     )
     told = capsys.readouterr().out
-    assert "trial-000 ran out of memory; it goes on after visit 1, cut into 6 shards" in told
+    assert "trial-000 ran out of memory; it goes on from state 1, cut into 6 shards" in told
     assert statuses(result) == ["finished", "failed", "finished"]
     assert [len(each.cut["at"]) + 1 for each in specs(result)] == [6, 6, 3]
     error = result.trials[1].error

@@ -23,7 +23,7 @@ def test_a_better_state_is_saved_while_training_goes_on() -> None:
     run.epoch("ab", 1.0)
     assert of(ins.Checkpoint, run.last) == [ins.Checkpoint(0, 2, "b")]
     (start,) = of(ins.StartSubEpoch, run.last)
-    assert (start.visit, start.epoch) == (3, 1)
+    assert (start.state, start.epoch) == (3, 1)
 
 
 def test_a_trial_that_gets_no_better_ends_with_its_best_state() -> None:
@@ -45,7 +45,7 @@ def test_equal_is_not_better_and_higher_may_be() -> None:
     run(ev.Checkpointed(0, 2, "b"))
     run(ev.Checkpointed(0, 4, of(ins.Checkpoint, run.last)[0].incarnation))
     (finish,) = of(ins.FinishTrial, run.last)
-    assert finish.visit == 4 and "best after epoch 2 (0.5)" in finish.reason
+    assert finish.state == 4 and "best after epoch 2 (0.5)" in finish.reason
 
 
 def test_a_trial_whose_metric_does_not_exist_fails_and_says_what_does() -> None:
@@ -124,7 +124,7 @@ def test_a_better_state_waits_until_the_one_before_is_written_and_no_copy_is_dro
     assert of(ins.Checkpoint, run.told) == [ins.Checkpoint(0, 2, "b")]
     run(ev.Checkpointed(0, 2, "b"))
     assert ins.Drop(0, 2, "b") in run.last
-    assert [checkpoint.visit for checkpoint in of(ins.Checkpoint, run.last)] == [4]
+    assert [checkpoint.state for checkpoint in of(ins.Checkpoint, run.last)] == [4]
 
 
 def test_a_failed_trial_keeps_what_is_being_written_until_it_is() -> None:

@@ -55,7 +55,7 @@ class SickWorld(World):
             if kind is None:
                 step()
                 return
-            tasks = [t for t in agent.tasks.values() if (t.trial, t.source.visit) == key]
+            tasks = [t for t in agent.tasks.values() if (t.trial, t.source.state) == key]
             agent.fetches.pop(key)
             altered = kind == "altered" and source.incarnation is not None
             for task in tasks:
@@ -165,7 +165,7 @@ def test_an_owner_that_says_that_its_bytes_were_altered_is_not_asked_again(alter
     world = SickWorld(search, [(0,), (1,)], Counter(), kinds=kinds, share=1.0, seed=0)
     world.run([])
     begun = [each for each in world.instructions if isinstance(each, ins.StartSubEpoch)]
-    from_agents = [e for e in begun if e.source.visit == 1 and e.source.incarnation]
+    from_agents = [e for e in begun if e.source.state == 1 and e.source.incarnation]
     assert len(from_agents) == MOST_VOID_STATES * (1 if altered else 3)
 
 
@@ -174,9 +174,9 @@ def test_a_trial_that_kills_agents_only_in_what_it_does_again_fails_too() -> Non
     done = Counter()
 
     def lethal(task: ins.StartSubEpoch | ins.Evaluate) -> bool:
-        done[task.trial, task.visit] += 1
-        once = task.visit == 3 and done[SICK, 3] == 1
-        return task.trial == SICK and (once or (task.visit == 2 and done[SICK, 3] > 0))
+        done[task.trial, task.state] += 1
+        once = task.state == 3 and done[SICK, 3] == 1
+        return task.trial == SICK and (once or (task.state == 2 and done[SICK, 3] > 0))
 
     trials = tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(2))
     config = HopConfig(2, order="seeded", evaluate=False, checkpoint="end")

@@ -35,12 +35,12 @@ class LackingDriver(Driver):
 
     def save(self, told: list[ins.Instruction]) -> list[ins.Instruction]:
         (checkpoint,) = of(ins.Checkpoint, told)
-        return self(ev.Checkpointed(0, checkpoint.visit, "a"))
+        return self(ev.Checkpointed(0, checkpoint.state, "a"))
 
-    def recut(self, *visits: int, number: int = 0) -> TrialRecut:
+    def recut(self, *states: int, number: int = 0) -> TrialRecut:
         config = self.state.trials[number].config
         shards = tuple((f"finer f{n}", f"finer t{n}") for n in range(4))
-        states = tuple(RecutState(visit, shards) for visit in visits)
+        states = tuple(RecutState(state, shards) for state in states)
         finer = config.finer and number != 0  # a fork is only laid out like its parent
         return TrialRecut(replace(config, initial_digests=shards, finer=finer), states, {})
 
@@ -58,7 +58,7 @@ def test_a_trial_waits_until_its_newest_state_is_stored_and_goes_on_from_it_in_m
     told = run(run.recut(0, 2))
     assert of(ins.ChangeCut, told) == [ins.ChangeCut(0, 2, 2, 4)]
     (start,) = of(ins.StartSubEpoch, told)
-    assert (start.visit, start.source) == (3, ins.StateSource(2, None))
+    assert (start.state, start.source) == (3, ins.StateSource(2, None))
     assert ins.Drop(0, 2, "a") in told, "what is there has the former shards"
     assert told.index(ins.Drop(0, 2, "a")) < told.index(start)
     assert run.held(0) == [(0, "store"), (2, "store")]
@@ -69,7 +69,7 @@ def test_a_trial_in_its_first_sub_epoch_is_cut_finer_at_once() -> None:
     run = LackingDriver()
     assert of(ins.CutFiner, run.lack_memory()) == [ins.CutFiner(0, (0,), WHY)]
     (start,) = of(ins.StartSubEpoch, run(run.recut(0)))
-    assert (start.visit, start.source) == (1, ins.StateSource(0, None))
+    assert (start.state, start.source) == (1, ins.StateSource(0, None))
 
 
 def test_a_trial_that_runs_out_again_fails_with_both_cuts() -> None:
@@ -128,20 +128,20 @@ def test_segments_stay_while_a_cut_is_made_because_it_may_write_equal_ones() -> 
     run(ev.TrialAdded(trial(1), 4))
     run.lack_memory()
     collected = []
-    for visit in range(1, 3):
+    for state in range(1, 3):
         run.train_one()
-        collected += of(ins.Collect, run(ev.Checkpointed(1, visit, "a")))
+        collected += of(ins.Collect, run(ev.Checkpointed(1, state, "a")))
     assert collected == [ins.Collect(1, 1, ())]
 
 
-def forked_while_cut(visit: int = 1) -> LackingDriver:
+def forked_while_cut(state: int = 1) -> LackingDriver:
     """A fork of the trial that was admitted before its parent was cut finer, and came after."""
     run = LackingDriver()
     run.train_one()
     run.save(run.lack_memory())
     run(run.recut(0, 1))
     fork = replace(fork_of(0, 1), finer=True)
-    run.told = run(ev.TrialForked(fork, 0, visit, 3))
+    run.told = run(ev.TrialForked(fork, 0, state, 3))
     return run
 
 
@@ -153,7 +153,7 @@ def test_a_fork_that_was_admitted_before_its_parent_was_cut_finer_is_laid_out_li
     told = run(run.recut(1, number=1))
     assert of(ins.ChangeCut, told) == [ins.ChangeCut(1, 1, 2, 4, inherited=True)]
     (line,) = troubles(Decision(0, 0.0, ev.SearchClosed(), tuple(of(ins.ChangeCut, told))))
-    assert line.startswith("trial-001 forks a trial that was cut finer; it goes on after visit 1")
+    assert line.startswith("trial-001 forks a trial that was cut finer; it goes on from state 1")
 
 
 def test_a_fork_that_was_laid_out_like_its_parent_may_be_cut_finer_itself_once() -> None:

@@ -54,7 +54,7 @@ def test_a_done_before_that_of_the_visit_before_it_is_held_back_not_lost() -> No
     run(ev.StateReceived(0, 1, start.incarnation))
     assert not of(ins.Commit, run(done(start.attempt, start.incarnation)))
     commits = of(ins.Commit, run(done(attempt, first)))
-    assert [c.visit for c in commits] == [1, 2]
+    assert [c.state for c in commits] == [1, 2]
 
 
 def test_a_lost_worker_takes_back_only_what_it_alone_held() -> None:
@@ -112,7 +112,7 @@ def test_the_first_visit_of_an_epoch_carries_the_metrics_of_the_one_before_also_
     run(ev.WorkerLost("a", "killed"))
     run(ev.WorkerJoined(0, "again", (0,)))
     run.train("again")
-    starts = [(start.visit, start.metrics) for start in of(ins.StartSubEpoch, run.told)]
+    starts = [(start.state, start.metrics) for start in of(ins.StartSubEpoch, run.told)]
     before = {"train_loss": 0.25}
     assert starts == [(1, {}), (2, {}), (3, before), (3, before), (4, {})]
 

@@ -49,7 +49,7 @@ def test_the_third_agent_lost_in_a_row_fails_the_trial_with_its_story() -> None:
     assert not of(ins.FinishTrial, run.lose())
     assert not of(ins.FinishTrial, run.lose(reason="no heartbeat for 10.0 s"))
     (finish,) = of(ins.FinishTrial, run.lose())
-    assert (finish.trial, finish.status, finish.visit) == (0, "failed", 0)
+    assert (finish.trial, finish.status, finish.state) == (0, "failed", 0)
     first, *lines = finish.reason.splitlines()
     assert first.startswith(
         "3 agents in a row were lost while trial 0 ran on them; likely causes: "

@@ -19,7 +19,7 @@ def test_a_trial_trains_while_it_has_budget_and_goes_on_when_it_is_given_more() 
     assert of(ins.EndEpoch, told) and not of(ins.FinishTrial, told)
     assert run.state.trials[0].status == "waiting" and not run.running
     (start,) = of(ins.StartSubEpoch, run(ev.BudgetExtended(0, 2)))
-    assert (start.epoch, start.visit) == (1, 3)
+    assert (start.epoch, start.state) == (1, 3)
 
 
 def test_a_paused_trial_at_its_end_is_made_again_if_its_result_is_lost_before_it_is_saved() -> None:
@@ -68,7 +68,7 @@ def test_a_paused_trial_leaves_the_workers_memory_once_it_is_in_the_store() -> N
     told = run(ev.TrialPaused(0))
     assert ins.Cancel(attempt, worker) in told
     (checkpoint,) = of(ins.Checkpoint, told)
-    assert (checkpoint.trial, checkpoint.visit) == (0, 1) and not run.running
+    assert (checkpoint.trial, checkpoint.state) == (0, 1) and not run.running
     assert of(ins.Drop, run(ev.Checkpointed(0, 1, checkpoint.incarnation)))
     assert run.held(0) == [(0, "store"), (1, "store")]
     (start,) = of(ins.StartSubEpoch, run(ev.TrialResumed(0)))
@@ -80,7 +80,7 @@ def test_a_trial_that_rests_when_the_search_closes_is_stopped() -> None:
     run(ev.TrialAdded(trial(0), 1))
     run(ev.TrialPaused(0))
     (finish,) = of(ins.FinishTrial, run(ev.SearchClosed()))
-    assert (finish.status, finish.visit) == ("stopped", 0) and "paused" in finish.reason
+    assert (finish.status, finish.state) == ("stopped", 0) and "paused" in finish.reason
 
 
 def forked() -> tuple[Driver, ins.Checkpoint]:
@@ -95,11 +95,11 @@ def forked() -> tuple[Driver, ins.Checkpoint]:
 
 def test_a_fork_goes_on_from_its_parents_state_which_is_named_and_not_copied() -> None:
     run, checkpoint = forked()
-    assert (checkpoint.trial, checkpoint.visit) == (0, 2) and not run.running
+    assert (checkpoint.trial, checkpoint.state) == (0, 2) and not run.running
     told = run(ev.Checkpointed(0, 2, checkpoint.incarnation))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
     (start,) = of(ins.StartSubEpoch, told)
-    assert (start.trial, start.visit, start.epoch) == (1, 3, 1)
+    assert (start.trial, start.state, start.epoch) == (1, 3, 1)
     assert start.source == ins.StateSource(2, None)
     assert start.metrics == run.state.trials[0].history[0]
     assert list(run.state.trials[1].visits) == list(run.state.trials[0].visits)
@@ -113,7 +113,7 @@ def test_a_forked_state_that_is_lost_before_it_is_stored_is_made_again_by_the_pa
     run(ev.WorkerLost(checkpoint.incarnation, "killed"))
     run(ev.WorkerJoined(lost, "c", (lost,)))
     while not (again := of(ins.Checkpoint, run.train_one())):
-        assert not run.state.holders.visits(1), "the fork has begun"
+        assert not run.state.holders.states(1), "the fork has begun"
     told = run(ev.Checkpointed(0, 2, again[0].incarnation))
     assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 2)]
     assert list(run.state.trials[1].visits) == list(run.state.trials[0].visits)
@@ -169,7 +169,7 @@ def test_a_fork_takes_no_state_that_a_failed_audit_makes_void() -> None:
     run(ev.AuditFailed(run.running["a"], "a", "at step 7"))
     run(ev.TrialForked(fork_of(0, 2), 0, 1, 3))
     run(ev.Checkpointed(0, 2, "a"))
-    assert not any(run.state.holders.visits(number) for number in (1, 2))
+    assert not any(run.state.holders.states(number) for number in (1, 2))
     run.train_one()
     told = run(ev.Checkpointed(0, 1, "a"))
     assert of(ins.ForkState, told) == [ins.ForkState(2, 0, 1)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.plan.hop.ranking import Measured, best_epoch, is_better, ranked
-from cerebro_hydra.plan.hop.trials import TrialProgress, VisitLog, best_visit, outcome
+from cerebro_hydra.plan.hop.trials import TrialProgress, VisitLog, best_state, outcome
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 
 NOISE = 1e-13
@@ -85,6 +85,6 @@ def test_noise_is_no_progress_for_early_stopping_and_keeps_no_worse_state() -> N
         end_epoch(accuracy, loss)
     ended = outcome(config, trial, False)
     assert ended is not None and "best after epoch 1" in ended.reason
-    assert best_visit(config, trial, 3) == 1
+    assert best_state(config, trial, 3) == 1
     end_epoch(0.9, 0.3)  # as many hits, and a better loss
-    assert outcome(config, trial, False) is None and best_visit(config, trial, 4) == 4
+    assert outcome(config, trial, False) is None and best_state(config, trial, 4) == 4

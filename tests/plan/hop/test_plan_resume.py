@@ -155,7 +155,7 @@ def test_a_state_is_written_at_the_end_of_every_epoch_and_the_one_before_goes() 
     (first,) = of(ins.Checkpoint, run(done(0, "a")))
     run(ev.Checkpointed(0, 1, "a"))
     (second,) = of(ins.Checkpoint, run(done(1, "a")))
-    assert (first.visit, second.visit) == (1, 2)
+    assert (first.state, second.state) == (1, 2)
     assert of(ins.Collect, run(ev.Checkpointed(0, 2, "a"))) == [ins.Collect(0, 1, ("t/0",))]
     assert run.state.holders.where(0, 0), "the first state stays, for replays"
 
@@ -165,10 +165,10 @@ def test_the_agent_with_the_fewest_writes_writes_a_state() -> None:
     for number in (0, 1):
         run(ev.TrialAdded(trial(number), 2))
     holders = run.state.holders
-    for number, visit in ((0, 5), (1, 5)):
-        holders.define(number, visit, (("f", f"u{number}"),))
-        holders.add(number, visit, "a")
-        holders.add(number, visit, "b")
+    for number, state in ((0, 5), (1, 5)):
+        holders.define(number, state, (("f", f"u{number}"),))
+        holders.add(number, state, "a")
+        holders.add(number, state, "b")
     holders.begin_write(0, 5, "a")
     assert holders.least_busy_writer(1, 5) == "b"
 
@@ -215,7 +215,7 @@ def test_a_segment_that_another_state_is_being_written_with_is_not_deleted() -> 
     run(ev.Checkpointed(0, 1, "a"))
     run(ev.SubEpochDone(1, "a", 1, 1.0, (("f0", "same"),), 1, 1.0, ev.Hop(0, 0, 0.0)))
     (collect,) = of(ins.Collect, run(ev.Checkpointed(0, 2, "a")))
-    assert (collect.visit, collect.objects) == (1, ())
+    assert (collect.state, collect.objects) == (1, ())
 
 
 def test_waits_between_tries_grow_and_end() -> None:
@@ -224,14 +224,14 @@ def test_waits_between_tries_grow_and_end() -> None:
 
 
 def commits(*made: tuple[int, int, str]) -> list[tuple[ev.Event, list[ins.Instruction]]]:
-    """Return decisions that commit (visit, partition, digest) of trial 0."""
+    """Return decisions that commit (state, partition, digest) of trial 0."""
     hop = ev.Hop(0, 0, 0.0)
     return [
         (
-            ev.SubEpochDone(visit, "a", 1, 1.0, (("f", "x"), ("f", digest)), 1, 1.0, hop),
-            [ins.Commit(visit, 0, visit, 0, partition)],
+            ev.SubEpochDone(state, "a", 1, 1.0, (("f", "x"), ("f", digest)), 1, 1.0, hop),
+            [ins.Commit(state, 0, state, 0, partition)],
         )
-        for visit, partition, digest in made
+        for state, partition, digest in made
     ]
 
 

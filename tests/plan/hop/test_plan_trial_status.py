@@ -192,12 +192,12 @@ def test_a_trial_paused_in_its_first_epoch_trains_no_more_after_the_end_of_its_s
     ((worker, attempt),) = run.running.items()
     run(ev.TaskFailed(attempt, worker, "MemoryError", memory=True))
     run(ev.TrialPaused(0))
-    (writer,) = (place for visit, place in run.held(0) if visit == 1)
+    (writer,) = (place for state, place in run.held(0) if state == 1)
     for _ in range(4):
         run(ev.CheckpointFailed(0, 1, writer, "disk full"))
     run(ev.SearchClosed())
     (end,) = of(ins.FinishTrial, run(ev.RunResumed()))
-    assert (end.status, end.visit) == ("stopped", 0) and run.state.finished
+    assert (end.status, end.state) == ("stopped", 0) and run.state.finished
 
 
 def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_full_store_has_cost_it() -> None:
@@ -232,4 +232,4 @@ def test_a_trial_that_was_paused_at_the_end_makes_again_what_a_lost_worker_has_c
     assert of(ins.StartSubEpoch, run(ev.WorkerJoined(0, "b", (0,))))
     run.train_one()
     (finish,) = of(ins.FinishTrial, run(ev.Checkpointed(0, 1, "b")))
-    assert (finish.status, finish.visit) == ("stopped", 1) and run.state.finished
+    assert (finish.status, finish.state) == ("stopped", 1) and run.state.finished

@@ -68,13 +68,13 @@ def test_the_form_in_the_journal_is_stable() -> None:
     assert to_json(StateReceived(1, 2, "w")) == {
         "type": "StateReceived",
         "trial": 1,
-        "visit": 2,
+        "state": 2,
         "incarnation": "w",
     }
-    assert to_json(StateSource(3, None)) == {"type": "StateSource", "visit": 3, "incarnation": None}
+    assert to_json(StateSource(3, None)) == {"type": "StateSource", "state": 3, "incarnation": None}
 
 
-GOOD = {"type": "StateReceived", "trial": 1, "visit": 2, "incarnation": "w"}
+GOOD = {"type": "StateReceived", "trial": 1, "state": 2, "incarnation": "w"}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ GOOD = {"type": "StateReceived", "trial": 1, "visit": 2, "incarnation": "w"}
         ({"type": "Nothing"}, "unknown record type 'Nothing'"),
         ({"type": 3}, "unknown record type 3"),
         ({"extra": 1}, r"unknown fields: \['extra'\]"),
-        ({"visit": "2"}, r"StateReceived.visit can't be read from '2'"),
-        ({"visit": True}, r"StateReceived.visit can't be read from True"),
-        ({"visit": 2**64}, r"StateReceived.visit can't be read from 18446744073709551616"),
+        ({"state": "2"}, r"StateReceived.state can't be read from '2'"),
+        ({"state": True}, r"StateReceived.state can't be read from True"),
+        ({"state": 2**64}, r"StateReceived.state can't be read from 18446744073709551616"),
     ],
 )
 def test_what_cannot_be_read_is_named(change: dict, message: str) -> None:

@@ -33,7 +33,7 @@ def test_a_difference_in_the_first_sub_epoch_begins_it_again_in_one_piece() -> N
     assert not of(ins.Redo, given)
     (after,) = of(ins.StartSubEpoch, given)
     assert (before.uncut, after.uncut) == (False, True)
-    assert (after.visit, after.source) == (1, ins.StateSource(0, None))
+    assert (after.state, after.source) == (1, ins.StateSource(0, None))
 
 
 def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> None:
@@ -50,7 +50,7 @@ def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> No
         run.train("a")
     run(ev.Checkpointed(0, 4, "a"))
     (finish,) = of(ins.FinishTrial, run.told)
-    assert (finish.status, finish.visit) == ("finished", 4)
+    assert (finish.status, finish.state) == ("finished", 4)
 
 
 def test_a_state_that_is_being_written_stays_until_it_is_written() -> None:
@@ -59,7 +59,7 @@ def test_a_state_that_is_being_written_stays_until_it_is_written() -> None:
     (checkpoint,) = of(ins.Checkpoint, run.told)
     given = run.fail_audit()
     assert not of(ins.Drop, given) and not of(ins.StartSubEpoch, given)
-    given = run(ev.Checkpointed(0, checkpoint.visit, "a"))
+    given = run(ev.Checkpointed(0, checkpoint.state, "a"))
     assert [redo.visits for redo in of(ins.Redo, given)] == [(1,)]
     assert of(ins.StartSubEpoch, given)[0].source == ins.StateSource(0, None)
     assert not run.state.holders.holds(0, 1, "store"), "what lies there is void"

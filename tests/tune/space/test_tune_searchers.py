@@ -106,7 +106,7 @@ def test_rungs_pause_resume_stop_and_fork_through_events_of_the_journal() -> Non
     }  # fmt: skip
     (first, *_) = (event for event in run.events if isinstance(event, ev.TrialForked))
     parent, fork = run.state.trials[first.parent], run.state.trials[first.config.trial]
-    assert first.visit == 2, "after its first epoch, of two partitions"
+    assert first.state == 2, "after its first epoch, of two partitions"
     assert list(fork.visits)[:2] == list(parent.visits)[:2]
     assert len(fork.history) > 1
 

@@ -33,7 +33,7 @@ def relaid(trial: Trial, other: Trial, path: Path) -> None:
         arrays = {name: np.frombuffer(b, np.uint8) for name, b in content.items()}
         frozen, trainable = write_segments(folder, arrays)
         shards.append({"frozen": frozen, "trainable": trainable, "cursor": json.loads(cursor)})
-    folder.write_state(0, 1, {"trial": 0, "visit": 1, "shards": shards})
+    folder.write_state(0, 1, {"trial": 0, "state": 1, "shards": shards})
     found = relaid_state(folder, 0, 1, other.layout)
     other.shards = [
         (
