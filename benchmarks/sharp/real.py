@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.device.messages import (
     Alive,
     Answer,
@@ -30,11 +31,10 @@ from cerebro_hydra.agent.device.messages import (
     Open,
     Opened,
     Ready,
-    RunOrder,
+    VisitOrder,
 )
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
-from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.worker import WorkerState
@@ -160,12 +160,12 @@ def simulate(case: Case, promotion: float, double_buffering: bool) -> float:
     """Return the seconds until the last shard was written back."""
     delays, budgets = case.delays(), budgets_of(case)
     rates = MoveRates(device=rate_of(case, promotion))
-    planner = RunPlanner(lambda split, partition: MICROBATCHES * ROWS, budgets[0])
+    planner = VisitPlanner(lambda split, partition: MICROBATCHES * ROWS, budgets[0])
     specs = []
     for trial in range(case.trials):
         spec: Any = _Spec(trial)
         planner.learn(spec)
-        specs.append(planner.run_spec(trial, train(trial, trial, 1), delays.profile(spec)))
+        specs.append(planner.visit_spec(trial, train(trial, trial, 1), delays.profile(spec)))
 
     def seconds(action: Action) -> float:
         if action.kind.computes:
@@ -305,7 +305,7 @@ class FixedDevices:
     def _load(self, device: DeviceProcess, actions: Sequence[Action]) -> None:
         for trial in {action.trial for action in actions}:
             spec: Any = None
-            device.give(Open(RunOrder(trial, spec, train(trial, trial, 1), 0, recompute=False)))
+            device.give(Open(VisitOrder(trial, spec, train(trial, trial, 1), 0, recompute=False)))
             self._hear(Opened)
         for trial, shard in {(action.trial, action.shard) for action in actions}:
             segment = self._slabs.allocate(self._delays.nbytes[trial])

@@ -9,7 +9,7 @@ from random import Random
 from benchmarks.scheduler.bound import lower_bound
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
@@ -29,10 +29,10 @@ def makespan_over_bound(
 ) -> float:
     """Return the makespan over the larger of the longest trial and the fullest worker."""
 
-    def run(kind: TaskKind, trial: int, partition: int, number: int) -> RunSpec:
+    def describe(kind: TaskKind, trial: int, partition: int, number: int) -> VisitSpec:
         shard = ShardSpec(1, forward=costs[trial], backward=2 * costs[trial])
         graph = TaskGraph(SHARDS, STEPS, training=kind == "train")
-        return RunSpec(number, graph, (shard,) * SHARDS)
+        return VisitSpec(number, graph, (shard,) * SHARDS)
 
     def seconds(kind: TaskKind, trial: int, partition: int) -> float:
         return SHARDS * STEPS * costs[trial] * (3 if kind == "train" else 1)
@@ -44,7 +44,7 @@ def makespan_over_bound(
     search = ClosedSearch(HopConfig(workers), trials, EPOCHS)
     held = [(worker,) for worker in range(workers)]
     shape = SimulatedDevices(
-        (SLOTS,) * devices, residents, run, None, MoveRates(device=1 / PROMOTION), rule
+        (SLOTS,) * devices, residents, describe, None, MoveRates(device=1 / PROMOTION), rule
     )
     simulation = Simulation(search, held, seconds, devices=shape)
     return simulation.run().makespan / lower_bound(search, held, seconds, devices)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Rule, oldest_first, sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
@@ -43,7 +43,7 @@ class Figure:
 
 def costs_of(trials: int, spread: float) -> list[float]:
     """Return what a task of each trial costs, over that of the cheapest."""
-    return [spread ** (run / (trials - 1)) for run in range(trials)]
+    return [spread ** (visit / (trials - 1)) for visit in range(trials)]
 
 
 def seconds_of_trial(cost: float) -> float:
@@ -58,14 +58,14 @@ def simulate(
     A promotion takes a share of the trial's own task time, and writing back as long.
     """
     specs = [
-        RunSpec(
-            run,
+        VisitSpec(
+            visit,
             TaskGraph(SHARDS, STEPS),
             (ShardSpec(1, forward=TASKS[ActionKind.F] * c, backward=TASKS[ActionKind.B] * c),)
             * SHARDS,
             fused=False,
         )
-        for run, c in enumerate(costs)
+        for visit, c in enumerate(costs)
     ]
 
     def seconds(action: Action) -> float:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cerebro_hydra.agent.device.builder import TrialBuilder
-from cerebro_hydra.agent.device.runs import TrialRuns
+from cerebro_hydra.agent.device.visits import TrialVisits
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -96,12 +96,12 @@ class MemoryTrial:
         """Return what builds it."""
         return TrialBuilder(self._document, self._factory, self._partition, self._partition)
 
-    def opener(self) -> TrialRuns:
+    def opener(self) -> TrialVisits:
         """Return what opens its runs on a device of this process."""
         nothing: Any = None
-        return TrialRuns(self.builder(), nothing)
+        return TrialVisits(self.builder(), nothing)
 
-    def make_opener(self, device: torch.device) -> Callable[[], TrialRuns]:
+    def make_opener(self, device: torch.device) -> Callable[[], TrialVisits]:
         """Return what makes, in any process, what opens its runs on a device."""
         return partial(_open, self._document, self._factory, self._partition, device)
 
@@ -116,8 +116,8 @@ def _open(
     factory: Callable[..., Any],
     partition: dict[int, CachedPartition],
     device: torch.device,
-) -> TrialRuns:
+) -> TrialVisits:
     torch.set_num_threads(document.threads)
     compute_deterministically(device)
     nothing: Any = None
-    return TrialRuns(TrialBuilder(document, factory, partition, partition, device), nothing)
+    return TrialVisits(TrialBuilder(document, factory, partition, partition, device), nothing)

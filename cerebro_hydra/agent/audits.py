@@ -5,12 +5,13 @@ code, so there it compares what lies around it: whether recomputing equals keepi
 memory and came back, what shards share or alias, the order of updates and of the barrier before
 clipping, and a model that was built anew with one that has trained.
 
-An audit is a run of its own, of one step, by a model that the factory builds anew: the plain
+An audit is a visit of its own, of one step, by a model that the factory builds anew: the plain
 trainer trains it where a device has room for the whole, else its own forward runs shard by shard.
-The queues bring its shards like those of any other run, so that it keeps to every budget. It may be
-any step: each shard is copied before its first task of that step. Where memory has no room for the
-copies it is the first step, from the state before, which stays until the sub-epoch is committed.
-The limits of a task hold for its audit, too: code that hangs there can't be told from slow code.
+The queues bring its shards like those of any other visit, so that it keeps to every budget. It may
+be any step: each shard is copied before its first task of that step. Where memory has no room for
+the copies it is the first step, from the state before, which stays until the sub-epoch is
+committed. The limits of a task hold for its audit, too: code that hangs there can't be told from
+slow code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cerebro_hydra.agent.device.messages import Done, FailureKind
 from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, located
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
-from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AuditRoom:
-    """Holds the memory that was found for the shards of a run as they are before a step.
+    """Holds the memory that was found for the shards of a visit as they are before a step.
 
     Args:
         copies: for each shard, if a step is left to begin; None if there is no room.
@@ -60,17 +61,17 @@ class AuditRoom:
     seconds: float
 
     @classmethod
-    def find(cls, segments: SegmentStore, run: QueuedRun) -> AuditRoom:
-        """Find room for the shards of a run that waits; it may take as long as disks do."""
+    def find(cls, segments: SegmentStore, visit: Visit) -> AuditRoom:
+        """Find room for the shards of a visit that waits; it may take as long as disks do."""
         begun, copies = time.perf_counter(), None
-        sizes = [shard.trainable for shard in run.profile.shards]
+        sizes = [shard.trainable for shard in visit.profile.shards]
         try:
             if segments.has_room(sum(sizes)):
-                left = run.begun_windows < run.spec.graph.windows
+                left = visit.begun_windows < visit.spec.graph.windows
                 copies = {k: segments.allocate(n) for k, n in enumerate(sizes)} if left else {}
         except (MemoryError, OSError) as error:
             what = "trial %d is audited by the first step of a sub-epoch on worker %d, for want of "
-            _log.warning(f"{what}room for a copy: %s", run.task.trial, run.task.worker, error)
+            _log.warning(f"{what}room for a copy: %s", visit.task.trial, visit.task.worker, error)
         return cls(copies, time.perf_counter() - begun)
 
 
@@ -88,76 +89,81 @@ class Audits:
         self._spares: set[tuple[WorkerDevice, int]] = set()  # trials built a second time, and where
 
     def watches(self, task: Task, profile: TrialProfile) -> bool:
-        """Return whether a step of a run may be audited."""
+        """Return whether a step of a visit may be audited."""
         if not isinstance(task, StartSubEpoch) or task.trial in self._impossible:
             return False
         seconds = profile.build_seconds + self._seconds.get(task.trial, 0.0)
         return bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
 
-    def opens(self, run: QueuedRun, device: WorkerDevice) -> None:
-        """Note that a device opens a run, for which it may have to build its model again."""
-        spare = device, run.task.trial
-        if run.watched or run.audits is not None:
+    def opens(self, visit: Visit, device: WorkerDevice) -> None:
+        """Note that a device opens a visit, for which it may have to build its model again."""
+        spare = device, visit.task.trial
+        if visit.watched or visit.audits is not None:
             if spare not in self._spares:
-                self.budget.spent += run.profile.build_seconds
+                self.budget.spent += visit.profile.build_seconds
             self._spares.add(spare)
-        if run.audits is not None:
+        if visit.audits is not None:
             self._spares.remove(spare)
 
-    def note(self, run: QueuedRun, done: Done) -> None:
-        """Note that a device has computed for a run."""
-        if run.audits is not None:
+    def note(self, visit: Visit, done: Done) -> None:
+        """Note that a device has computed for a visit."""
+        if visit.audits is not None:
             self.budget.spent += done.seconds
-        elif run.spec.graph.training:
+        elif visit.spec.graph.training:
             self.budget.trained += done.seconds
 
-    def is_due(self, run: QueuedRun) -> bool:
-        """Return whether a step of a run is to be audited from now on, which has done one."""
-        chosen = run.choosing or run.audited is not None
-        if not run.watched or chosen or not run.step_is_over(0):
+    def is_due(self, visit: Visit) -> bool:
+        """Return whether a step of a visit is to be audited from now on, which has done one."""
+        chosen = visit.choosing or visit.audited is not None
+        if not visit.watched or chosen or not visit.step_is_over(0):
             return False
-        seconds = self._seconds.get(run.task.trial, STEPS_OF_AN_AUDIT * run.first_seconds)
-        return self.budget.allows(seconds, run.task.epoch == 0)
+        seconds = self._seconds.get(visit.task.trial, STEPS_OF_AN_AUDIT * visit.first_seconds)
+        return self.budget.allows(seconds, visit.task.epoch == 0)
 
-    def choose(self, run: QueuedRun, room: AuditRoom) -> None:
-        """Choose the step of a run that is audited: the next one, if memory has room for copies.
+    def choose(self, visit: Visit, room: AuditRoom) -> None:
+        """Choose the step of a visit that is audited: the next one, if memory has room for copies.
 
-        Else it is the first step, from the state before the run. Where devices compute in the
+        Else it is the first step, from the state before the visit. Where devices compute in the
         agent's memory, which has no room for that step either, it is taken in mapped files.
         """
-        run.copies, run.audit_is_mapped = room.copies or {}, run.resident and room.copies is None
-        run.audited = run.begun_windows if run.copies else 0
+        visit.copies, visit.audit_is_mapped = (
+            room.copies or {},
+            visit.resident and room.copies is None,
+        )
+        visit.audited = visit.begun_windows if visit.copies else 0
         self.budget.spent += room.seconds
 
-    def ended(self, audit: QueuedRun) -> str | None:
-        """Return what differs between a run's step and its audit, None if no bit does."""
-        run = audit.audits
-        assert run is not None and run.audited is not None
-        self._seconds[run.task.trial] = audit.first_seconds
-        found = run.steps[run.audited].difference(audit.steps[0])
+    def ended(self, audit: Visit) -> str | None:
+        """Return what differs between a visit's step and its audit, None if no bit does."""
+        visit = audit.audits
+        assert visit is not None and visit.audited is not None
+        self._seconds[visit.task.trial] = audit.first_seconds
+        found = visit.steps[visit.audited].difference(audit.steps[0])
         if found is None:
-            run.audit_seconds = audit.first_seconds
-        return _told(run, found)
+            visit.audit_seconds = audit.first_seconds
+        return _told(visit, found)
 
-    def failed(self, audit: QueuedRun, kind: FailureKind, why: str) -> str | None:
+    def failed(self, audit: Visit, kind: FailureKind, why: str) -> str | None:
         """Return what differs if an audit met no finite loss; else audit its trial no more.
 
         Args:
             kind: what it failed of.
             why: a traceback, or a sentence.
         """
-        run, why = audit.audits, why.strip().splitlines()[-1]
-        assert run is not None and run.audited is not None
+        visit, why = audit.audits, why.strip().splitlines()[-1]
+        assert visit is not None and visit.audited is not None
         if kind is FailureKind.NON_FINITE_LOSS:
-            return _told(run, f"the loss is {run.steps[run.audited].loss!r}, but uncut: {why}")
-        self.give_up(run, why)
+            return _told(
+                visit, f"the loss is {visit.steps[visit.audited].loss!r}, but uncut: {why}"
+            )
+        self.give_up(visit, why)
         return None
 
-    def give_up(self, run: QueuedRun, why: str) -> None:
-        """Audit the trial of a run no more."""
-        trial, worker = run.task.trial, run.task.worker
+    def give_up(self, visit: Visit, why: str) -> None:
+        """Audit the trial of a visit no more."""
+        trial, worker = visit.task.trial, visit.task.worker
         self._impossible.add(trial)
-        run.watched = False
+        visit.watched = False
         _log.warning("trial %d is no longer audited on worker %d: %s", trial, worker, why)
 
     def forget(self, trial: int) -> None:
@@ -167,7 +173,7 @@ class Audits:
         self._spares = {each for each in self._spares if each[1] != trial}
 
 
-def _told(run: QueuedRun, difference: str | None) -> str | None:
-    assert isinstance(run.task, StartSubEpoch) and run.audited is not None
-    step = (run.start_step or 0) + run.audited
-    return difference and f"{located(run.task, step)}: {difference}"
+def _told(visit: Visit, difference: str | None) -> str | None:
+    assert isinstance(visit.task, StartSubEpoch) and visit.audited is not None
+    step = (visit.start_step or 0) + visit.audited
+    return difference and f"{located(visit.task, step)}: {difference}"

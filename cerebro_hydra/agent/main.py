@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.builder import TrialBuilder, decode_partitions
@@ -29,16 +30,15 @@ from cerebro_hydra.agent.device.process import (
     numeric_on_gpu,
     own_start,
 )
-from cerebro_hydra.agent.device.runs import TrialRuns, open_trials
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.device.visible_gpus import THE_GPU
+from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.errors import SetupError, TransferError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, AgentStart
@@ -196,7 +196,7 @@ class _Agent:
 
     def _queue_trainer(self, given: _AgentSetup) -> QueueTrainer:
         document, resources = given.spec.document, self._resources
-        planner = RunPlanner.of(given.spec.manifest, resources)
+        planner = VisitPlanner.of(given.spec.manifest, resources)
         known_seconds = BatchSeconds()
         limits = document.batch_seconds, document.sub_epoch_seconds
         trainer = QueueTrainer(
@@ -232,7 +232,7 @@ class _Agent:
         spec, start, slabs, resources = given.spec, given.start, given.slabs, self._resources
         if slabs is None:
             segments = self._shard_store.segments
-            runs = TrialRuns(self._builder, self._decoded, segments.reserved, start.scratch)
+            runs = TrialVisits(self._builder, self._decoded, segments.reserved, start.scratch)
             return [
                 own_start(
                     runs, self._main, resources.computes_in_place, self._end_process, self._begin

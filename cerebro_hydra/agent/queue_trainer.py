@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from cerebro_hydra.agent.attempts import AttemptReports, TaskEntrance, VisitPlanner
 from cerebro_hydra.agent.audits import (
     AUDIT_PATIENCE,
     OVERDUE_AUDIT,
@@ -54,15 +55,14 @@ from cerebro_hydra.agent.device.task_watch import (
     BatchSeconds,
     MakeWatch,
     Progress,
-    RunTime,
     Task,
+    VisitTime,
     described,
 )
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.shard_store import ShardHome, ShardStore
-from cerebro_hydra.agent.queued_run import Arrivals, HostMoves, QueuedRun
-from cerebro_hydra.agent.visits import AttemptReports, RunPlanner, TaskEntrance
+from cerebro_hydra.agent.visit import Arrivals, HostMoves, Visit
 from cerebro_hydra.agent.worker_loop import TICK_SECONDS, UnitGate, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.foreign_text import traceback_text
@@ -73,16 +73,16 @@ from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
     DeviceLost,
-    RunAdded,
-    RunCancelled,
-    RunEnded,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitCancelled,
+    VisitEnded,
+    VisitReleased,
+    VisitRestarted,
 )
 from cerebro_hydra.plan.queues.events import Answer as Decision
 from cerebro_hydra.plan.queues.log import DeviceLog
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -97,14 +97,14 @@ class QueueTrainer:
         incarnation: names this agent.
         starts: each starts one device of the worker, again after it died.
         state: the queues, which know the same devices.
-        planner: describes runs to the queues.
+        planner: describes visits to the queues.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
         begin: tells it of an attempt that comes in, if no device of this process tells by itself.
         audits: decides which steps are audited.
         broken: takes an error of the queues or devices themselves, which ends the agent.
         scratch: a folder on a disk of this machine.
-        make_watch: makes what watches a run.
+        make_watch: makes what watches a visit.
         known_seconds: what that remembers of batches.
     """
 
@@ -113,7 +113,7 @@ class QueueTrainer:
         incarnation: str,
         starts: Sequence[DeviceStart],
         state: WorkerState,
-        planner: RunPlanner,
+        planner: VisitPlanner,
         shard_store: ShardStore,
         fetch_manager: FetchManager,
         report: Callable[[events.Event], None],
@@ -127,7 +127,7 @@ class QueueTrainer:
     ) -> None:
         self._incarnation = incarnation
         self._state = state
-        self._activity = DeviceLog(state, lambda run: self._runs[run].task.trial)
+        self._activity = DeviceLog(state, lambda visit: self._visits[visit].task.trial)
         self._loop = WorkerLoop(state, self._activity, self._carry_out, broken, self._check_times)
         self._planner = planner
         self._shard_store = shard_store
@@ -139,7 +139,7 @@ class QueueTrainer:
         self._audits = audits
         self._make_watch, self._known_seconds = make_watch, known_seconds
         self._numbers = itertools.count()
-        self._runs: dict[int, QueuedRun] = {}
+        self._visits: dict[int, Visit] = {}
         self._gate = UnitGate()
         self._arrivals = Arrivals(shard_store)
         through = self._loop.through
@@ -228,45 +228,47 @@ class QueueTrainer:
                 self._entrance.leave(task.trial)
                 continue
             profile = self._entrance.profiles[task.trial]
-            spec = self._planner.run_spec(next(self._numbers), task, profile)
-            run = self._add_run(task, profile, spec)
-            run.watched = self._audits.watches(task, profile)
-            run.announce(self._shard_store)
+            spec = self._planner.visit_spec(next(self._numbers), task, profile)
+            visit = self._add_visit(task, profile, spec)
+            visit.watched = self._audits.watches(task, profile)
+            visit.announce(self._shard_store)
 
-    def _add_run(
-        self, task: Task, profile: TrialProfile, spec: RunSpec, audits: QueuedRun | None = None
-    ) -> QueuedRun:
+    def _add_visit(
+        self, task: Task, profile: TrialProfile, spec: VisitSpec, audits: Visit | None = None
+    ) -> Visit:
         trial, resident = self._planner.trial(task.trial), self._planner.resident
-        run = QueuedRun(
+        visit = Visit(
             trial,
             task,
             profile,
             replace(spec, recompute=False) if resident else spec,
             self._shard_store.follow(task.trial, task.source.state),
-            RunTime(task, self._make_watch, self._end_overdue),
+            VisitTime(task, self._make_watch, self._end_overdue),
             limited=self._planner.has_budget,
             recompute=spec.recompute,
             resident=resident,
             audits=audits,
         )
-        self._runs = {n: r for n, r in self._runs.items() if n in self._state.runs or not r.over}
-        self._runs[spec.run] = run
-        self._loop.tell(RunAdded(run.spec))
-        return run
+        self._visits = {
+            n: r for n, r in self._visits.items() if n in self._state.visits or not r.over
+        }
+        self._visits[spec.visit] = visit
+        self._loop.tell(VisitAdded(visit.spec))
+        return visit
 
     def _cancel(self, attempt: int) -> None:
         self._reports.take_back(attempt)
-        for run in tuple(self._runs.values()):
-            if run.task.attempt == attempt:
-                was_over = run.over
-                self._end_early(run)
-                if not (was_over or run.audits):
-                    self._leave(run)
+        for visit in tuple(self._visits.values()):
+            if visit.task.attempt == attempt:
+                was_over = visit.over
+                self._end_early(visit)
+                if not (was_over or visit.audits):
+                    self._leave(visit)
 
     def _release(self, trial: int, state: int) -> None:
-        for run in self._runs.values():
-            if run.state is not None and (run.task.trial, run.state.state) == (trial, state):
-                self._loop.tell(RunReleased(run.number))
+        for visit in self._visits.values():
+            if visit.state is not None and (visit.task.trial, visit.state.state) == (trial, state):
+                self._loop.tell(VisitReleased(visit.number))
 
     def _forget(self, trial: int) -> None:
         self._planner.forget(trial)
@@ -282,45 +284,47 @@ class QueueTrainer:
 
     # ------------------------------------------------------------------ audits
 
-    def _choose_audit(self, run: QueuedRun) -> None:
-        """Choose the step of a run that is audited; the run waits for that, and nobody else."""
+    def _choose_audit(self, visit: Visit) -> None:
+        """Choose the step of a visit that is audited; the visit waits for that, and nobody else."""
 
         def chosen(room: Future[AuditRoom]) -> None:
-            if run.choosing:
-                run.choosing = False
-                self._audits.choose(run, room.result())
-            self._open_gate(run.number)
-            self._begin_audit(run)
-            self._finish_closed(run)
+            if visit.choosing:
+                visit.choosing = False
+                self._audits.choose(visit, room.result())
+            self._open_gate(visit.number)
+            self._begin_audit(visit)
+            self._finish_closed(visit)
 
-        run.choosing = True
-        self._gate.shut(run.number)
-        find = partial(AuditRoom.find, self._shard_store.segments, run)
+        visit.choosing = True
+        self._gate.shut(visit.number)
+        find = partial(AuditRoom.find, self._shard_store.segments, visit)
         self._host.do(find, self._loop.through(chosen))
 
-    def _begin_audit(self, run: QueuedRun) -> None:
-        """Let the uncut model take a step of a run, too, once all is there that it needs."""
-        if run.can_be_audited:
-            assert run.audited is not None
-            spec = self._planner.audit_spec(next(self._numbers), run.spec, run.audited, run.profile)
-            run.give_to(self._add_run(replace(run.task), run.profile, spec, audits=run))
+    def _begin_audit(self, visit: Visit) -> None:
+        """Let the uncut model take a step of a visit, too, once all is there that it needs."""
+        if visit.can_be_audited:
+            assert visit.audited is not None
+            spec = self._planner.audit_spec(
+                next(self._numbers), visit.spec, visit.audited, visit.profile
+            )
+            visit.give_to(self._add_visit(replace(visit.task), visit.profile, spec, audits=visit))
 
-    def _copied(self, run: QueuedRun, shard: int, home: ShardHome) -> None:
+    def _copied(self, visit: Visit, shard: int, home: ShardHome) -> None:
         """Keep a copy of a shard for an audit; it lies on disk where memory has a budget."""
-        if run.resident:
-            run.given[shard] = home
+        if visit.resident:
+            visit.given[shard] = home
             return
 
-        window = run.audited
+        window = visit.audited
 
         def away(done: Future[None]) -> None:
-            if run.audited != window:
-                return  # the run began anew
-            if (error := done.exception()) is not None and not run.over:
-                self._audits.give_up(run, str(error))
-            run.given[shard] = home
-            self._begin_audit(run)
-            self._finish_closed(run)
+            if visit.audited != window:
+                return  # the visit began anew
+            if (error := done.exception()) is not None and not visit.over:
+                self._audits.give_up(visit, str(error))
+            visit.given[shard] = home
+            self._begin_audit(visit)
+            self._finish_closed(visit)
 
         self._host.do(home.to_disk, self._loop.through(away))
 
@@ -329,101 +333,101 @@ class QueueTrainer:
     def _carry_out(self, decision: Decision | list[Action]) -> None:
         match decision:
             case list():
-                self._compute(self._runs[decision[0].trial], decision)
-            case RunEnded():
-                self._end(self._runs[decision.run], decision)
-            case RunRestarted():
-                self._restart(self._runs[decision.run])
+                self._compute(self._visits[decision[0].trial], decision)
+            case VisitEnded():
+                self._end(self._visits[decision.visit], decision)
+            case VisitRestarted():
+                self._restart(self._visits[decision.visit])
             case Action(kind=ActionKind.RECV):
-                self._arrivals.wait(self._runs[decision.trial], decision)
+                self._arrivals.wait(self._visits[decision.trial], decision)
                 self._look()
             case Action(device=None | -1):
-                self._host.move(self._runs[decision.trial], decision)
+                self._host.move(self._visits[decision.trial], decision)
             case Action():
-                self._move(self._runs[decision.trial], decision)
+                self._move(self._visits[decision.trial], decision)
 
-    def _end(self, run: QueuedRun, ended: RunEnded) -> None:
-        run.boundary = None
-        if ended.outcome == "cancelled" and run.resident:
-            self._mend(run)  # its code is over
+    def _end(self, visit: Visit, ended: VisitEnded) -> None:
+        visit.boundary = None
+        if ended.outcome == "cancelled" and visit.resident:
+            self._mend(visit)  # its code is over
         if ended.outcome == "refused":
-            self._fail(run, FailureKind.OTHER, f"{ended.reason}; {_REMEDY}")
-        elif ended.outcome == "finished" and not run.over:
-            run.closing = set(run.opened)
-            for device in run.closing:
-                self._devices.ask(device, Close(run.number))
+            self._fail(visit, FailureKind.OTHER, f"{ended.reason}; {_REMEDY}")
+        elif ended.outcome == "finished" and not visit.over:
+            visit.closing = set(visit.opened)
+            for device in visit.closing:
+                self._devices.ask(device, Close(visit.number))
         elif ended.outcome == "cancelled":
-            run.homes.clear()  # with their files
+            visit.homes.clear()  # with their files
 
-    def _restart(self, run: QueuedRun) -> None:
-        if run.over:
+    def _restart(self, visit: Visit) -> None:
+        if visit.over:
             return
-        if run.audits is not None and run.audits.audited:
-            self._end_early(run)  # the copies that it began with are lost
-            self._go_on(run.audits, None)
+        if visit.audits is not None and visit.audits.audited:
+            self._end_early(visit)  # the copies that it began with are lost
+            self._go_on(visit.audits, None)
             return
-        self._end_audit(run)
-        self._stop(run)
-        run.retract(self._shard_store)
-        run.begin_anew()
-        run.announce(self._shard_store)
+        self._end_audit(visit)
+        self._stop(visit)
+        visit.retract(self._shard_store)
+        visit.begin_anew()
+        visit.announce(self._shard_store)
 
-    def _stop(self, run: QueuedRun) -> None:
-        """End a run on every device where it stands; units that are held back are not done."""
-        run.cancel()
-        run.choosing = False
-        self._loop.tell(*(ActionDone(task, 0.0) for task in self._gate.take(run.number)))
+    def _stop(self, visit: Visit) -> None:
+        """End a visit on every device where it stands; units that are held back are not done."""
+        visit.cancel()
+        visit.choosing = False
+        self._loop.tell(*(ActionDone(task, 0.0) for task in self._gate.take(visit.number)))
 
     def _open_gate(self, number: int | None) -> None:
         for unit in self._gate.open(number):
-            self._compute(self._runs[unit[0].trial], unit)
+            self._compute(self._visits[unit[0].trial], unit)
 
-    def _compute(self, run: QueuedRun, tasks: list[Action]) -> None:
+    def _compute(self, visit: Visit, tasks: list[Action]) -> None:
         if self._gate.holds(tasks):
             return
-        if any(map(run.begins_last_step, tasks)):
-            self._report(events.SubEpochEnding(run.task.attempt, self._incarnation))
+        if any(map(visit.begins_last_step, tasks)):
+            self._report(events.SubEpochEnding(visit.task.attempt, self._incarnation))
         device = self._devices[tasks[0].device or 0]
-        run.time.start(device, device.thread, run.batches(tasks))
-        self._devices.ask(device, run.unit(tasks))
+        visit.time.start(device, device.thread, visit.batches(tasks))
+        self._devices.ask(device, visit.unit(tasks))
 
-    def _move(self, run: QueuedRun, action: Action) -> None:
+    def _move(self, visit: Visit, action: Action) -> None:
         assert action.device is not None
         device = self._devices[action.device]
         match action.kind:
             case ActionKind.LOAD:
-                home = run.homes[action.shard]
-                if device not in run.opened:
-                    run.opened.add(device)
-                    run.time.build(device)
-                    self._audits.opens(run, device)
-                    self._devices.ask(device, Open(run.order(home.cursor)))
-                gradients = run.gradients(action.shard)
+                home = visit.homes[action.shard]
+                if device not in visit.opened:
+                    visit.opened.add(device)
+                    visit.time.build(device)
+                    self._audits.opens(visit, device)
+                    self._devices.ask(device, Open(visit.order(home.cursor)))
+                gradients = visit.gradients(action.shard)
                 device.give(Move(action, home.slabs, home.cursor, gradients))
             case ActionKind.SPILL:
-                self._host.write_back(run, action, device)
+                self._host.write_back(visit, action, device)
             case _:
                 device.give(Move(action))
 
     # ------------------------------------------------------------------ what has happened
 
     def _look(self) -> None:
-        """Take shards that have arrived; of a run that is over, none will."""
-        for run, action, held in self._arrivals.look():
+        """Take shards that have arrived; of a visit that is over, none will."""
+        for visit, action, held in self._arrivals.look():
             if isinstance(held, TransferError):
-                self._fail(run, FailureKind.TRANSFER, str(held))
-            if run.over:
+                self._fail(visit, FailureKind.TRANSFER, str(held))
+            if visit.over:
                 self._loop.tell(ShardArrived(action.trial, action.shard))
             else:
                 assert not isinstance(held, TransferError)
-                self._host.receive(run, action, held)
+                self._host.receive(visit, action, held)
 
-    def _moved(self, run: QueuedRun, moved: ActionDone, error: Exception | None) -> None:
+    def _moved(self, visit: Visit, moved: ActionDone, error: Exception | None) -> None:
         action = moved.action
         if error is not None:
-            self._raised(run, error)
+            self._raised(visit, error)
         if action.kind is ActionKind.RECV:
-            run.begun = run.begun or time.perf_counter()
+            visit.begun = visit.begun or time.perf_counter()
             self._loop.tell(ShardArrived(action.trial, action.shard))
         else:
             self._loop.tell(moved)
@@ -436,20 +440,20 @@ class QueueTrainer:
             case Ready():
                 if (number := self._devices.ready(device)) is not None:
                     self._loop.tell(DeviceJoined(number))
-            case Failed(run=int(number)) if number in self._runs:
-                self._fail(self._runs[number], answer.kind, answer.error, answer.lacking)
+            case Failed(visit=int(number)) if number in self._visits:
+                self._fail(self._visits[number], answer.kind, answer.error, answer.lacking)
             case Profiled() | Failed() if isinstance(asked, Profile):
                 self._profiled(answer, asked.trial)
-            case Opened(number) if number in self._runs:
-                self._runs[number].time.built(device)
-            case Closed(number, evaluation) if number in self._runs:
-                self._runs[number].evaluation = evaluation
-                self._closed(self._runs[number], device)
+            case Opened(number) if number in self._visits:
+                self._visits[number].time.built(device)
+            case Closed(number, evaluation) if number in self._visits:
+                self._visits[number].evaluation = evaluation
+                self._closed(self._visits[number], device)
             case Computed(tasks):
-                self._computed(self._runs[tasks[0].action.trial], device, tasks)
+                self._computed(self._visits[tasks[0].action.trial], device, tasks)
             case Done(action, seconds, nbytes):
                 self._loop.tell(ActionDone(action, seconds, nbytes))
-                self._runs[action.trial].note_move(answer)
+                self._visits[action.trial].note_move(answer)
 
     def _profiled(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
         """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
@@ -464,40 +468,42 @@ class QueueTrainer:
 
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
-        for run in self._runs.values():
-            if not run.over:
-                run.time.check(1 if run.audits is None else AUDIT_PATIENCE)
+        for visit in self._visits.values():
+            if not visit.over:
+                visit.time.check(1 if visit.audits is None else AUDIT_PATIENCE)
 
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a task whose code takes too long, or its audit's; end the device that runs it."""
-        (run,) = (run for run in self._runs.values() if run.task is task and not run.over)
-        why, failed = (why, run) if run.audits is None else (OVERDUE_AUDIT + why, run.audits)
+        (visit,) = (
+            visit for visit in self._visits.values() if visit.task is task and not visit.over
+        )
+        why, failed = (why, visit) if visit.audits is None else (OVERDUE_AUDIT + why, visit.audits)
         self._end_early(failed)
         self._leave(failed)
         self._reports.failed(failed.task, FailureKind.OTHER, why)
         for number, queue in self._state.queues.items():
-            if queue.running is not None and queue.running.run == run.number:
+            if queue.running is not None and queue.running.visit == visit.number:
                 self._devices[number].kill()
 
-    def _computed(self, run: QueuedRun, device: WorkerDevice, tasks: Sequence[Done]) -> None:
+    def _computed(self, visit: Visit, device: WorkerDevice, tasks: Sequence[Done]) -> None:
         """Keep what the tasks of a unit gave."""
-        run.time.stop(device, any(run.ends_batch(done.action) for done in tasks))
+        visit.time.stop(device, any(visit.ends_batch(done.action) for done in tasks))
         for done in tasks:
             self._loop.tell(ActionDone(done.action, done.seconds))
-            if not run.over:
-                run.note(done)
-                self._audits.note(run, done)
-        if run.over:
+            if not visit.over:
+                visit.note(done)
+                self._audits.note(visit, done)
+        if visit.over:
             return
         for done in tasks:
-            if (home := run.copied(done)) is not None:
-                self._copied(run, done.action.shard, home)
-        if self._audits.is_due(run):
-            self._choose_audit(run)
-        self._begin_audit(run)
+            if (home := visit.copied(done)) is not None:
+                self._copied(visit, done.action.shard, home)
+        if self._audits.is_due(visit):
+            self._choose_audit(visit)
+        self._begin_audit(visit)
         losses = [number for done in tasks for number in done.losses]
-        if losses and run.audits is None and self._progress.is_due():
-            self._progress.send(run.progress(max(losses)))
+        if losses and visit.audits is None and self._progress.is_due():
+            self._progress.send(visit.progress(max(losses)))
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
@@ -505,10 +511,10 @@ class QueueTrainer:
         self._gate.lose(number)
         if was_up:
             self._loop.tell(DeviceLost(number))
-        ran = self._runs.get(order.run) if isinstance(order, Open | Compute | Close) else None
+        ran = self._visits.get(order.visit) if isinstance(order, Open | Compute | Close) else None
         if ran is not None and self._reports.died(ran.task):
             self._fail(ran, FailureKind.OTHER, DEADLY)
-        for each in tuple(self._runs.values()):
+        for each in tuple(self._visits.values()):
             each.opened.discard(device)
             each.time.lose(device)
             if device in each.closing:
@@ -527,44 +533,42 @@ class QueueTrainer:
         for trial in self._entrance.profiling:
             self._ask_profile(trial)
 
-    # ------------------------------------------------------------------ how runs end
+    # ------------------------------------------------------------------ how visits end
 
-    def _end_early(self, run: QueuedRun) -> None:
-        """End a run where it stands, with its audit, and take back what it published."""
-        run.over = True
-        run.retract(self._shard_store)
-        self._loop.tell(RunCancelled(run.number), RunReleased(run.number))
-        self._stop(run)
+    def _end_early(self, visit: Visit) -> None:
+        """End a visit where it stands, with its audit, and take back what it published."""
+        visit.over = True
+        visit.retract(self._shard_store)
+        self._loop.tell(VisitCancelled(visit.number), VisitReleased(visit.number))
+        self._stop(visit)
         self._look()
-        self._end_audit(run)
-        self._planner.end_audit(run.number)
+        self._end_audit(visit)
+        self._planner.end_audit(visit.number)
 
-    def _leave(self, run: QueuedRun) -> None:
-        """Let others in, because a run is over."""
-        self._entrance.leave(run.task.trial)
+    def _leave(self, visit: Visit) -> None:
+        """Let others in, because a visit is over."""
+        self._entrance.leave(visit.task.trial)
         self._let_in()
 
-    def _end_audit(self, run: QueuedRun) -> None:
-        """End the audit of a run, if there is one."""
-        if run.audit is not None and not run.audit.over:
-            self._end_early(run.audit)
+    def _end_audit(self, visit: Visit) -> None:
+        """End the audit of a visit, if there is one."""
+        if visit.audit is not None and not visit.audit.over:
+            self._end_early(visit.audit)
 
-    def _fail(
-        self, run: QueuedRun, kind: FailureKind, why: str, lacking: str | None = None
-    ) -> None:
-        """End a run with an error; see `AttemptReports.failed`.
+    def _fail(self, visit: Visit, kind: FailureKind, why: str, lacking: str | None = None) -> None:
+        """End a visit with an error; see `AttemptReports.failed`.
 
-        A run that lacks memory is done once more if it may need less then, and one that lacks disk
-        is done once more alone.
+        A visit that lacks memory is done once more if it may need less then, and one that lacks
+        disk is done once more alone.
         """
-        if run.over:
+        if visit.over:
             return
-        self._end_early(run)
-        settle = partial(self._settle, run, kind, why, lacking)
-        self._mend(run, settle) if run.resident else settle()
+        self._end_early(visit)
+        settle = partial(self._settle, visit, kind, why, lacking)
+        self._mend(visit, settle) if visit.resident else settle()
 
-    def _mend(self, run: QueuedRun, then: Callable[[], object] = lambda: None) -> None:
-        """Mend frozen bytes that a run's code has written to, before any other unit begins."""
+    def _mend(self, visit: Visit, then: Callable[[], object] = lambda: None) -> None:
+        """Mend frozen bytes that a visit's code has written to, before any other unit begins."""
 
         def mended(done: Future[None]) -> None:
             done.result()
@@ -572,78 +576,78 @@ class QueueTrainer:
             then()
 
         self._gate.shut(None)
-        mend = partial(self._fetch_manager.mend, tuple(run.homes.values()))
+        mend = partial(self._fetch_manager.mend, tuple(visit.homes.values()))
         self._host.do(mend, self._loop.through(mended))
 
-    def _settle(self, run: QueuedRun, kind: FailureKind, why: str, lacking: str | None) -> None:
-        """Decide what becomes of a task whose run has ended with an error."""
-        if run.audits is not None:
-            if run.audits.audit is run and not run.audits.over:  # nor did that begin anew
-                self._go_on(run.audits, self._audits.failed(run, kind, why))
+    def _settle(self, visit: Visit, kind: FailureKind, why: str, lacking: str | None) -> None:
+        """Decide what becomes of a task whose visit has ended with an error."""
+        if visit.audits is not None:
+            if visit.audits.audit is visit and not visit.audits.over:  # nor did that begin anew
+                self._go_on(visit.audits, self._audits.failed(visit, kind, why))
             return
-        was_alone = self._entrance.is_alone(run.task.trial)
-        self._leave(run)
-        if run.task.attempt not in self._reports:
+        was_alone = self._entrance.is_alone(visit.task.trial)
+        self._leave(visit)
+        if visit.task.attempt not in self._reports:
             return  # it was taken back meanwhile, and its trial may be forgotten
-        if lacking is not None and self._planner.can_spare(run):
-            self._enter(run.task)  # once more, from the state before it
+        if lacking is not None and self._planner.can_spare(visit):
+            self._enter(visit.task)  # once more, from the state before it
         elif kind is FailureKind.SCRATCH_FULL and not was_alone:
-            self._entrance.wait_to_be_alone(run.task, why)
+            self._entrance.wait_to_be_alone(visit.task, why)
             self._let_in()
         else:
-            finer = lacking is not None and self._planner.helps_finer(run)
-            self._reports.failed(run.task, kind, why, lacking, finer)
+            finer = lacking is not None and self._planner.helps_finer(visit)
+            self._reports.failed(visit.task, kind, why, lacking, finer)
 
-    def _raised(self, run: QueuedRun, error: Exception) -> None:
-        """End a run because of an error of this process."""
+    def _raised(self, visit: Visit, error: Exception) -> None:
+        """End a visit because of an error of this process."""
         kind, why = FailureKind.of(error), traceback_text(error)
         if kind is FailureKind.SCRATCH_FULL:
-            why = f"{described(run.task)}: {error}"
-        self._fail(run, kind, why, memory_that_ran_out(error))
+            why = f"{described(visit.task)}: {error}"
+        self._fail(visit, kind, why, memory_that_ran_out(error))
 
-    def _closed(self, run: QueuedRun, device: WorkerDevice) -> None:
-        """End a run once every device has closed it, and its audit is over."""
-        run.closing.discard(device)
-        if run.closing or run.over:
+    def _closed(self, visit: Visit, device: WorkerDevice) -> None:
+        """End a visit once every device has closed it, and its audit is over."""
+        visit.closing.discard(device)
+        if visit.closing or visit.over:
             return
-        if run.audits is not None:
-            self._end_early(run)
-            self._go_on(run.audits, self._audits.ended(run))
+        if visit.audits is not None:
+            self._end_early(visit)
+            self._go_on(visit.audits, self._audits.ended(visit))
         else:
-            run.closed = True
-            self._finish_closed(run)
+            visit.closed = True
+            self._finish_closed(visit)
 
-    def _unclosed(self, run: QueuedRun, device: WorkerDevice) -> None:
-        """End a run that a device did not live to close; an evaluation is done once more."""
-        if run.over or run.spec.graph.training:
-            self._closed(run, device)
+    def _unclosed(self, visit: Visit, device: WorkerDevice) -> None:
+        """End a visit that a device did not live to close; an evaluation is done once more."""
+        if visit.over or visit.spec.graph.training:
+            self._closed(visit, device)
         else:
-            self._end_early(run)
-            self._leave(run)
-            self._enter(run.task)
+            self._end_early(visit)
+            self._leave(visit)
+            self._enter(visit.task)
 
-    def _go_on(self, run: QueuedRun, difference: str | None) -> None:
-        """Go on with a run whose audit is over."""
-        run.audit_ended = True
+    def _go_on(self, visit: Visit, difference: str | None) -> None:
+        """Go on with a visit whose audit is over."""
+        visit.audit_ended = True
         if difference is not None:
-            self._fail(run, FailureKind.DIFFERENCE, difference)
+            self._fail(visit, FailureKind.DIFFERENCE, difference)
         else:
-            self._finish_closed(run)
+            self._finish_closed(visit)
 
-    def _finish_closed(self, run: QueuedRun) -> None:
-        """Report a run that its devices have closed, once nothing is left to be audited."""
-        if not run.closed or run.over or run.awaits_audit:
+    def _finish_closed(self, visit: Visit) -> None:
+        """Report a visit that its devices have closed, once nothing is left to be audited."""
+        if not visit.closed or visit.over or visit.awaits_audit:
             return
-        result = run.result(self._incarnation, self._fetch_manager.take_hop(run.task.trial))
-        if (fault := self._planner.fault(run.task, result)) is not None:
-            self._fail(run, FailureKind.OTHER, fault)
+        result = visit.result(self._incarnation, self._fetch_manager.take_hop(visit.task.trial))
+        if (fault := self._planner.fault(visit.task, result)) is not None:
+            self._fail(visit, FailureKind.OTHER, fault)
             return
         # Only code that computes in the agent's memory can write to what was published.
-        if run.resident and run.state and (late := self._shard_store.altered(run.state)):
-            self._fail(run, FailureKind.DIFFERENCE, WRITTEN_LATE.format(late))
+        if visit.resident and visit.state and (late := self._shard_store.altered(visit.state)):
+            self._fail(visit, FailureKind.DIFFERENCE, WRITTEN_LATE.format(late))
             return
-        run.over = True
-        if not run.resident:
+        visit.over = True
+        if not visit.resident:
             self._report(self._activity.report(self._incarnation, time.monotonic()))
         self._reports.done(result)
-        self._leave(run)
+        self._leave(visit)

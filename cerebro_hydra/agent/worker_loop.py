@@ -101,7 +101,7 @@ def _nothing() -> None:
 class UnitGate:
     """Holds units back while other threads do what must be done before; the loop uses it.
 
-    It may be shut for a run, or for all of them (None), and more than once.
+    It may be shut for a visit, or for all of them (None), and more than once.
     """
 
     def __init__(self) -> None:
@@ -114,20 +114,20 @@ class UnitGate:
             self._held.append(unit)
         return is_shut
 
-    def shut(self, run: int | None) -> None:
+    def shut(self, visit: int | None) -> None:
         """Hold units back until it is opened as often."""
-        self._shut[run] += 1
+        self._shut[visit] += 1
 
-    def open(self, run: int | None) -> list[list[Action]]:
+    def open(self, visit: int | None) -> list[list[Action]]:
         """Return the units that may begin now, in their order."""
-        self._shut -= Counter([run])  # a run that is not shut any more has no entry
+        self._shut -= Counter([visit])  # a visit that is not shut any more has no entry
         held, self._held = self._held, []
         return [unit for unit in held if not self.holds(unit)]
 
-    def take(self, run: int) -> list[Action]:
-        """Return the tasks that are held back of a run which will not do them."""
-        tasks = [task for unit in self._held for task in unit if task.trial == run]
-        self._held = [unit for unit in self._held if unit[0].trial != run]
+    def take(self, visit: int) -> list[Action]:
+        """Return the tasks that are held back of a visit which will not do them."""
+        tasks = [task for unit in self._held for task in unit if task.trial == visit]
+        self._held = [unit for unit in self._held if unit[0].trial != visit]
         return tasks
 
     def lose(self, device: int) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.audits import Audits
-from cerebro_hydra.agent.device.device import DeviceMemory, Lane, RunOpener
-from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.device.device import DeviceMemory, Lane, VisitOpener
+from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.device.process import OnAnswer, OnGone, OwnDevice, WorkerDevice
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.memory.fetch import FetchManager
@@ -30,7 +31,6 @@ from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
-from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
@@ -60,7 +60,7 @@ def evaluate(attempt: int, trial: int, state: int) -> Evaluate:
 
 
 def in_this_process(
-    opener: RunOpener,
+    opener: VisitOpener,
     in_place: bool = False,
     double_buffering: bool = True,
     end_process: Callable[[], object] = sys.exit,
@@ -70,7 +70,7 @@ def in_this_process(
     """Return what starts a device in this process.
 
     Args:
-        opener: opens its runs.
+        opener: opens its visits.
         in_place: whether it computes in the worker's memory.
         double_buffering: whether a shard is brought while another one computes.
         end_process: ends the process, because code of a trial hangs.
@@ -139,7 +139,7 @@ class QueueWorker:
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
         self.state = state
-        self.planner = RunPlanner(
+        self.planner = VisitPlanner(
             lambda split, partition: rows, smallest, len(state.queues), resident=resident
         )
         known_seconds = BatchSeconds()
@@ -233,7 +233,7 @@ class QueueWorker:
 
 @dataclass(frozen=True)
 class DelayTrials:
-    """Opens runs whose forwards and backwards are waits.
+    """Opens visits whose forwards and backwards are waits.
 
     It also is what makes the opener of a device's process.
 
@@ -263,8 +263,8 @@ class DelayTrials:
         each = ShardBytes(0, self.nbytes[trial.trial], 0, False)
         return TrialProfile((each,) * self.shards, (), False)
 
-    def open(self, order: RunOrder) -> DelayRun:
-        """Return a run of a trial."""
+    def open(self, order: VisitOrder) -> DelayRun:
+        """Return a visit of a trial."""
         return DelayRun(order, self.forward[order.task.trial], self)
 
     def initial(self, trial: int) -> list[HostSegments]:
@@ -279,7 +279,7 @@ class DelayTrials:
 class DelayRun:
     """Waits for each task, and writes to the shard's slot in its backward."""
 
-    def __init__(self, order: RunOrder, forward: float, trials: DelayTrials) -> None:
+    def __init__(self, order: VisitOrder, forward: float, trials: DelayTrials) -> None:
         training = isinstance(order.task, StartSubEpoch)
         self.stays = training and not order.recompute
         self.resident = order.resident
@@ -321,11 +321,11 @@ class DelayRun:
         return {}
 
     def close(self) -> Evaluation:
-        """End the run."""
+        """End the visit."""
         return Evaluation({"loss": (0.0, 1)}, {})
 
     def cancel(self) -> None:
-        """End the run where it stands."""
+        """End the visit where it stands."""
 
 
 class DelayMemory(DeviceMemory):

@@ -45,7 +45,7 @@ from cerebro_hydra.shards.engine.layout import (
     memory_of,
     read_tensors,
 )
-from cerebro_hydra.shards.engine.shard_run import TrainTotals
+from cerebro_hydra.shards.engine.visit_run import TrainTotals
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec

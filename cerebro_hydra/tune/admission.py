@@ -35,7 +35,7 @@ from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
@@ -515,7 +515,7 @@ class MemoryBill:
         self._resources = resources
         self._num_workers = num_workers
         self._report = report
-        self._reported: set[RunSpec] = set()
+        self._reported: set[VisitSpec] = set()
 
     @property
     def devices(self) -> int:
@@ -551,7 +551,7 @@ class MemoryBill:
         found.check()
         bill([profile.evaluation(spec.trial, 1)], workers, rule).check()
         shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
-        if (alike := replace(run, run=0, shards=shards)) not in self._reported:
+        if (alike := replace(run, visit=0, shards=shards)) not in self._reported:
             self._reported.add(alike)
             gpus = self._resources.device_kind == "cuda"
             self._report(table(found.lines) + (_OF_GPUS if gpus else ""))

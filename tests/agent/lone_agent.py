@@ -16,7 +16,7 @@ from torch import nn
 
 from cerebro_hydra.agent.device.builder import TrialBuilder
 from cerebro_hydra.agent.device.device import Lane
-from cerebro_hydra.agent.device.runs import TrialRuns
+from cerebro_hydra.agent.device.visits import TrialVisits
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.partition import CachedPartition
@@ -142,7 +142,7 @@ class Agent:
         self.lane = lane = Lane("main") if resident else None
         budget = None if device is None else self._budget(device)
         reserved = lambda nbytes: self.memory.reserved(nbytes)  # noqa: E731
-        self.runs = TrialRuns(self.builder, lambda partitions: {}, reserved, str(path))
+        self.runs = TrialVisits(self.builder, lambda partitions: {}, reserved, str(path))
         self.worker = QueueWorker(
             in_this_process(self.runs, resident, begin=self.begun.append, lane=lane),
             CheckedState(

@@ -16,7 +16,7 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.queue_worker import ME
-from tests.agent.byte_runs import ByteTrials, gradient_of
+from tests.agent.byte_visits import ByteTrials, gradient_of
 from tests.agent.queues.queue_bench import BATCH, QueueBench
 from tests.agent.standins import SECONDS, Peer
 

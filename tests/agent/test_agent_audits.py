@@ -189,7 +189,7 @@ def test_a_break_in_the_last_step_is_caught_after_it_was_published(
     monkeypatch.setattr(
         agent.audits, "is_due", lambda run: run.begun_windows == last and is_due(run)
     )
-    monkeypatch.setattr("cerebro_hydra.agent.visits.RESIDENT_UNIT_SECONDS", 0.0)
+    monkeypatch.setattr("cerebro_hydra.agent.attempts.RESIDENT_UNIT_SECONDS", 0.0)
     broken_from(monkeypatch, last, lambda p: p[0].mul_(1.5))
     failed = agent.train()
     check_found(agent, failed, r"parameter '7\.bias'", last)

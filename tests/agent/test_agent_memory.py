@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cerebro_hydra.agent.device.device import Lane
-from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES
@@ -74,7 +74,7 @@ class Trials:
     def forget(self, trial: int) -> None:
         """Keep nothing of a trial."""
 
-    def open(self, order: RunOrder) -> Run:
+    def open(self, order: VisitOrder) -> Run:
         return Run(self, order)
 
 
@@ -83,7 +83,7 @@ class Run:
 
     stays = resident = True
 
-    def __init__(self, trials: Trials, order: RunOrder) -> None:
+    def __init__(self, trials: Trials, order: VisitOrder) -> None:
         self._trials, self._order = trials, order
         self._stack = ExitStack()
         self._slots: Any = None

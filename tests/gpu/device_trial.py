@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cerebro_hydra.agent.device.runs import PlainRun
+from cerebro_hydra.agent.device.visits import PlainVisit
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import GradientLayout, Segments
-from cerebro_hydra.shards.engine.shard_run import ShardRun, TrainTotals
+from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
 
@@ -56,7 +56,7 @@ class DeviceTrial(Trial):
     def train(self, windows: Sequence[Window]) -> TrainTotals:
         """Train a sub-epoch on the device."""
         windows, recipe = list(windows), self.recipe
-        run = ShardRun(self.runtime(), self._alone, self.step, windows)
+        visit = VisitRun(self.runtime(), self._alone, self.step, windows)
         shards = range(self.cut_model.num_shards)
         barrier = recipe.clip_grad_norm is not None
         graph = TaskGraph(
@@ -69,35 +69,35 @@ class DeviceTrial(Trial):
                 if task.shard not in self._slots:
                     assert not fused or not self._alone
                     if self._alone:
-                        self._leave(run)
-                    self._enter(run, task.shard)
-                run.perform(task)
+                        self._leave(visit)
+                    self._enter(visit, task.shard)
+                visit.perform(task)
                 if task.kind is ActionKind.U:
                     content, _ = self.shards[task.shard]
-                    self.shards[task.shard] = content, json.dumps(run.cursor(task.shard))
-            self._leave(run)
-            run.close()
+                    self.shards[task.shard] = content, json.dumps(visit.cursor(task.shard))
+            self._leave(visit)
+            visit.close()
         finally:
-            run.cancel()
-        self.losses += [loss for _, (loss, _) in sorted(run.losses.items())]
-        self.step += run.totals.steps
+            visit.cancel()
+        self.losses += [loss for _, (loss, _) in sorted(visit.losses.items())]
+        self.step += visit.totals.steps
         self._gradients.clear()
-        return run.totals
+        return visit.totals
 
     def train_uncut(self, windows: Sequence[Window]) -> list[float]:
         """Train with the plain trainer in the memory of all shards; return the losses."""
-        run = PlainRun(self.runtime(), self.step, iter(windows), None)
+        visit = PlainVisit(self.runtime(), self.step, iter(windows), None)
         shards = range(self.cut_model.num_shards)
         microbatches, accumulate = sum(map(len, windows)), self.recipe.accumulate
         graph = TaskGraph(len(shards), microbatches, accumulate, barrier=True)
         losses: dict[int, tuple[float, int]] = {}
         for k in shards:
             self._slots[k] = self._promoted(k)
-            run.load(k, self._slots[k], None)
+            visit.load(k, self._slots[k], None)
         for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
-            losses |= run.perform(task).losses
+            losses |= visit.perform(task).losses
         for k in shards:
-            cursor, _ = run.unload(k)
+            cursor, _ = visit.unload(k)
             slots = self._slots.pop(k)
             found = {name: slot.cpu().numpy().tobytes() for name, slot in slots.items()}
             self.shards[k] = found, json.dumps(cursor)
@@ -105,19 +105,19 @@ class DeviceTrial(Trial):
 
     def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
         """Measure batches of validation rows on the device, each shard there alone."""
-        run = ShardEvaluation(self.runtime(), batches)
+        visit = ShardEvaluation(self.runtime(), batches)
         shards = range(self.cut_model.num_shards)
         graph = TaskGraph(len(shards), len(batches), training=False)
         try:
             for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
                 slots = self._promoted(task.shard)
-                run.load(task.shard, slots)
-                run.perform(task)
-                run.unload(task.shard)
+                visit.load(task.shard, slots)
+                visit.perform(task)
+                visit.unload(task.shard)
                 _poison(slots)
-            return run.result
+            return visit.result
         finally:
-            run.close()
+            visit.close()
 
     def _promoted(self, k: int) -> Segments:
         content, _ = self.shards[k]
@@ -127,15 +127,15 @@ class DeviceTrial(Trial):
         host = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         return host.to(self._device, copy=True)
 
-    def _enter(self, run: ShardRun, k: int) -> None:
+    def _enter(self, visit: VisitRun, k: int) -> None:
         slots = self._slots[k] = self._promoted(k)
         nbytes = GradientLayout.of(self.layout.shards[k]).nbytes
         slots["gradients"] = self._to_device(self._gradients.get(k, bytes(nbytes)))
-        run.load(k, slots, json.loads(self.shards[k][1]), slots["gradients"])
+        visit.load(k, slots, json.loads(self.shards[k][1]), slots["gradients"])
 
-    def _leave(self, run: ShardRun) -> None:
+    def _leave(self, visit: VisitRun) -> None:
         for k, slots in self._slots.items():
-            run.unload(k)
+            visit.unload(k)
             found = {name: slot.cpu().numpy().tobytes() for name, slot in slots.items()}
             self._gradients[k] = found.pop("gradients")
             assert found["frozen"] == self.shards[k][0]["frozen"]

@@ -11,7 +11,7 @@ import pytest
 from cerebro_hydra.agent.device.process import gpu_memory, numeric_on_gpu
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.plan.messages import events
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.queues.queue_bench import SIZES, bench
 from tests.gpu.marks import GPU, NEEDS_GPU
 

@@ -49,8 +49,8 @@ class Run:
         self.now = 0.0
         self.told: list[WorkersMissing] = []
         self.roster = Roster(2)
-        run_spec = replace(spec(), limits=LossLimits(join_timeout=100.0))
-        self.absences = Absences(self.roster, run_spec, self.told.append, lambda: self.now)
+        visit_spec = replace(spec(), limits=LossLimits(join_timeout=100.0))
+        self.absences = Absences(self.roster, visit_spec, self.told.append, lambda: self.now)
 
     def come(self, worker: int, incarnation: str) -> None:
         self.roster.admit(AgentInfo(incarnation, worker, 0, "tcp://x:1", "here", 7, (), {}))

@@ -43,7 +43,7 @@ from cerebro_hydra.agent.device.messages import (
     Order,
     Profile,
     Profiled,
-    RunOrder,
+    VisitOrder,
     copy_of,
 )
 from cerebro_hydra.agent.device.runtime import DeviceRuntime, HostRuntime
@@ -61,7 +61,7 @@ from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage.run_document import TrialSpec
 
-Key = tuple[int, int]  # run and shard
+Key = tuple[int, int]  # visit and shard
 Cursor = Mapping[str, Any]
 
 CUDA_ASSERT = 710
@@ -142,11 +142,11 @@ class _Given:
 class Device:
     """Carries out the orders for one device. `give` is thread-safe and returns at once.
 
-    An error of a trial's code is told once; what else is ordered of the run is answered without
+    An error of a trial's code is told once; what else is ordered of the visit is answered without
     being done.
 
     Args:
-        opener: builds trials and opens runs of them.
+        opener: builds trials and opens visits of them.
         memory: has the device's slots.
         answer: takes what is to be told, from any thread.
         computing: where it computes; who makes it starts it.
@@ -157,7 +157,7 @@ class Device:
 
     def __init__(
         self,
-        opener: RunOpener,
+        opener: VisitOpener,
         memory: DeviceMemory,
         answer: Callable[[Answer], object],
         computing: Lane,
@@ -171,13 +171,15 @@ class Device:
         self._opener = opener
         self._memory = memory
         self._answer = answer
-        self._runs: dict[int, DeviceRun] = {}
-        self._live: dict[int, Task] = {}  # of runs that were opened, and neither failed nor closed
+        self._visits: dict[int, DeviceVisit] = {}
+        self._live: dict[
+            int, Task
+        ] = {}  # of visits that were opened, and neither failed nor closed
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
         self._given: _Given | None = None  # the unit under way
-        self._inside: int | None = None  # the run in whose call the computing thread is
-        self._coming: Compute | None = None  # the next unit of that run
+        self._inside: int | None = None  # the visit in whose call the computing thread is
+        self._coming: Compute | None = None  # the next unit of that visit
         self._outside: list[Callable[[], object]] = []  # what is done after the call
         self._computing = computing
         self._promoting = self._demoting = computing
@@ -206,10 +208,10 @@ class Device:
             case Forget():
                 self._put_outside(partial(self._opener.forget, order.trial))
             case Open():
-                self._live[order.run] = order.order.task
+                self._live[order.visit] = order.order.task
                 self._put_outside(partial(self._open, order.order))
             case Close():
-                self._put_outside(partial(self._close, order, self._live.pop(order.run, None)))
+                self._put_outside(partial(self._close, order, self._live.pop(order.visit, None)))
             case Compute():
                 self._computing.put(partial(self._compute, order))
             case Move():
@@ -223,7 +225,7 @@ class Device:
                     self._promoting.put(freed.wait)  # the LOAD after it takes its place
 
     def _put_outside(self, work: Callable[[], object]) -> None:
-        """Let the computing thread do something, outside of every call of a run."""
+        """Let the computing thread do something, outside of every call of a visit."""
 
         def later() -> None:
             if self._inside is None:
@@ -233,7 +235,7 @@ class Device:
 
         self._computing.put(later)
 
-    # ------------------------------------------------------------------ runs
+    # ------------------------------------------------------------------ visits
 
     def _run_code_of(self, trial: int, attempt: int) -> None:
         """Note that code of a trial runs from now on, because an attempt asks for it."""
@@ -252,36 +254,36 @@ class Device:
         else:
             self._answer(Profiled(trial, profile))
 
-    def _open(self, order: RunOrder) -> None:
+    def _open(self, order: VisitOrder) -> None:
         self._run_code_of(order.task.trial, order.task.attempt)
         try:
-            self._runs[order.run] = self._opener.open(order)
+            self._visits[order.visit] = self._opener.open(order)
         except (Exception, SystemExit) as error:
-            self._fail(order.run, order.task.trial, error)
-        self._answer(Opened(order.run))
+            self._fail(order.visit, order.task.trial, error)
+        self._answer(Opened(order.visit))
 
     def _close(self, order: Close, task: Task | None) -> None:
-        """End a run, whose failure was told before if it has no task any more."""
-        run = self._runs.pop(order.run, None)
+        """End a visit, whose failure was told before if it has no task any more."""
+        visit = self._visits.pop(order.visit, None)
         if order.cancelled:
-            if run is not None:
-                run.cancel()
+            if visit is not None:
+                visit.cancel()
             attribute_to(None)
             return
         evaluation = None
         try:
-            evaluation = None if run is None else run.close()
+            evaluation = None if visit is None else visit.close()
         except (Exception, SystemExit) as error:
             if task is not None:
-                self._fail(order.run, task.trial, error)
+                self._fail(order.visit, task.trial, error)
         attribute_to(None)
-        self._answer(Closed(order.run, evaluation))
+        self._answer(Closed(order.visit, evaluation))
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
         """Tell of an error that only the trial's own code can have caused.
 
         A device that is lost ends. That is no fault of the trial unless an assertion of its own
-        failed there; what else it may be is found out when the run begins again.
+        failed there; what else it may be is found out when the visit begins again.
         """
         story = traceback_text(error)
         lost = self._memory.runtime.is_lost()
@@ -314,11 +316,11 @@ class Device:
 
     def _compute(self, unit: Compute) -> None:
         if self._inside is not None:
-            assert unit.run == self._inside, "a resident run has the device to itself"
+            assert unit.visit == self._inside, "a resident visit has the device to itself"
             self._coming = unit
             return
         self._given = _Given(unit)
-        if (asked := self._live.get(unit.run)) is not None:
+        if (asked := self._live.get(unit.visit)) is not None:
             self._run_code_of(asked.trial, asked.attempt)
             self._do_tasks(unit, asked)
         self._answer_unit()
@@ -327,15 +329,15 @@ class Device:
             work()
 
     def _do_tasks(self, unit: Compute, asked: Task) -> None:
-        """Do the tasks of a unit, until its run is over."""
+        """Do the tasks of a unit, until its visit is over."""
         try:
-            while unit.run in self._live and (task := self._next_task()) is not None:
+            while unit.visit in self._live and (task := self._next_task()) is not None:
                 done = self._perform(task)
                 self._end_task(done)
         except Cancelled:
             pass  # its last words were heard before
         except (Exception, SystemExit) as error:
-            self._fail(unit.run, asked.trial, error)
+            self._fail(unit.visit, asked.trial, error)
         finally:
             self._inside = None
 
@@ -344,37 +346,39 @@ class Device:
         return None if self._given is None else self._given.take()
 
     def _bind(self, task: Action) -> None:
-        """Let the run of a task have its shard, and copy the shard if that is wanted before."""
+        """Let the visit of a task have its shard, and copy the shard if that is wanted before."""
         assert self._given is not None
-        key, run, unit = (task.trial, task.shard), self._runs[task.trial], self._given.unit
+        key, visit, unit = (task.trial, task.shard), self._visits[task.trial], self._given.unit
         if key in self._unbound:
             cursor, _ = self._unbound.pop(key)
-            run.load(task.shard, self._slots[key], cursor)
+            visit.load(task.shard, self._slots[key], cursor)
         if task.kind is ActionKind.F and task.microbatch == unit.copied:
             copy = {"trainable": unit.slabs[copy_of(task.shard)]}
             self._memory.demote(self._slots[key], copy)
-            self._given.cursor = run.cursor(task.shard)
+            self._given.cursor = visit.cursor(task.shard)
 
     def _perform(self, task: Action) -> Done:
-        """Do a task; a resident run goes on with those that come after it in a microbatch."""
+        """Do a task; a resident visit goes on with those that come after it in a microbatch."""
         assert self._given is not None
-        unit, run = self._given.unit, self._runs[task.trial]
+        unit, visit = self._given.unit, self._visits[task.trial]
         first, last, unbound = task is unit.tasks[0], self._given.is_last, None
         try:
             if first and unit.record is not None:
-                cast(MovingDeviceRun, run).take_up(unit.tasks, unit.slabs["boundary"], unit.record)
+                cast(MovingDeviceVisit, visit).take_up(
+                    unit.tasks, unit.slabs["boundary"], unit.record
+                )
             self._bind(task)
-            if run.resident:
+            if visit.resident:
                 self._inside = task.trial
-                done = run.perform(task, self._then)
+                done = visit.perform(task, self._then)
                 self._inside = None
             else:
-                done = run.perform(task)
+                done = visit.perform(task)
             done = self._digested(done)
-            if last and not run.stays:
-                unbound = run.unload(task.shard)
+            if last and not visit.stays:
+                unbound = visit.unload(task.shard)
             if last and unit.record is not None:
-                done = replace(done, record=cast(MovingDeviceRun, run).put_down())
+                done = replace(done, record=cast(MovingDeviceVisit, visit).put_down())
         finally:  # whoever takes these slots next need not ask who uses them
             self._memory.finish()
         if unbound is not None:
@@ -382,25 +386,25 @@ class Device:
         return done
 
     def _then(self, done: Done) -> Action:
-        """End a task in the middle of a resident run's call, and return the next one.
+        """End a task in the middle of a resident visit's call, and return the next one.
 
         Raises:
-            Cancelled: there is none, because the run or the device is over.
+            Cancelled: there is none, because the visit or the device is over.
         """
-        run = done.action.trial
+        visit = done.action.trial
         self._end_task(self._digested(done))
-        task = self._next_task() if run in self._live else None
+        task = self._next_task() if visit in self._live else None
         if task is None:
             self._answer_unit()
-            while self._coming is None and run in self._live:
+            while self._coming is None and visit in self._live:
                 if not self._computing.step():
                     self._computing.close()  # whoever runs the lane has to hear it, too
                     break
             coming, self._coming = self._coming, None
             if coming is not None:
-                self._given = _Given(coming)  # it is answered, also if the run is over
-            if self._given is None or run not in self._live:
-                raise Cancelled(f"a run was cancelled after {done.action}")
+                self._given = _Given(coming)  # it is answered, also if the visit is over
+            if self._given is None or visit not in self._live:
+                raise Cancelled(f"a visit was cancelled after {done.action}")
             task = self._next_task()
             assert task is not None, "a unit has tasks"
         self._bind(task)
@@ -412,10 +416,10 @@ class Device:
         watched = () if self._given is None else self._given.unit.watched
         if task.kind is not ActionKind.U or task.microbatch not in watched:
             return done
-        return replace(done, digests=self._runs[task.trial].digests(task.shard))
+        return replace(done, digests=self._visits[task.trial].digests(task.shard))
 
     def _end_task(self, done: Done) -> None:
-        """Note what a task gave, unless its unit was answered because the run is over."""
+        """Note what a task gave, unless its unit was answered because the visit is over."""
         if self._given is not None:
             self._given.end(done)
 
@@ -425,7 +429,7 @@ class Device:
         self._given = None
 
     def _move(self, order: Move) -> None:
-        """Move a shard; one that a run stays bound to is let go of by the computing thread."""
+        """Move a shard; one that a visit stays bound to is let go of by the computing thread."""
         action, begun = order.action, time.perf_counter()
         key, done = (action.trial, action.shard), Done(action)
         asked = self._live.get(action.trial)
@@ -434,13 +438,13 @@ class Device:
                 self._give_up(key)
             elif action.kind is ActionKind.LOAD:
                 slots = self._memory.promote(order.slabs, order.gradients)
-                if self._promoting is self._computing and action.trial in self._runs:
-                    slots = self._runs[action.trial].moved(slots)
+                if self._promoting is self._computing and action.trial in self._visits:
+                    slots = self._visits[action.trial].moved(slots)
                 self._slots[key] = slots
                 self._unbound[key] = order.cursor, False
             else:
                 if key not in self._unbound:
-                    unbound = self._runs[action.trial].unload(action.shard)
+                    unbound = self._visits[action.trial].unload(action.shard)
                     self._memory.finish()
                     self._unbound[key] = unbound
                     if action.kind is ActionKind.SPILL:
@@ -553,7 +557,7 @@ def _nbytes(slots: Segments) -> int:
     return sum(slot.nbytes for slot in slots.values())
 
 
-class DeviceRun(Protocol):
+class DeviceVisit(Protocol):
     """One sub-epoch or evaluation on a device; the device's computing thread uses it.
 
     Attributes:
@@ -565,7 +569,7 @@ class DeviceRun(Protocol):
     resident: bool
 
     def moved(self, slots: Segments) -> Segments:
-        """Return slots with the same content where the run wants them, before it takes them.
+        """Return slots with the same content where the visit wants them, before it takes them.
 
         A device that moves shards beside its computing has the only place for them, and asks not.
         """
@@ -583,7 +587,7 @@ class DeviceRun(Protocol):
         """Do F, B or U of a shard, and return what is told of it.
 
         Args:
-            then: is told of a task, and returns the next one; a resident run may do so and go on.
+            then: is told of a task, and returns the next one; a resident visit may do so and go on.
         """
         ...
 
@@ -596,15 +600,15 @@ class DeviceRun(Protocol):
         ...
 
     def close(self) -> Evaluation | None:
-        """End the run after its last task, or say why its results can't be used."""
+        """End the visit after its last task, or say why its results can't be used."""
         ...
 
     def cancel(self) -> None:
-        """End the run where it stands."""
+        """End the visit where it stands."""
         ...
 
 
-class MovingDeviceRun(DeviceRun, Protocol):
+class MovingDeviceVisit(DeviceVisit, Protocol):
     """One sub-epoch, of which the device does some units and other devices do others."""
 
     def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
@@ -616,7 +620,7 @@ class MovingDeviceRun(DeviceRun, Protocol):
         ...
 
 
-class RunOpener(Protocol):
+class VisitOpener(Protocol):
     """Builds trials in the process of a device."""
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
@@ -627,6 +631,6 @@ class RunOpener(Protocol):
         """Forget a trial that is over."""
         ...
 
-    def open(self, order: RunOrder) -> DeviceRun:
-        """Return a run of a trial."""
+    def open(self, order: VisitOrder) -> DeviceVisit:
+        """Return a visit of a trial."""
         ...

@@ -21,24 +21,24 @@ Cursor = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RunOrder:
-    """Describes a run to the device that is to open it.
+class VisitOrder:
+    """Describes a visit to the device that is to open it.
 
     Args:
-        run: its number, which its actions carry as their trial.
+        visit: its number, which its actions carry as their trial.
         trial: what is trained or evaluated.
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
         watched: whether one of its steps may be audited.
-        audits: the window that the uncut model takes alone, to audit another run.
+        audits: the window that the uncut model takes alone, to audit another visit.
         task_bytes: what tasks of each shard may have beside their shards; None for any amount.
         moves: whether microbatches go from device to device between two units.
-        resident: whether shards stay once they are there, until the run is over.
-        mapped: whether what the run changes and makes lies in mapped files, for want of memory.
+        resident: whether shards stay once they are there, until the visit is over.
+        mapped: whether what the visit changes and makes lies in mapped files, for want of memory.
     """
 
-    run: int
+    visit: int
     trial: TrialSpec
     task: StartSubEpoch | Evaluate
     start_step: int
@@ -52,7 +52,7 @@ class RunOrder:
 
     @property
     def first_step(self) -> int:
-        """Return the optimizer steps that the trial has done before the run's first one."""
+        """Return the optimizer steps that the trial has done before the visit's first one."""
         return self.start_step + (self.audits or 0)
 
 
@@ -73,14 +73,14 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The device is to open a run, of which actions follow."""
+    """The device is to open a visit, of which actions follow."""
 
-    order: RunOrder
+    order: VisitOrder
 
     @property
-    def run(self) -> int:
-        """Return the run's number."""
-        return self.order.run
+    def visit(self) -> int:
+        """Return the visit's number."""
+        return self.order.visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class Compute:
     copied: int | None = None
 
     @property
-    def run(self) -> int:
-        """Return the number of the tasks' run."""
+    def visit(self) -> int:
+        """Return the number of the tasks' visit."""
         return self.tasks[0].trial
 
 
@@ -132,9 +132,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The run is over on the device, at its end or, if it is ``cancelled``, where it stands."""
+    """The visit is over on the device, at its end or, if it is ``cancelled``, where it stands."""
 
-    run: int
+    visit: int
     cancelled: bool = False
 
 
@@ -161,9 +161,9 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The device has opened a run, or failed to."""
+    """The device has opened a visit, or failed to."""
 
-    run: int
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The device has ended a run that was not cancelled, with what an evaluation gave."""
+    """The device has ended a visit that was not cancelled, with what an evaluation gave."""
 
-    run: int
+    visit: int
     evaluation: Evaluation | None = None
 
 
@@ -231,12 +231,12 @@ _FAILURE_KINDS: dict[type[BaseException], FailureKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Code of a trial has failed: a run's, or the factory that was to build the trial.
+    """Code of a trial has failed: a visit's, or the factory that was to build the trial.
 
     ``lacking`` says what memory ran out.
     """
 
-    run: int | None
+    visit: int | None
     trial: int
     kind: FailureKind
     error: str

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from cerebro_hydra.agent.device import watchdog
-from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane, RunOpener
+from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane, VisitOpener
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
     Alive,
@@ -58,7 +58,11 @@ _LOST = 1  # the exit code of a device that can't compute any more
 ORPHANED_SERVER = "cerebro_hydra.agent.device.orphaned_server"
 """What a server of forks loads before all else."""
 
-_PRELOADED = (ORPHANED_SERVER, "cerebro_hydra.agent.device.runs", "torch._dynamo")  # of optimizers
+_PRELOADED = (
+    ORPHANED_SERVER,
+    "cerebro_hydra.agent.device.visits",
+    "torch._dynamo",
+)  # of optimizers
 
 
 def fork_server() -> Any:
@@ -78,7 +82,7 @@ class DeviceSettings:
 
     Args:
         context: starts processes; see `fork_server`.
-        make_opener: makes what opens runs there; a module's function, or a partial of one.
+        make_opener: makes what opens visits there; a module's function, or a partial of one.
         double_buffering: whether shards are moved beside the computing.
         make_memory: makes the memory that has its slots.
         prepare: is called before anything else there.
@@ -86,7 +90,7 @@ class DeviceSettings:
     """
 
     context: Any
-    make_opener: Callable[[], RunOpener]
+    make_opener: Callable[[], VisitOpener]
     double_buffering: bool = True
     make_memory: Callable[[], DeviceMemory] = DeviceMemory
     prepare: Callable[[], object] | None = None
@@ -306,7 +310,7 @@ class OwnDevice:
 
     def __init__(
         self,
-        opener: RunOpener,
+        opener: VisitOpener,
         computing: Lane,
         memory: DeviceMemory,
         double_buffering: bool,
@@ -347,7 +351,7 @@ class OwnDevice:
 
 
 def own_start(
-    opener: RunOpener,
+    opener: VisitOpener,
     computing: Lane,
     in_place: bool,
     end_process: Callable[[], object],
@@ -364,7 +368,7 @@ def own_start(
 
 def cpu_starts(
     devices: int,
-    make_opener: Callable[[], RunOpener],
+    make_opener: Callable[[], VisitOpener],
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
     limits: LossLimits = DEFAULT_LIMITS,
@@ -372,7 +376,7 @@ def cpu_starts(
     """Return what starts each CPU device in a process of its own.
 
     Args:
-        make_opener: makes what opens runs there.
+        make_opener: makes what opens visits there.
         on_said: takes what code there prints and logs.
         limits: for how long such a process may be silent.
     """
@@ -382,7 +386,7 @@ def cpu_starts(
 
 def gpu_starts(
     gpus: Sequence[str],
-    make_opener: Callable[[], RunOpener],
+    make_opener: Callable[[], VisitOpener],
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
     limits: LossLimits = DEFAULT_LIMITS,
@@ -393,7 +397,7 @@ def gpu_starts(
 
     Args:
         gpus: their addresses.
-        make_opener: makes what opens runs on `THE_GPU` of a process.
+        make_opener: makes what opens visits on `THE_GPU` of a process.
         limits: for how long a process may be silent.
         on_said: takes what code in another process prints and logs.
     """
@@ -526,7 +530,7 @@ class WorkerDevices:
         if device.limits is not None:
             self._patience[number] = device.limits.silence_seconds
         if isinstance(answer, Profiled | Opened | Computed | Closed) or (
-            isinstance(answer, Failed) and answer.run is None
+            isinstance(answer, Failed) and answer.visit is None
         ):
             asked = self._unanswered[number]
             if not isinstance(answer, Profiled | Failed):

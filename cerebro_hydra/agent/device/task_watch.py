@@ -1,7 +1,7 @@
 """Times the tasks of a worker, and tells how far they are.
 
 It says when a task exceeds a limit or seems to hang. A wait for shards, devices or neighbours is no
-time of a run.
+time of a visit.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ MakeWatch = Callable[[Callable[[Task, str], object], Callable[[], float]], TaskW
 """Makes a watch, given what is told of an overdue task, and a clock."""
 
 
-class RunTime:
-    """Counts the seconds that devices compute for a run, and watches its batches by a clock.
+class VisitTime:
+    """Counts the seconds that devices compute for a visit, and watches its batches by a clock.
 
-    The clock stands still while no device computes for the run, or each builds the trial first. A
+    The clock stands still while no device computes for the visit, or each builds the trial first. A
     device is named by whatever it is.
     """
 
@@ -201,7 +201,7 @@ class RunTime:
 
     @property
     def seconds(self) -> float:
-        """Return how long devices have computed for the run, those at the same time each."""
+        """Return how long devices have computed for the visit, those at the same time each."""
         now = time.monotonic()
         under_way = self._begun.keys() - self._building
         return self._seconds + sum(now - self._begun[device] for device in under_way)
@@ -247,7 +247,7 @@ class RunTime:
         self._since = time.monotonic() if self._begun.keys() - self._building else math.inf
 
     def check(self, patience: float = 1) -> None:
-        """Tell if the run is slow or overdue, with so many times the limits."""
+        """Tell if the visit is slow or overdue, with so many times the limits."""
         self._watch.check(patience)
 
 

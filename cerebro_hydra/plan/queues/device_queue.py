@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.ledger import BlockKey
-from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit
+from cerebro_hydra.plan.queues.visit import Unit, Visit
 
 
 @dataclass(slots=True)
 class DeviceQueue:
     """Holds what a device does and will do next.
 
-    ``staying`` has the runs whose microbatch stays on the device until it is through.
+    ``staying`` has the visits whose microbatch stays on the device until it is through.
     """
 
     number: int
@@ -24,7 +24,7 @@ class DeviceQueue:
     running: Unit | None = None
     unanswered: deque[Action] = field(default_factory=deque)  # of the running unit
     reserved: Unit | None = None
-    staying: list[RunProgress] = field(default_factory=list)
+    staying: list[Visit] = field(default_factory=list)
 
     @classmethod
     def of(cls, number: int, budget: int | None) -> DeviceQueue:
@@ -36,33 +36,33 @@ class DeviceQueue:
         """Return whether the device has nothing to do and nothing reserved."""
         return self.alive and self.running is None and self.reserved is None
 
-    def is_ending(self, run: RunProgress) -> bool:
-        """Return whether what stays of the run ends with the running unit, and no more follows."""
+    def is_ending(self, visit: Visit) -> bool:
+        """Return whether what stays of the visit ends with the running unit and no more follow."""
         running = self.running
-        if running is None or running.run != run.spec.run or not running.ends_microbatch:
+        if running is None or running.visit != visit.spec.visit or not running.ends_microbatch:
             return False
-        following = run.units_on(self.number)[1:]
-        return not (run.is_ahead_of(running) or any(unit.starts_microbatch for unit in following))
+        following = visit.units_on(self.number)[1:]
+        return not (visit.is_ahead_of(running) or any(unit.starts_microbatch for unit in following))
 
-    def pinned(self, but: RunProgress) -> int:
-        """Return the bytes that microbatches of other runs keep from whoever comes next."""
-        others = (run for run in self.staying if run is not but and not self.is_ending(run))
-        return sum(run.share_on(self.number).pinned for run in others)
+    def pinned(self, but: Visit) -> int:
+        """Return the bytes that microbatches of other visits keep from whoever comes next."""
+        others = (visit for visit in self.staying if visit is not but and not self.is_ending(visit))
+        return sum(visit.share_on(self.number).pinned for visit in others)
 
-    def has_begun(self, run: RunProgress) -> bool:
-        """Return whether what stays of the run has bytes beside its shards by now."""
-        number = run.spec.run
-        running = self.running if self.running and self.running.run == number else None
-        first = self.reserved if self.reserved and self.reserved.run == number else None
+    def has_begun(self, visit: Visit) -> bool:
+        """Return whether what stays of the visit has bytes beside its shards by now."""
+        number = visit.spec.visit
+        running = self.running if self.running and self.running.visit == number else None
+        first = self.reserved if self.reserved and self.reserved.visit == number else None
         if first is None:
-            return running is not None or not run.begins_window_on(self.number)
+            return running is not None or not visit.begins_window_on(self.number)
         return not first.starts_microbatch or (running is not None and running.ends_microbatch)
 
     def has(self, key: BlockKey) -> bool:
         """Return whether the block is in use or reserved."""
         return any(unit is not None and unit.uses(key) for unit in (self.running, self.reserved))
 
-    def has_unit_of(self, run: RunProgress) -> bool:
-        """Return whether a unit of the run is in the queue."""
-        number = run.spec.run
-        return any(unit and unit.run == number for unit in (self.running, self.reserved))
+    def has_unit_of(self, visit: Visit) -> bool:
+        """Return whether a unit of the visit is in the queue."""
+        number = visit.spec.visit
+        return any(unit and unit.visit == number for unit in (self.running, self.reserved))

@@ -3,7 +3,7 @@
 ``WorkerState`` takes the events and gives actions (``plan/messages/actions.py``) or the answers
 below. Every action but DROP, which takes no time, is answered once: RECV by ``ShardArrived``, the
 others by ``ActionDone``, or all that a device had to do by its ``DeviceLost``. Actions of a
-cancelled run are answered too. The shell hands in nothing of a lost device, and measures all
+cancelled visit are answered too. The shell hands in nothing of a lost device, and measures all
 seconds.
 """
 
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 
 
 @dataclass(frozen=True, slots=True)
-class RunAdded:
+class VisitAdded:
     """The worker accepts a sub-epoch or an evaluation."""
 
-    spec: RunSpec
+    spec: VisitSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ShardArrived:
     """A shard's state lies whole in DRAM, where RECV made room for it."""
 
-    run: int
+    visit: int
     shard: int
 
 
@@ -41,17 +41,17 @@ class ActionDone:
 
 
 @dataclass(frozen=True, slots=True)
-class RunCancelled:
-    """Nobody needs the run any more, or its own code has failed."""
+class VisitCancelled:
+    """Nobody needs the visit any more, or its own code has failed."""
 
-    run: int
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunReleased:
-    """What a finished run has published is safe elsewhere, so the worker needs it no longer."""
+class VisitReleased:
+    """What a finished visit has published is safe elsewhere, so the worker needs it no longer."""
 
-    run: int
+    visit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +69,34 @@ class DeviceJoined:
 
 
 WorkerEvent = (
-    RunAdded | ShardArrived | ActionDone | RunCancelled | RunReleased | DeviceLost | DeviceJoined
+    VisitAdded
+    | ShardArrived
+    | ActionDone
+    | VisitCancelled
+    | VisitReleased
+    | DeviceLost
+    | DeviceJoined
 )
 
 
 @dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The run is over; ``reason`` says why a run was refused.
+class VisitEnded:
+    """The visit is over; ``reason`` says why a visit was refused.
 
-    A finished training run keeps its published shards in DRAM or on disk until ``RunReleased``.
-    Of any other run the worker holds nothing, and what the shell has on disk of it can go.
+    A finished training visit keeps its published shards in DRAM or on disk until ``VisitReleased``.
+    Of any other visit the worker holds nothing, and what the shell has on disk of it can go.
     """
 
-    run: int
+    visit: int
     outcome: Literal["finished", "cancelled", "refused"]
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class RunRestarted:
-    """The run begins anew, from the state before it, because changes were lost with a device."""
+class VisitRestarted:
+    """The visit begins anew, from the state before it, because changes were lost with a device."""
 
-    run: int
+    visit: int
 
 
-Answer = Action | RunEnded | RunRestarted
+Answer = Action | VisitEnded | VisitRestarted

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.ledger import Block, Ledger
-from cerebro_hydra.plan.queues.run_progress import RunProgress, Unit
+from cerebro_hydra.plan.queues.visit import Unit, Visit
 
 
 class Evictor:
@@ -21,33 +21,33 @@ class Evictor:
     def __init__(
         self,
         ledger: Ledger,
-        runs: Mapping[int, RunProgress],
+        visits: Mapping[int, Visit],
         queues: Mapping[int, DeviceQueue],
     ) -> None:
         self._ledger = ledger
-        self._runs = runs
+        self._visits = visits
         self._queues = queues
 
     def used(self, queue: DeviceQueue) -> int:
         """Return the bytes that are in use on a device, the running task's included."""
-        begun = [run for run in queue.staying if queue.has_begun(run)]
-        kept = sum(run.share_on(queue.number).held for run in begun)
+        begun = [visit for visit in queue.staying if queue.has_begun(visit)]
+        kept = sum(visit.share_on(queue.number).held for visit in begun)
         working = 0 if queue.running is None else self._activations(queue, queue.running)
         return self._ledger.used(queue.number) + kept + working
 
     def work(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that the reserved unit adds to its blocks when it starts."""
-        run = self._runs[unit.run]
-        begins = run in queue.staying and not queue.has_begun(run)
-        held = run.share_on(queue.number).held
+        visit = self._visits[unit.visit]
+        begins = visit in queue.staying and not queue.has_begun(visit)
+        held = visit.share_on(queue.number).held
         return self._activations(queue, unit) + (held if begins else 0)
 
     def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
-        run = self._runs[unit.run]
-        joined = unit is queue.reserved or queue.has_begun(run)
-        kept = run.spec.keeps_all and run in queue.staying and joined
-        return 0 if kept else max(run.spec.shards[k].activations for k in unit.shards)
+        visit = self._visits[unit.visit]
+        joined = unit is queue.reserved or queue.has_begun(visit)
+        kept = visit.spec.keeps_all and visit in queue.staying and joined
+        return 0 if kept else max(visit.spec.shards[k].activations for k in unit.shards)
 
     def free(self, queue: DeviceQueue) -> float:
         """Return the bytes of a device that nobody has."""
@@ -93,33 +93,33 @@ class Evictor:
         return actions
 
     def demote(self, queue: DeviceQueue) -> list[Action]:
-        """Write back what a device has changed and does not use next, if not all runs fit there."""
+        """Write back what a device has changed and does not use next, if not all visits fit."""
         if math.isinf(queue.budget):
             return []
         changed = [block for block in self._evictable(queue) if block.dirty]
         if not changed:
             return []
         number = queue.number
-        runs = [r for r in self._runs.values() if r.status == "open" and r.list_on(number)]
-        wanted = sum(run.share_on(number).state for run in runs)
+        visits = [r for r in self._visits.values() if r.status == "open" and r.list_on(number)]
+        wanted = sum(visit.share_on(number).state for visit in visits)
         if wanted + self.used(queue) - self._ledger.used(number) <= queue.budget:
             return []
         return [self._ledger.leave_device(block) for block in changed]
 
     def next_use(self, block: Block) -> float:
         """Return how far away the next task is that needs a state; infinity if none does."""
-        run = self._runs[block.key.run]
-        return run.next_use(block.key.number) if run.status == "open" else math.inf
+        visit = self._visits[block.key.visit]
+        return visit.next_use(block.key.number) if visit.status == "open" else math.inf
 
     def _furthest_first(self, blocks: Iterable[Block]) -> list[Block]:
         return sorted(blocks, key=self.next_use, reverse=True)
 
     def _evictable(self, queue: DeviceQueue) -> list[Block]:
-        kept = {run.spec.run for run in queue.staying if run.spec.keeps_all}
+        kept = {visit.spec.visit for visit in queue.staying if visit.spec.keeps_all}
         return [
             block
             for block in self._ledger.on(queue.number)
-            if block.at_rest and not self._used(block) and block.key.run not in kept
+            if block.at_rest and not self._used(block) and block.key.visit not in kept
         ]
 
     def _used(self, block: Block) -> bool:

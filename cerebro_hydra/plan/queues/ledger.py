@@ -1,9 +1,9 @@
 """The ledger of a worker: which block is on a device, in DRAM or on disk.
 
-A block is whatever has bytes and a place: a shard's state, or what the microbatches of a run leave
-in DRAM between two units. DRAM is its home: while a device works on a state, its slab in DRAM stays
-as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a place
-from the moment that a move into it begins to the moment that a move out of it has ended.
+A block is whatever has bytes and a place: a shard's state, or what the microbatches of a visit
+leave in DRAM between two units. DRAM is its home: while a device works on a state, its slab in DRAM
+stays as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a
+place from the moment that a move into it begins to the moment that a move out of it has ended.
 
 The ledger keeps account and decides nothing; `Evictor` says what goes.
 """
@@ -19,20 +19,20 @@ from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 
 
 class BlockKey(NamedTuple):
-    """Names a block of a run.
+    """Names a block of a visit.
 
     ``number`` is the shard that a state belongs to. Boundary values have those of the places that
-    the run's open microbatches take by turns.
+    the visit's open microbatches take by turns.
     """
 
-    run: int
+    visit: int
     number: int
     kind: Literal["state", "boundary"]
 
 
-def state_key(run: int, shard: int) -> BlockKey:
+def state_key(visit: int, shard: int) -> BlockKey:
     """Return the key of a shard's state."""
-    return BlockKey(run, shard, "state")
+    return BlockKey(visit, shard, "state")
 
 
 @dataclass(slots=True)
@@ -100,9 +100,9 @@ class Ledger:
         """Return a block; None of a state before its RECV."""
         return self._blocks.get(key)
 
-    def states_of(self, run: int) -> list[Block]:
-        """Return the states of a run's shards."""
-        return [block for block in self if block.key.run == run and block.key.kind == "state"]
+    def states_of(self, visit: int) -> list[Block]:
+        """Return the states of a visit's shards."""
+        return [block for block in self if block.key.visit == visit and block.key.kind == "state"]
 
     def on(self, device: int) -> list[Block]:
         """Return the blocks on a device, moving ones included."""
@@ -129,12 +129,12 @@ class Ledger:
 
     # ------------------------------------------------------------------ moves
 
-    def receive(self, run: int, shard: int, nbytes: int) -> Action:
+    def receive(self, visit: int, shard: int, nbytes: int) -> Action:
         """Make room in DRAM for a shard's state that comes from elsewhere."""
-        key = state_key(run, shard)
+        key = state_key(visit, shard)
         self._blocks[key] = Block(key, nbytes)
         self._host_used += nbytes
-        return Action(run, shard, ActionKind.RECV)
+        return Action(visit, shard, ActionKind.RECV)
 
     def load(self, block: Block, device: int) -> Action:
         """Begin to bring a block from DRAM to a device."""
@@ -216,17 +216,17 @@ class Ledger:
 
     # ------------------------------------------------------------------ what stays in DRAM
 
-    def pin_boundaries(self, run: int, places: int, nbytes: int) -> None:
-        """Give a run so many blocks for boundary values, each for one microbatch at a time."""
+    def pin_boundaries(self, visit: int, places: int, nbytes: int) -> None:
+        """Give a visit so many blocks for boundary values, each for one microbatch at a time."""
         for number in range(places):
-            key = BlockKey(run, number, "boundary")
+            key = BlockKey(visit, number, "boundary")
             self._blocks[key] = Block(key, nbytes, home="dram", pinned=True)
         self._host_used += places * nbytes
         self._host_pinned += places * nbytes
 
-    def drop_boundaries(self, run: int) -> None:
-        """Take a run's blocks for boundary values back, if it has any."""
-        for block in [each for each in self if each.pinned and each.key.run == run]:
+    def drop_boundaries(self, visit: int) -> None:
+        """Take a visit's blocks for boundary values back, if it has any."""
+        for block in [each for each in self if each.pinned and each.key.visit == visit]:
             del self._blocks[block.key]
             self._host_used -= block.nbytes
             self._host_pinned -= block.nbytes
@@ -248,4 +248,4 @@ class Ledger:
 
 
 def _action(block: Block, kind: ActionKind, device: int | None = None) -> Action:
-    return Action(block.key.run, block.key.number, kind, device=device)
+    return Action(block.key.visit, block.key.number, kind, device=device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cerebro_hydra.plan.messages.actions import HOST, ActionKind
 from cerebro_hydra.plan.messages.device_work import DeviceWork, Span, add_span, coarsened
 from cerebro_hydra.plan.messages.events import DevicesWorked
-from cerebro_hydra.plan.queues.events import ActionDone, RunAdded, WorkerEvent
+from cerebro_hydra.plan.queues.events import ActionDone, VisitAdded, WorkerEvent
 from cerebro_hydra.plan.queues.worker import WorkerState
 
 MOST_SPANS = 16
@@ -36,7 +36,7 @@ class DeviceLog:
 
     Args:
         state: the queues.
-        trial_of: returns the trial of a run.
+        trial_of: returns the trial of a visit.
     """
 
     def __init__(self, state: WorkerState, trial_of: Callable[[int], int]) -> None:
@@ -46,7 +46,7 @@ class DeviceLog:
         self._places = {place: _Place() for place in (*state.queues, HOST)}
 
     def hear(self, now: float, events: Sequence[WorkerEvent]) -> None:
-        """Note what has ended now; the time that is told of begins with the first run.
+        """Note what has ended now; the time that is told of begins with the first visit.
 
         Tasks of one device that end at once are those of a unit, which it did one after the other.
         """
@@ -55,7 +55,7 @@ class DeviceLog:
         for each in computed:
             later[each.action.device] += each.seconds
         for event in events:
-            if self._begun is None and isinstance(event, RunAdded):
+            if self._begun is None and isinstance(event, VisitAdded):
                 self._begun = now
             elif isinstance(event, ActionDone) and (device := event.action.device) is not None:
                 end = now

@@ -6,34 +6,34 @@
     ShardArrived ──┤   ┌─────────────┐    ├─► t3s1LOAD@0 t3s1SPILL@0        DRAM <-> device
     ActionDone ────┼──►│ WorkerState ├────┼─► t3s1LOAD@host t3s1SPILL@host  disk <-> DRAM
     DeviceLost ────┤   └─────────────┘    ├─► t3s1RECV t3s1SEND             other workers
-    RunCancelled ──┘                      └─► RunEnded, RunRestarted
+    RunCancelled ──┘                      └─► RunEnded, VisitRestarted
 
 An agent's shell drives it: it hands each action to the process of its device, and every answer back
 in. ``plan/simulate/worker.py`` drives the same machine on a virtual clock. A device does its
 computing actions in the order in which it got them, and moves beside them.
 
 When a device dies, the tasks whose changes were on it are done again from the shard's home in
-DRAM. That works while the microbatch's boundary values are there. A run that has lost older changes
-begins anew, from the state before it, which its sender keeps until the run is committed.
+DRAM. That works while the microbatch's boundary values are there. A visit that has lost older
+changes begins anew, from the state before it, which its sender keeps until the visit is committed.
 
 The queues of a worker decide what each device runs and holds next.
 
-Each run's schedule says which unit comes next on which device, and `TaskGraph.needs` whether it is
-ready. A free device takes that of the run which the backend's rule picks; while it computes, the
-next unit is reserved for it and brought to it, as far as the budget allows (double buffering). An
-action is given when everything that it needs is there, so bytes never pass a budget. Room is made
-by next use, and what a reserved unit needs comes before what another one may need later.
+Each visit's schedule says which unit comes next on which device, and `TaskGraph.needs` whether it
+is ready. A free device takes that of the visit which the backend's rule picks; while it computes,
+the next unit is reserved for it and brought to it, as far as the budget allows (double buffering).
+An action is given when everything that it needs is there, so bytes never pass a budget. Room is
+made by next use, and what a reserved unit needs comes before what another one may need later.
 
 That is why there is always progress:
 
 - No reserved unit waits for ever: ``WorkerState._may_stay`` says why nobody waits in a circle.
-- If nothing is reserved or runs, some run has the device and the room for a task that is ready:
+- If nothing is reserved or runs, some visit has the device and the room for a task that is ready:
   one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
   if there is none, one that stays has its device, and DRAM for any one shard; if none stays, the
-  first open run has. Of a window's tasks that are left, the first in an order of all lists which
+  first open visit has. Of a window's tasks that are left, the first in an order of all lists which
   `TaskGraph.needs` allows is the first of its list, and ready.
 - So all that such a task can lack is its shard in DRAM. Its next use is 0, and that of a shard
-  whose list waits is at least 1 (``RunProgress.next_use``), so the second goes to disk for the
+  whose list waits is at least 1 (``Visit.next_use``), so the second goes to disk for the
   first. Where all that is there is ready too, that goes on instead.
 
 A device that has died is waited for by what only it may do.
@@ -52,29 +52,29 @@ from cerebro_hydra.plan.queues.events import (
     Answer,
     DeviceJoined,
     DeviceLost,
-    RunAdded,
-    RunCancelled,
-    RunEnded,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitCancelled,
+    VisitEnded,
+    VisitReleased,
+    VisitRestarted,
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, Unit, placed
+from cerebro_hydra.plan.queues.visit import Unit, Visit, VisitSpec, placed
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 
 class WorkerState:
-    """Holds the queues, runs and ledger of one worker, and handles its events.
+    """Holds the queues, visits and ledger of one worker, and handles its events.
 
     It is not thread-safe: one writer hands in the events.
 
     Args:
         budgets: the bytes of each device; None means no limit.
         host_budget: the bytes of DRAM for shards and boundary values; None means no limit.
-        rule: picks a run for a free device.
+        rule: picks a visit for a free device.
         double_buffering: whether a unit is reserved and brought while another one computes.
     """
 
@@ -88,10 +88,10 @@ class WorkerState:
     ) -> None:
         self.queues = {n: DeviceQueue.of(n, budget) for n, budget in enumerate(budgets)}
         self.ledger = Ledger(self.queues, host_budget)
-        self.runs: dict[int, RunProgress] = {}
+        self.visits: dict[int, Visit] = {}
         self._rule = rule
         self._double_buffering = double_buffering
-        self._evictor = Evictor(self.ledger, self.runs, self.queues)
+        self._evictor = Evictor(self.ledger, self.visits, self.queues)
         self._events = 0
         self._answers: list[Answer] = []
 
@@ -120,31 +120,39 @@ class WorkerState:
             AssertionError: an invariant is broken; the message names it and the object.
         """
         self.ledger.validate()
-        pinned = dict.fromkeys(self.runs, 0)
+        pinned = dict.fromkeys(self.visits, 0)
         for block in self.ledger:
-            assert block.key.run in self.runs, f"{block.key} is of no run"
-            pinned[block.key.run] += block.nbytes if block.pinned else 0
+            assert block.key.visit in self.visits, f"{block.key} is of no visit"
+            pinned[block.key.visit] += block.nbytes if block.pinned else 0
         for queue in self.queues.values():
             used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
             assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
-        under_way = [unit for run in self.runs.values() for unit in run.units]
+        under_way = [unit for visit in self.visits.values() for unit in visit.units]
         queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
         assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
-        for run in self.runs.values():
-            boundary = run.spec.host_boundary_bytes if run.status == "open" or run.units else 0
-            assert pinned[run.spec.run] == boundary, f"boundary values of run {run.spec.run}"
-            places = [q.number for q in self.queues.values() if q.has_unit_of(run)]
-            assert len(places) <= len(run.lists), f"run {run.spec.run} is on devices {places}"
-            staying = {q.number for q in self.queues.values() if run in q.staying}
-            assert run.status == "restarting" or run.staying == staying, f"{run.spec.run} stays"
+        for visit in self.visits.values():
+            boundary = (
+                visit.spec.host_boundary_bytes if visit.status == "open" or visit.units else 0
+            )
+            assert pinned[visit.spec.visit] == boundary, (
+                f"boundary values of visit {visit.spec.visit}"
+            )
+            places = [q.number for q in self.queues.values() if q.has_unit_of(visit)]
+            assert len(places) <= len(visit.lists), (
+                f"visit {visit.spec.visit} is on devices {places}"
+            )
+            staying = {q.number for q in self.queues.values() if visit in q.staying}
+            assert visit.status == "restarting" or visit.staying == staying, (
+                f"{visit.spec.visit} stays"
+            )
 
     # ------------------------------------------------------------------ decisions
 
     def _decide(self) -> bool:
         """Make the decisions that are due; return whether there may be more."""
         before = len(self._answers)
-        self._open_runs()
+        self._open_visits()
         self._receive()
         queues = [queue for queue in self.queues.values() if queue.alive]
         for queue in queues:  # every idle device is served before anything is reserved
@@ -154,41 +162,41 @@ class WorkerState:
             self._advance(queue)
         for queue in queues:
             if self._double_buffering and queue.running is not None and queue.reserved is None:
-                self._assign(queue, self.runs[queue.running.run])
+                self._assign(queue, self.visits[queue.running.visit])
         for queue in queues:
             self._advance(queue)
             self._answers += self._evictor.demote(queue)
-        self._finish_runs()
+        self._finish_visits()
         return len(self._answers) > before
 
-    def _open_runs(self) -> None:
-        """Give runs their room for boundary values, as long as every one can still go on."""
-        for run in self.runs.values():
-            if run.status != "waiting":
+    def _open_visits(self) -> None:
+        """Give visits their room for boundary values, as long as every one can still go on."""
+        for visit in self.visits.values():
+            if visit.status != "waiting":
                 continue
-            opened = [r.spec for r in self.runs.values() if r.status == "open"] + [run.spec]
-            nbytes = run.spec.host_boundary_bytes
-            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=run)
+            opened = [r.spec for r in self.visits.values() if r.status == "open"] + [visit.spec]
+            nbytes = visit.spec.host_boundary_bytes
+            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=visit)
             need += max(spec.host_state_bytes for spec in opened)
             if need > self.ledger.host_budget or not self._dram(nbytes, -1):
                 return
             if nbytes:
-                places = run.most_open
-                self.ledger.pin_boundaries(run.spec.run, places, nbytes // places)
-            run.status = "open"
+                places = visit.most_open
+                self.ledger.pin_boundaries(visit.spec.visit, places, nbytes // places)
+            visit.status = "open"
 
     def _receive(self) -> None:
         """Receive shards in the order of their use, as DRAM has room for them."""
-        for run in self.runs.values():
-            if run.status != "open":
+        for visit in self.visits.values():
+            if visit.status != "open":
                 continue
-            for shard in sorted(run.absent, key=run.next_use):
-                nbytes = run.spec.shards[shard].state
-                urgent = bool(run.staying) and run.next_use(shard) == 0
-                if not self._dram(nbytes, -1 if urgent else run.next_use(shard)):
+            for shard in sorted(visit.absent, key=visit.next_use):
+                nbytes = visit.spec.shards[shard].state
+                urgent = bool(visit.staying) and visit.next_use(shard) == 0
+                if not self._dram(nbytes, -1 if urgent else visit.next_use(shard)):
                     break
-                self._answers.append(self.ledger.receive(run.spec.run, shard, nbytes))
-                run.absent.remove(shard)
+                self._answers.append(self.ledger.receive(visit.spec.visit, shard, nbytes))
+                visit.absent.remove(shard)
 
     def _dram(self, nbytes: int, beyond: float) -> bool:
         """Return whether DRAM has room; begin to make it by what is used later than ``beyond``."""
@@ -196,38 +204,40 @@ class WorkerState:
             self._answers += self._evictor.in_dram(nbytes, beyond)
         return self.ledger.host_free >= nbytes
 
-    def _assign(self, queue: DeviceQueue, running: RunProgress | None) -> None:
-        """Reserve the unit that the rule picks, among idle runs and the running one."""
+    def _assign(self, queue: DeviceQueue, running: Visit | None) -> None:
+        """Reserve the unit that the rule picks, among idle visits and the running one."""
         units: dict[int, Unit] = {}
         candidates = []
-        for run in self.runs.values():
-            tasks = run.list_on(queue.number) if run.status == "open" else None
-            if tasks is None or (tasks.units and run is not running):
+        for visit in self.visits.values():
+            tasks = visit.list_on(queue.number) if visit.status == "open" else None
+            if tasks is None or (tasks.units and visit is not running):
                 continue
-            unit = run.next_unit(tasks)
-            if unit is None or not self._can_take(queue, run, unit):
+            unit = visit.next_unit(tasks)
+            if unit is None or not self._can_take(queue, visit, unit):
                 continue
-            number = run.spec.run
+            number = visit.spec.visit
             units[number] = unit
             candidates.append(
-                Candidate(number, run.arrival, run.remaining, run.waiting_since, run is running)
+                Candidate(
+                    number, visit.arrival, visit.remaining, visit.waiting_since, visit is running
+                )
             )
         picked = self._rule(candidates) if candidates else None
         if picked is None:
             return
-        run, unit = self.runs[picked.run], units[picked.run]
-        run.take(unit)
+        visit, unit = self.visits[picked.visit], units[picked.visit]
+        visit.take(unit)
         queue.reserved = unit
-        if run.spec.stays and unit.starts_microbatch:
-            for place in self._places(queue, run):
-                if run not in place.staying:
-                    place.staying.append(run)
-                    run.staying.add(place.number)
+        if visit.spec.stays and unit.starts_microbatch:
+            for place in self._places(queue, visit):
+                if visit not in place.staying:
+                    place.staying.append(visit)
+                    visit.staying.add(place.number)
 
-    def _can_take(self, queue: DeviceQueue, run: RunProgress, unit: Unit) -> bool:
+    def _can_take(self, queue: DeviceQueue, visit: Visit, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
-        spec = run.spec
-        if run.staying and queue.number not in run.staying and not run.has_places:
+        spec = visit.spec
+        if visit.staying and queue.number not in visit.staying and not visit.has_places:
             return False
         for key in unit.keys:
             block = self.ledger.get(key)
@@ -235,38 +245,40 @@ class WorkerState:
                 return False
         shard = spec.shards[unit.shards[0]]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
-        if spec.stays and (unit.starts_microbatch or run in queue.staying):
-            nbytes, host_nbytes = run.share_on(queue.number).need, spec.host_state_bytes
-            if unit.starts_microbatch and not self._may_stay(queue, run):
+        if spec.stays and (unit.starts_microbatch or visit in queue.staying):
+            nbytes, host_nbytes = visit.share_on(queue.number).need, spec.host_state_bytes
+            if unit.starts_microbatch and not self._may_stay(queue, visit):
                 return False
-        host = host_nbytes + self._kept_in_dram(but=run) + self.ledger.host_pinned
-        return host <= self.ledger.host_budget and nbytes <= queue.budget - queue.pinned(but=run)
+        host = host_nbytes + self._kept_in_dram(but=visit) + self.ledger.host_pinned
+        return host <= self.ledger.host_budget and nbytes <= queue.budget - queue.pinned(but=visit)
 
-    def _may_stay(self, queue: DeviceQueue, run: RunProgress) -> bool:
+    def _may_stay(self, queue: DeviceQueue, visit: Visit) -> bool:
         """Return whether a microbatch, or a pipelined window, may begin to stay on its devices.
 
-        It takes all of them at once, and each must have nothing reserved for another run then, and
-        no other run that goes on staying. That is why runs never wait for one another in a circle:
-        a unit is reserved only if it fits beside all that stays by then, so it waits for a run that
-        began to stay later, and that one for a unit which was reserved still later. The last of
-        such a chain waits for nobody.
+        It takes all of them at once, and each must have nothing reserved for another visit then,
+        and no other visit that goes on staying. That is why visits never wait for one another in a
+        circle: a unit is reserved only if it fits beside all that stays by then, so it waits for a
+        visit that began to stay later, and that one for a unit which was reserved still later. The
+        last of such a chain waits for nobody.
         """
         return all(
             place.alive
             and place.reserved is None
-            and all(each is run or place.is_ending(each) for each in place.staying)
-            for place in self._places(queue, run)
-            if run not in place.staying or place.is_ending(run)
+            and all(each is visit or place.is_ending(each) for each in place.staying)
+            for place in self._places(queue, visit)
+            if visit not in place.staying or place.is_ending(visit)
         )
 
-    def _places(self, queue: DeviceQueue, run: RunProgress) -> list[DeviceQueue]:
-        """Return the devices on which a run stays that begins to on this one."""
-        return [self.queues[k] for k in range(len(run.lists))] if run.has_places else [queue]
+    def _places(self, queue: DeviceQueue, visit: Visit) -> list[DeviceQueue]:
+        """Return the devices on which a visit stays that begins to on this one."""
+        return [self.queues[k] for k in range(len(visit.lists))] if visit.has_places else [queue]
 
-    def _kept_in_dram(self, but: RunProgress) -> int:
+    def _kept_in_dram(self, but: Visit) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
-        staying = {run.spec.run: run for queue in self.queues.values() for run in queue.staying}
-        others = [run.spec for run in staying.values() if run is not but]
+        staying = {
+            visit.spec.visit: visit for queue in self.queues.values() for visit in queue.staying
+        }
+        others = [visit.spec for visit in staying.values() if visit is not but]
         return sum(spec.state_bytes for spec in others if spec.keeps_all)
 
     def _advance(self, queue: DeviceQueue) -> None:
@@ -300,8 +312,8 @@ class WorkerState:
         """Start the reserved unit, whose shards are there, if the device is free and has room."""
         if queue.running is None and self._device(queue, self._evictor.work(queue, unit)):
             queue.running, queue.reserved = unit, None
-            run, newest = self.runs[unit.run], unit.tasks[-1].microbatch or 0
-            run.microbatch = max(newest, run.microbatch or 0)
+            visit, newest = self.visits[unit.visit], unit.tasks[-1].microbatch or 0
+            visit.microbatch = max(newest, visit.microbatch or 0)
             queue.unanswered.extend(placed(unit, queue.number))
             self._answers += queue.unanswered
 
@@ -311,94 +323,96 @@ class WorkerState:
             self._answers += self._evictor.on_device(queue, nbytes)
         return self._evictor.free(queue) >= nbytes
 
-    def _finish_runs(self) -> None:
-        """Publish every shard after its last task, and end runs that are through."""
-        for run in list(self.runs.values()):
-            if run.status != "open" or not run.is_in_last_window:
+    def _finish_visits(self) -> None:
+        """Publish every shard after its last task, and end visits that are through."""
+        for visit in list(self.visits.values()):
+            if visit.status != "open" or not visit.is_in_last_window:
                 continue
-            states = self.ledger.states_of(run.spec.run)
-            if run.spec.graph.training:
+            states = self.ledger.states_of(visit.spec.visit)
+            if visit.spec.graph.training:
                 for state in states:
-                    self._publish(run, state)
-                finished = len(run.sent) == run.spec.graph.shards
+                    self._publish(visit, state)
+                finished = len(visit.sent) == visit.spec.graph.shards
             else:
-                finished = run.done and all(state.at_rest for state in states)
+                finished = visit.done and all(state.at_rest for state in states)
             if finished:
-                self._close(run)
-                run.status = "finished"
-                self._answers.append(RunEnded(run.spec.run, "finished"))
-                if not run.spec.graph.training:
+                self._close(visit)
+                visit.status = "finished"
+                self._answers.append(VisitEnded(visit.spec.visit, "finished"))
+                if not visit.spec.graph.training:
                     for state in states:
                         self._answers += self.ledger.discard(state)
-                    del self.runs[run.spec.run]
+                    del self.visits[visit.spec.visit]
 
-    def _publish(self, run: RunProgress, state: Block) -> None:
+    def _publish(self, visit: Visit, state: Block) -> None:
         shard = state.key.number
-        busy = any(unit.uses(state.key) for unit in run.units)
-        if busy or shard in run.sent or run.next_use(shard) < math.inf:
+        busy = any(unit.uses(state.key) for unit in visit.units)
+        if busy or shard in visit.sent or visit.next_use(shard) < math.inf:
             return
         if state.at_rest and state.device is not None:
             self._answers.append(self.ledger.leave_device(state))
         if state.at_rest:
             self._answers.append(self.ledger.send(state))
 
-    def _close(self, run: RunProgress) -> None:
-        """Take the run's units off the queues, but for the one that runs."""
-        run.put_back(self._take_back(run))  # what has not begun has no bytes
-        if not run.units:  # none writes boundary values any more
-            self.ledger.drop_boundaries(run.spec.run)
+    def _close(self, visit: Visit) -> None:
+        """Take the visit's units off the queues, but for the one that runs."""
+        visit.put_back(self._take_back(visit))  # what has not begun has no bytes
+        if not visit.units:  # none writes boundary values any more
+            self.ledger.drop_boundaries(visit.spec.visit)
 
-    def _take_back(self, run: RunProgress) -> list[Action]:
-        """Take back what is reserved of the run and return the tasks."""
+    def _take_back(self, visit: Visit) -> list[Action]:
+        """Take back what is reserved of the visit and return the tasks."""
         tasks: list[Action] = []
         for queue in self.queues.values():
             unit = queue.reserved
-            if unit is not None and unit.run == run.spec.run:
+            if unit is not None and unit.visit == visit.spec.visit:
                 queue.reserved = None
-                run.end(unit)
+                visit.end(unit)
                 tasks += unit.tasks
         return tasks
 
     def _block(self, key: BlockKey) -> Block:
         block = self.ledger.get(key)
-        assert block is not None, f"the {key.kind} {key.number} of run {key.run} is nowhere"
+        assert block is not None, f"the {key.kind} {key.number} of visit {key.visit} is nowhere"
         return block
 
     # ------------------------------------------------------------------ events
 
     def _apply(self, event: WorkerEvent) -> None:
         match event:
-            case RunAdded():
+            case VisitAdded():
                 self._add(event)
             case ShardArrived():
-                self.ledger.end(Action(event.run, event.shard, ActionKind.RECV))
-                self._let_go(self.runs[event.run])
+                self.ledger.end(Action(event.visit, event.shard, ActionKind.RECV))
+                self._let_go(self.visits[event.visit])
             case ActionDone():
                 self._done(event)
-            case RunCancelled():
-                self._cancel(event.run)
-            case RunReleased():
-                run = self.runs.get(event.run)
-                if run is not None and run.status == "finished":
-                    run.status = "released"
-                    self._let_go(run)
+            case VisitCancelled():
+                self._cancel(event.visit)
+            case VisitReleased():
+                visit = self.visits.get(event.visit)
+                if visit is not None and visit.status == "finished":
+                    visit.status = "released"
+                    self._let_go(visit)
             case DeviceLost():
                 self._lose(self.queues[event.device])
             case DeviceJoined():
                 self.queues[event.device].alive = True
 
-    def _add(self, event: RunAdded) -> None:
+    def _add(self, event: VisitAdded) -> None:
         spec = event.spec
-        if spec.run in self.runs:
-            raise ValueError(f"run {spec.run} was added before; number the runs of a worker apart")
+        if spec.visit in self.visits:
+            raise ValueError(
+                f"visit {spec.visit} was added before; number the visits of a worker apart"
+            )
         reason = self._lacking(spec)
         if reason:
-            self._answers.append(RunEnded(spec.run, "refused", reason))
+            self._answers.append(VisitEnded(spec.visit, "refused", reason))
         else:
-            self.runs[spec.run] = RunProgress(spec, self._events)
+            self.visits[spec.visit] = Visit(spec, self._events)
 
-    def _lacking(self, spec: RunSpec) -> str:
-        """Return what a run needs that the worker does not have; "" if nothing is lacking."""
+    def _lacking(self, spec: VisitSpec) -> str:
+        """Return what a visit needs that the worker does not have; "" if nothing is lacking."""
         budgets = [queue.budget for queue in self.queues.values()]
         shares, host = spec.shares(), self.ledger.host_budget
         if len(shares) > len(budgets):
@@ -417,12 +431,12 @@ class WorkerState:
 
     def _done(self, event: ActionDone) -> None:
         action = event.action
-        run = self.runs[action.trial]
+        visit = self.visits[action.trial]
         if not action.kind.computes:
             self.ledger.end(action)
             if action.kind is ActionKind.SEND:
-                run.sent.add(action.shard)
-            self._let_go(run)
+                visit.sent.add(action.shard)
+            self._let_go(visit)
             return
         assert action.device is not None
         queue = self.queues[action.device]
@@ -431,79 +445,79 @@ class WorkerState:
                              f"{' '.join(map(str, queue.unanswered)) or 'nothing'}")  # fmt: skip
         queue.unanswered.popleft()
         task = Action(action.trial, action.shard, action.kind, action.microbatch)
-        run.finish(task, event.seconds)
-        if run.spec.graph.training and (
-            action.kind is not ActionKind.F or run.spec.shards[action.shard].forward_writes
+        visit.finish(task, event.seconds)
+        if visit.spec.graph.training and (
+            action.kind is not ActionKind.F or visit.spec.shards[action.shard].forward_writes
         ):
-            self._block(state_key(action.trial, action.shard)).wrote(task, run.most_open)
+            self._block(state_key(action.trial, action.shard)).wrote(task, visit.most_open)
         if not queue.unanswered:
-            self._end_unit(queue, run)
+            self._end_unit(queue, visit)
 
-    def _end_unit(self, queue: DeviceQueue, run: RunProgress) -> None:
+    def _end_unit(self, queue: DeviceQueue, visit: Visit) -> None:
         unit = queue.running
         assert unit is not None
-        if queue.is_ending(run) and run in queue.staying:
-            queue.staying.remove(run)
-            run.staying.remove(queue.number)
+        if queue.is_ending(visit) and visit in queue.staying:
+            queue.staying.remove(visit)
+            visit.staying.remove(queue.number)
         queue.running = None
-        run.end(unit)
-        run.waiting_since = self._events
-        self._let_go(run)
+        visit.end(unit)
+        visit.waiting_since = self._events
+        self._let_go(visit)
 
     def _cancel(self, number: int) -> None:
-        run = self.runs.get(number)
-        if run is None or run.status in ("finished", "released"):
+        visit = self.visits.get(number)
+        if visit is None or visit.status in ("finished", "released"):
             return
-        if run.status == "open":
-            self._close(run)
-        run.status = "cancelled"
-        self._let_go(run)
+        if visit.status == "open":
+            self._close(visit)
+        visit.status = "cancelled"
+        self._let_go(visit)
 
-    def _let_go(self, run: RunProgress) -> None:
-        """Go on to forget a run that is cancelled or begins anew, as its actions end."""
-        if run.status not in ("cancelled", "restarting", "released"):
+    def _let_go(self, visit: Visit) -> None:
+        """Go on to forget a visit that is cancelled or begins anew, as its actions end."""
+        if visit.status not in ("cancelled", "restarting", "released"):
             return
         running = {key for q in self.queues.values() if q.running for key in q.running.keys}
-        for state in self.ledger.states_of(run.spec.run):
+        for state in self.ledger.states_of(visit.spec.visit):
             if state.at_rest and state.key not in running:
                 self._answers += self.ledger.discard(state)
-        if run.units:
+        if visit.units:
             return
-        self.ledger.drop_boundaries(run.spec.run)
-        if self.ledger.states_of(run.spec.run):
+        self.ledger.drop_boundaries(visit.spec.visit)
+        if self.ledger.states_of(visit.spec.visit):
             return
         for queue in self.queues.values():
-            if run in queue.staying:
-                queue.staying.remove(run)
-        if run.status == "restarting":
-            run.begin()
-            run.status = "waiting"
+            if visit in queue.staying:
+                queue.staying.remove(visit)
+        if visit.status == "restarting":
+            visit.begin()
+            visit.status = "waiting"
             return
-        del self.runs[run.spec.run]
-        if run.status == "cancelled":
-            self._answers.append(RunEnded(run.spec.run, "cancelled"))
+        del self.visits[visit.spec.visit]
+        if visit.status == "cancelled":
+            self._answers.append(VisitEnded(visit.spec.visit, "cancelled"))
 
     # ------------------------------------------------------------------ lost devices
 
     def _lose(self, queue: DeviceQueue) -> None:
         """Put back what the device was to do, and what it had changed and not yet written."""
         redo: dict[int, list[Action]] = {}
-        torn: set[int] = {run.spec.run for run in queue.staying}
+        torn: set[int] = {visit.spec.visit for visit in queue.staying}
         for unit in (queue.running, queue.reserved):
             if unit is not None:
-                run = self.runs[unit.run]
-                run.end(unit)
+                visit = self.visits[unit.visit]
+                visit.end(unit)
                 undone = queue.unanswered if unit is queue.running else unit.tasks
-                redo.setdefault(run.spec.run, []).extend(
+                redo.setdefault(visit.spec.visit, []).extend(
                     Action(a.trial, a.shard, a.kind, a.microbatch) for a in undone
                 )
         for block in self.ledger.on(queue.number):
-            run = self.runs[block.key.run]
+            visit = self.visits[block.key.visit]
             if block.dirty:
-                redo.setdefault(run.spec.run, []).extend(block.unsaved)
-                old = block.older_unsaved or not all(map(run.can_redo, block.unsaved))
-                if block.move == "spilling" or old or run.spec.stays:
-                    torn.add(run.spec.run)
+                redo.setdefault(visit.spec.visit, []).extend(block.unsaved)
+                old = block.older_unsaved or not all(map(visit.can_redo, block.unsaved))
+                if block.move == "spilling" or old or visit.spec.stays:
+                    torn.add(visit.spec.visit)
             self.ledger.lose(block)
         self._answers = [  # it can't take off any more what another loss made useless just now
             each
@@ -514,12 +528,12 @@ class WorkerState:
         queue.unanswered = deque()
         queue.staying.clear()
         for number, tasks in redo.items():
-            run = self.runs[number]
-            if run.status == "open" and number not in torn:
-                run.put_back([*tasks, *self._take_back(run)])
-        for run in list(self.runs.values()):
-            if run.spec.run in torn and run.status == "open":
-                self._close(run)
-                run.status = "restarting"
-                self._answers.append(RunRestarted(run.spec.run))
-            self._let_go(run)
+            visit = self.visits[number]
+            if visit.status == "open" and number not in torn:
+                visit.put_back([*tasks, *self._take_back(visit)])
+        for visit in list(self.visits.values()):
+            if visit.spec.visit in torn and visit.status == "open":
+                self._close(visit)
+                visit.status = "restarting"
+                self._answers.append(VisitRestarted(visit.spec.visit))
+            self._let_go(visit)

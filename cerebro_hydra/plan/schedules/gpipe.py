@@ -13,15 +13,15 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 
 
-def gpipe(graph: TaskGraph, run: int, window: int, devices: int) -> Sequence[Sequence[Action]]:
+def gpipe(graph: TaskGraph, visit: int, window: int, devices: int) -> Sequence[Sequence[Action]]:
     """Return a list for each device."""
     # 2 shards, 4 microbatches    device 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3 U3
     #                             device 1   .  F0 F1 F2 F3 B0 B1 B2 B3 U3
     microbatches = graph.window_of(window * graph.window)
     return [
         graph.with_updates(
-            [Action(run, k, ActionKind.F, m) for m in microbatches for k in stage]
-            + [Action(run, k, ActionKind.B, m) for m in microbatches for k in reversed(stage)]
+            [Action(visit, k, ActionKind.F, m) for m in microbatches for k in stage]
+            + [Action(visit, k, ActionKind.B, m) for m in microbatches for k in reversed(stage)]
         )
         for stage in graph.stages(devices)
     ]

@@ -19,11 +19,11 @@ F, B, U, SEND = ActionKind.F, ActionKind.B, ActionKind.U, ActionKind.SEND
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """Describes the tasks of one run over its microbatches, which count from 0.
+    """Describes the tasks of one visit over its microbatches, which count from 0.
 
     Args:
         shards: number of shards of the trial.
-        microbatches: number of microbatches of the run.
+        microbatches: number of microbatches of the visit.
         window: number of microbatches of an optimizer step; the last step may have fewer.
         barrier: whether no update may come before every backward of its window, as clipping by
             the global norm demands.
@@ -55,7 +55,7 @@ class TaskGraph:
             range(self.shards * k // number, self.shards * (k + 1) // number) for k in range(number)
         ]
 
-    def tasks(self, run: int, window: int, send: bool = False) -> list[Action]:
+    def tasks(self, visit: int, window: int, send: bool = False) -> list[Action]:
         """Return the computing tasks of a window in the order of plain training.
 
         With ``send``, each shard is published after its update, as at the end of a sub-epoch.
@@ -65,9 +65,9 @@ class TaskGraph:
         # with send, each U            ... U2 SEND2 ... U1 SEND1 ... U0 SEND0
         microbatches, shards = self.window_of(window * self.window), range(self.shards)
         if not self.training:
-            return [Action(run, k, F, m) for m, k in product(microbatches, shards)]
+            return [Action(visit, k, F, m) for m, k in product(microbatches, shards)]
         passes = [
-            Action(run, k, kind, m)
+            Action(visit, k, kind, m)
             for m in microbatches
             for kind, order in ((F, shards), (B, reversed(shards)))
             for k in order
@@ -75,7 +75,7 @@ class TaskGraph:
         tasks = self.with_updates(passes)
         if not send:
             return tasks
-        published = ([t, Action(run, t.shard, SEND)] if t.kind is U else [t] for t in tasks)
+        published = ([t, Action(visit, t.shard, SEND)] if t.kind is U else [t] for t in tasks)
         return [action for each in published for action in each]
 
     def with_updates(self, passes: Sequence[Action]) -> list[Action]:

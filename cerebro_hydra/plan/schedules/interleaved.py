@@ -17,7 +17,7 @@ from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_on
 
 
 def interleaved(
-    graph: TaskGraph, run: int, window: int, devices: int
+    graph: TaskGraph, visit: int, window: int, devices: int
 ) -> Sequence[Sequence[Action]]:
     """Return a list for each device; with a range for each it is 1F1B."""
     # 4 shards,        device 0   s0F0 s0F1 s2F0 s2F1 .    s2B0 .    s2B1 s0B0 s0B1
@@ -25,7 +25,7 @@ def interleaved(
     devices = min(devices, graph.shards)
     ranges = graph.shards // devices
     if ranges == 1:
-        return one_forward_one_backward(graph, run, window, devices)
+        return one_forward_one_backward(graph, visit, window, devices)
     stages = graph.stages(ranges * devices)
     microbatches = graph.window_of(window * graph.window)
     rounds = max(1, len(microbatches) // devices)
@@ -37,10 +37,10 @@ def interleaved(
         for number in range(total + ahead):
             if number < total:
                 stage, m = at(place, number, forward=True)
-                yield from (Action(run, k, ActionKind.F, m) for k in stage)
+                yield from (Action(visit, k, ActionKind.F, m) for k in stage)
             if number >= ahead:
                 stage, m = at(place, number - ahead, forward=False)
-                yield from (Action(run, k, ActionKind.B, m) for k in reversed(stage))
+                yield from (Action(visit, k, ActionKind.B, m) for k in reversed(stage))
 
     def at(place: int, number: int, forward: bool) -> tuple[range, int]:
         """Return the stage and the microbatch of a device's n-th forward or backward."""

@@ -16,7 +16,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 
 
 def one_forward_one_backward(
-    graph: TaskGraph, run: int, window: int, devices: int
+    graph: TaskGraph, visit: int, window: int, devices: int
 ) -> Sequence[Sequence[Action]]:
     """Return a list for each device."""
     # 2 shards, 4 microbatches    device 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3 U3
@@ -30,9 +30,9 @@ def one_forward_one_backward(
         for number in range(len(microbatches) + ahead):
             if number < len(microbatches):
                 m = microbatches[number]
-                passes += [Action(run, k, ActionKind.F, m) for k in stage]
+                passes += [Action(visit, k, ActionKind.F, m) for k in stage]
             if number >= ahead:
                 m = microbatches[number - ahead]
-                passes += [Action(run, k, ActionKind.B, m) for k in reversed(stage)]
+                passes += [Action(visit, k, ActionKind.B, m) for k in reversed(stage)]
         lists.append(graph.with_updates(passes))
     return lists

@@ -1,13 +1,13 @@
-"""A pick is the rule by which a free device chooses among the runs of several trials.
+"""A pick is the rule by which a free device chooses among the visits of several trials.
 
-A candidate is a run whose next unit the device may take; a rule picks one of several, or none. A
-backend names a rule of `PICKS`. In which order a run does its own tasks is up to its schedule.
+A candidate is a visit whose next unit the device may take; a rule picks one of several, or none. A
+backend names a rule of `PICKS`. In which order a visit does its own tasks is up to its schedule.
 
-SHARP lets each device take the run with the longest remaining time: sharded-LRTF. The
-queues serve every idle device before they reserve a unit for a busy one, and the running run's own
-next unit competes for that reservation. ::
+SHARP lets each device take the visit with the longest remaining time: sharded-LRTF. The
+queues serve every idle device before they reserve a unit for a busy one, and the running visit's
+own next unit competes for that reservation. ::
 
-    3 runs of 2 shards, 1 microbatch, F=1 B=2, promotion 0.5:
+    3 visits of 2 shards, 1 microbatch, F=1 B=2, promotion 0.5:
     device 0   t0s0F0@.5  t2s0F0@1.5 t2s1F0@2.5 t2s1B0@3.5 t1s1B0@5.5 t1s0B0@7.5
     device 1   t1s0F0@.5  t1s1F0@1.5 t0s1F0@2.5 t0s1B0@3.5 t0s0B0@5.5 t2s0B0@7.5   ends at 9.5
 """
@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Tells what a rule may know of a run.
+    """Tells what a rule may know of a visit.
 
     Args:
-        run: its number.
-        arrival: its place among the runs of the worker.
+        visit: its number.
+        arrival: its place among the visits of the worker.
         remaining: the estimated seconds of the tasks that no device has taken.
         waiting_since: the count of events at the end of its last unit.
         own: whether the device is running the unit before.
     """
 
-    run: int
+    visit: int
     arrival: int
     remaining: float
     waiting_since: int
@@ -41,12 +41,12 @@ Rule = Callable[[Sequence[Candidate]], Candidate | None]
 
 
 def oldest_first(candidates: Sequence[Candidate]) -> Candidate:
-    """Pick the run that came first, so that runs are done one after the other."""
+    """Pick the visit that came first, so that visits are done one after the other."""
     return min(candidates, key=lambda candidate: candidate.arrival)
 
 
 def sharp(candidates: Sequence[Candidate]) -> Candidate:
-    """Pick the longest remaining time; a tie goes to the running run, then to the older one."""
+    """Pick the longest remaining time; a tie goes to the running visit, then to the older one."""
     return max(candidates, key=lambda each: (each.remaining, each.own, -each.arrival))
 
 

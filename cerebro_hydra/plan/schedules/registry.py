@@ -1,6 +1,6 @@
 """The schedules by name: in which order a trial does its own shard tasks, and on which devices.
 
-A schedule is a function of a task graph, a run, the number of a window and the number of devices.
+A schedule is a function of a task graph, a visit, the number of a window and the number of devices.
 It returns lists of the window's tasks. If there are several, list k is what device k does; if there
 is one, any device may do its next task. A list is done in its own order: its first task begins once
 `TaskGraph.needs` says that it is ready, and whatever comes later waits behind it. So a schedule

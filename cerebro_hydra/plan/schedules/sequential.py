@@ -8,7 +8,9 @@ from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 
 
-def sequential(graph: TaskGraph, run: int, window: int, devices: int) -> Sequence[Sequence[Action]]:
+def sequential(
+    graph: TaskGraph, visit: int, window: int, devices: int
+) -> Sequence[Sequence[Action]]:
     """Return one list, whose next task any device may take."""
     # 3 shards, 2 microbatches     F0 F1 F2 B2 B1 B0 F0 F1 F2 B2 U2 B1 U1 B0 U0
-    return [graph.tasks(run, window)]
+    return [graph.tasks(visit, window)]

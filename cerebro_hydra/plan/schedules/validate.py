@@ -144,7 +144,7 @@ class MemoryCheck:
         host_budget: the bytes of DRAM; None means no limit.
         state: the bytes of each shard's state.
         activations: the bytes that a task of the shard has beside the state.
-        keeping: the runs whose forwards keep these bytes on the device until their backward.
+        keeping: the visits whose forwards keep these bytes on the device until their backward.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class MemoryCheck:
         self._keeping = keeping  # likewise
         self._kept: dict[tuple[Key, int | None], Place] = {}  # by shard and microbatch
         self._shards: dict[Key, _Whereabouts] = {}
-        self._abandoned: set[int] = set()  # runs whose changes may be lost
+        self._abandoned: set[int] = set()  # visits whose changes may be lost
 
     def begin_resident(self, shards: Collection[Key], device: Place) -> None:
         """Put shards on a device before the first action."""

@@ -281,9 +281,9 @@ class Simulation:
         for attempt in ending:
             if attempt in tasks:
                 self._announce_end(tasks[attempt])
-        for run in ended:
-            if run.run in tasks:
-                self._end_task(tasks[run.run], run.seconds, run.device_seconds)
+        for each in ended:
+            if each.visit in tasks:
+                self._end_task(tasks[each.visit], each.seconds, each.device_seconds)
         self._wake(incarnation)
 
     def _release(self, state: _HeldState) -> None:

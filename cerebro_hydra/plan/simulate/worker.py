@@ -24,15 +24,15 @@ from cerebro_hydra.plan.queues.events import (
     ActionDone,
     Answer,
     DeviceLost,
-    RunAdded,
-    RunCancelled,
-    RunEnded,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitCancelled,
+    VisitEnded,
+    VisitReleased,
+    VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
@@ -73,16 +73,16 @@ class WorkerTimeline:
         """Return the share of the devices' time in which they computed."""
         return self.busy / (self.devices * self.makespan)
 
-    def outcome(self, run: int) -> str:
-        """Return how a run ended."""
-        return next(a.outcome for a in self.given if isinstance(a, RunEnded) and a.run == run)
+    def outcome(self, visit: int) -> str:
+        """Return how a visit ended."""
+        return next(a.outcome for a in self.given if isinstance(a, VisitEnded) and a.visit == visit)
 
 
 class WorkerSimulation:
     """Runs the queues of one worker once.
 
     Args:
-        specs: the runs that are added at 0 seconds.
+        specs: the visits that are added at 0 seconds.
         seconds: how long an action takes; its device is its place.
         later: more events, with their seconds.
         observe: is called with the queues after every event.
@@ -90,7 +90,7 @@ class WorkerSimulation:
 
     def __init__(
         self,
-        specs: Sequence[RunSpec],
+        specs: Sequence[VisitSpec],
         budgets: Sequence[int | None],
         host_budget: int | None,
         rule: Rule,
@@ -120,7 +120,7 @@ class WorkerSimulation:
         self._heap: list[tuple[float, int, WorkerEvent | Lane]] = []
         self._scheduled = 0
         for spec in specs:
-            self.add(0.0, RunAdded(spec))
+            self.add(0.0, VisitAdded(spec))
         for moment, event in later:
             self.add(moment, event)
 
@@ -128,13 +128,13 @@ class WorkerSimulation:
         """Run until nothing is left to happen, and return what happened.
 
         Raises:
-            RuntimeError: the queues stand still with runs that are not over.
+            RuntimeError: the queues stand still with visits that are not over.
         """
         while self._heap:
             self.step()
-        left = [number for number, run in self.state.runs.items() if run.status != "finished"]
+        left = [number for number, visit in self.state.visits.items() if visit.status != "finished"]
         if left:
-            raise RuntimeError(f"the queues stand still at {self._now:.3f} s with runs {left}")
+            raise RuntimeError(f"the queues stand still at {self._now:.3f} s with visits {left}")
         self.timeline.peak = {
             place: peak for place, peak in self.check.peak.items() if place is not None
         }
@@ -169,14 +169,14 @@ class WorkerSimulation:
         self._scheduled += 1
 
     def _before(self, event: WorkerEvent) -> None:
-        if isinstance(event, RunAdded):
+        if isinstance(event, VisitAdded):
             if event.spec.keeps_all and event.spec.graph.training:
-                self._keeping.add(event.spec.run)
+                self._keeping.add(event.spec.visit)
             for number, shard in enumerate(event.spec.shards):
-                self._state_bytes[event.spec.run, number] = shard.state
-                self._activations[event.spec.run, number] = shard.activations
-        elif isinstance(event, RunCancelled | RunReleased):
-            self.check.abandon(event.run)
+                self._state_bytes[event.spec.visit, number] = shard.state
+                self._activations[event.spec.visit, number] = shard.activations
+        elif isinstance(event, VisitCancelled | VisitReleased):
+            self.check.abandon(event.visit)
         elif isinstance(event, DeviceLost):
             self.check.lose(event.device)
             for lane in [lane for lane in self._lanes if lane[0] == event.device]:
@@ -190,8 +190,8 @@ class WorkerSimulation:
 
     def _carry_out(self, answer: Answer) -> None:
         self.timeline.given.append(answer)
-        if isinstance(answer, RunRestarted):
-            self.check.abandon(answer.run)
+        if isinstance(answer, VisitRestarted):
+            self.check.abandon(answer.visit)
         if not isinstance(answer, Action):
             return
         if answer.kind is ActionKind.DROP:
@@ -238,7 +238,7 @@ class MoveRates:
     def seconds(self, action: Action, shard: ShardSpec) -> float:
         """Return how long an action on the shard takes; transfers to other workers count nothing.
 
-        They go on while other runs compute, and the seconds of a hop have them.
+        They go on while other visits compute, and the seconds of a hop have them.
         """
         if action.kind.computes:
             return shard.seconds(action.kind)
@@ -258,35 +258,35 @@ class SimulatedDevices:
     Args:
         budgets: the bytes of each device; None means no limit.
         residents: how many sub-epochs and evaluations the worker holds at once.
-        run: describes a task by its kind, trial and partition, and by the number that its run has.
-        host_budget: the bytes of DRAM; None means no limit.
+        visit: describes a task by its kind, trial and partition, and by the number that its visit
+        has. host_budget: the bytes of DRAM; None means no limit.
         rates: how long moves take.
-        rule: picks a run for a free device.
+        rule: picks a visit for a free device.
     """
 
     budgets: tuple[int | None, ...]
     residents: int
-    run: Callable[[TaskKind, int, int, int], RunSpec]
+    visit: Callable[[TaskKind, int, int, int], VisitSpec]
     host_budget: int | None = None
     rates: MoveRates = FREE_MOVES
     rule: Rule = PICKS[DEFAULT_PICK]
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRun:
-    """Tells how long a run took, and how long devices computed for it."""
+class EndedVisit:
+    """Tells how long a visit took, and how long devices computed for it."""
 
-    run: int
+    visit: int
     seconds: float
     device_seconds: float
 
 
 class DeviceClock:
-    """Takes the steps of one worker's devices; a run has the number of its attempt."""
+    """Takes the steps of one worker's devices; a visit has the number of its attempt."""
 
     def __init__(self, devices: SimulatedDevices) -> None:
         self._devices = devices
-        self._specs: dict[int, RunSpec] = {}
+        self._specs: dict[int, VisitSpec] = {}
         self._began: dict[int, float] = {}
         self._computed: dict[int, float] = {}
         self._announced: set[int] = set()
@@ -300,25 +300,25 @@ class DeviceClock:
         """Return when the next thing happens; infinity if nothing is left to happen."""
         return self._simulation.next_moment
 
-    def start(self, now: float, kind: TaskKind, trial: int, partition: int, run: int) -> None:
+    def start(self, now: float, kind: TaskKind, trial: int, partition: int, visit: int) -> None:
         """Let the worker accept a task."""
-        self._specs[run] = self._devices.run(kind, trial, partition, run)
-        self._began[run], self._computed[run] = now, 0.0
-        self._simulation.add(now, RunAdded(self._specs[run]))
+        self._specs[visit] = self._devices.visit(kind, trial, partition, visit)
+        self._began[visit], self._computed[visit] = now, 0.0
+        self._simulation.add(now, VisitAdded(self._specs[visit]))
 
-    def cancel(self, now: float, run: int) -> None:
+    def cancel(self, now: float, visit: int) -> None:
         """Let the worker give up a task that has not ended."""
-        self._simulation.add(now, RunCancelled(run))
+        self._simulation.add(now, VisitCancelled(visit))
 
-    def release(self, now: float, run: int) -> None:
+    def release(self, now: float, visit: int) -> None:
         """Let the worker forget what an ended task has made."""
-        self._simulation.add(now, RunReleased(run))
+        self._simulation.add(now, VisitReleased(visit))
 
-    def step(self) -> tuple[list[int], list[EndedRun]]:
-        """Let the next moment happen; return the runs that begin to end, and those that ended.
+    def step(self) -> tuple[list[int], list[EndedVisit]]:
+        """Let the next moment happen; return the visits that begin to end, and those that ended.
 
         Raises:
-            RuntimeError: the devices can't hold a run.
+            RuntimeError: the devices can't hold a visit.
         """
         now = self.next_moment
         answers = self._simulation.step()
@@ -329,18 +329,18 @@ class DeviceClock:
         self._counted = len(done)
         ending = [
             number
-            for number, run in self._simulation.state.runs.items()
-            if run.status == "open" and run.spec.graph.training and run.is_in_last_window
+            for number, visit in self._simulation.state.visits.items()
+            if visit.status == "open" and visit.spec.graph.training and visit.is_in_last_window
         ]
         ending = [number for number in ending if number not in self._announced]
         self._announced.update(ending)
         ended = []
         for answer in answers:
-            if isinstance(answer, RunEnded) and answer.outcome == "refused":
-                raise RuntimeError(f"run {answer.run} was refused: {answer.reason}")
-            if isinstance(answer, RunEnded) and answer.outcome == "finished":
-                began, computed = self._began[answer.run], self._computed[answer.run]
-                ended.append(EndedRun(answer.run, now - began, computed))
+            if isinstance(answer, VisitEnded) and answer.outcome == "refused":
+                raise RuntimeError(f"visit {answer.visit} was refused: {answer.reason}")
+            if isinstance(answer, VisitEnded) and answer.outcome == "finished":
+                began, computed = self._began[answer.visit], self._computed[answer.visit]
+                ended.append(EndedVisit(answer.visit, now - began, computed))
         return ending, ended
 
     def _seconds(self, action: Action) -> float:

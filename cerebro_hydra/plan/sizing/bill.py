@@ -1,6 +1,6 @@
 """The bill says before training what each trial needs of a worker, what there is, and what spills.
 
-The needs are those by which the queues of a worker accept a run (``plan/queues/worker.py``), and
+The needs are those by which the queues of a worker accept a visit (``plan/queues/worker.py``), and
 the spilled bytes and their seconds come from the same queues on a virtual clock.
 
 `table` writes it for the console.
@@ -16,7 +16,7 @@ from functools import lru_cache
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, WorkerTimeline
 
@@ -104,17 +104,17 @@ class Bill:
 
 
 def bill(
-    trials: Sequence[RunSpec], workers: Sequence[WorkerMemory], rule: Rule = PICKS[DEFAULT_PICK]
+    trials: Sequence[VisitSpec], workers: Sequence[WorkerMemory], rule: Rule = PICKS[DEFAULT_PICK]
 ) -> Bill:
-    """Return the bill of trials, each given as its longest sub-epoch with its number as ``run``."""
+    """Return the bill of trials, each as its longest sub-epoch with its number as ``visit``."""
     lines = []
     for trial in trials:
         for worker, memory in enumerate(workers):
-            others = [t for t in trials if t.run != trial.run and _is_accepted(t, memory)]
-            others.sort(key=lambda other: (-other.state_bytes, other.run))
+            others = [t for t in trials if t.visit != trial.visit and _is_accepted(t, memory)]
+            others.sort(key=lambda other: (-other.state_bytes, other.visit))
             # The numbers of trials are no part of the work, so equal work is simulated once.
             beside = tuple(
-                replace(other, run=number)
+                replace(other, visit=number)
                 for number, other in enumerate(others[: memory.residents - 1], start=1)
             )
             lines.append(_line(trial, beside, worker, memory, rule))
@@ -122,12 +122,12 @@ def bill(
 
 
 def _line(
-    trial: RunSpec, beside: tuple[RunSpec, ...], worker: int, memory: WorkerMemory, rule: Rule
+    trial: VisitSpec, beside: tuple[VisitSpec, ...], worker: int, memory: WorkerMemory, rule: Rule
 ) -> BillLine:
-    host = sum(2 * run.state_bytes + run.host_boundary_bytes for run in (trial, *beside))
+    host = sum(2 * visit.state_bytes + visit.host_boundary_bytes for visit in (trial, *beside))
     host_has = _limit(memory.host)
     line = BillLine(
-        trial.run,
+        trial.visit,
         worker,
         trial.device_need,
         trial.whole_need,
@@ -141,7 +141,7 @@ def _line(
     )
     if refusal := _refusal(trial, line):
         return replace(line, refusal=refusal)
-    moved, seconds = _spilling(replace(trial, run=0), beside, memory, rule)
+    moved, seconds = _spilling(replace(trial, visit=0), beside, memory, rule)
     return replace(line, moved=moved, seconds=seconds)
 
 
@@ -169,12 +169,12 @@ def grouped(workers_of: Mapping[int, Sequence[int]]) -> list[tuple[str, str]]:
     return [(numbers_text(trials), numbers_text(w)) for w, trials in trials_of.items()]
 
 
-def _is_accepted(trial: RunSpec, memory: WorkerMemory) -> bool:
+def _is_accepted(trial: VisitSpec, memory: WorkerMemory) -> bool:
     fits_device = trial.device_need <= memory.largest_device
     return fits_device and trial.host_need <= _limit(memory.host)
 
 
-def _refusal(trial: RunSpec, line: BillLine) -> str:
+def _refusal(trial: VisitSpec, line: BillLine) -> str:
     if line.device_least > line.device_has:
         what, finer = "the largest shard", "more shards, smaller microbatches"
         if trial.keeps_all:
@@ -200,17 +200,17 @@ def _refusal(trial: RunSpec, line: BillLine) -> str:
 
 @lru_cache(maxsize=4096)
 def _spilling(
-    trial: RunSpec, beside: tuple[RunSpec, ...], memory: WorkerMemory, rule: Rule
+    trial: VisitSpec, beside: tuple[VisitSpec, ...], memory: WorkerMemory, rule: Rule
 ) -> tuple[int, float]:
     """Return the bytes of the trial that move in a sub-epoch, and the seconds that this costs."""
     total = trial.graph.microbatches
     plenty = replace(memory, devices=(None,) * len(memory.devices), host=None)
 
     def measure(microbatches: int) -> tuple[float, float]:
-        runs = [_shortened(run, microbatches) for run in (trial, *beside)]
-        spilling, resident = (_simulated(runs, each, rule) for each in (memory, plenty))
+        visits = [_shortened(visit, microbatches) for visit in (trial, *beside)]
+        spilling, resident = (_simulated(visits, each, rule) for each in (memory, plenty))
         moved = _moved(trial, spilling) - _moved(trial, resident)
-        at_once = min(len(memory.devices), len(runs)) / len(runs)
+        at_once = min(len(memory.devices), len(visits)) / len(visits)
         return moved, (spilling.makespan - resident.makespan) * at_once
 
     few, more = min(total, MICROBATCHES), min(total, 2 * MICROBATCHES)
@@ -220,22 +220,22 @@ def _spilling(
     return max(0, round(moved)), max(0.0, seconds)
 
 
-def _simulated(runs: Sequence[RunSpec], memory: WorkerMemory, rule: Rule) -> WorkerTimeline:
+def _simulated(visits: Sequence[VisitSpec], memory: WorkerMemory, rule: Rule) -> WorkerTimeline:
     def seconds(action: Action) -> float:
-        return memory.rates.seconds(action, runs[action.trial].shards[action.shard])
+        return memory.rates.seconds(action, visits[action.trial].shards[action.shard])
 
-    return WorkerSimulation(runs, memory.devices, memory.host, rule, seconds).run()
+    return WorkerSimulation(visits, memory.devices, memory.host, rule, seconds).run()
 
 
-def _shortened(run: RunSpec, microbatches: int) -> RunSpec:
-    graph = run.graph
+def _shortened(visit: VisitSpec, microbatches: int) -> VisitSpec:
+    graph = visit.graph
     window = min(graph.window, MICROBATCHES)
     graph = replace(graph, microbatches=min(graph.microbatches, microbatches), window=window)
-    return replace(run, graph=graph)
+    return replace(visit, graph=graph)
 
 
-def _moved(trial: RunSpec, timeline: WorkerTimeline) -> int:
-    """Return the bytes of run 0 that were loaded and spilled."""
+def _moved(trial: VisitSpec, timeline: WorkerTimeline) -> int:
+    """Return the bytes of visit 0 that were loaded and spilled."""
     moves = [each.action for each in timeline.done if each.action.kind in (LOAD, SPILL)]
     return sum(trial.shards[move.shard].state for move in moves if move.trial == 0)
 

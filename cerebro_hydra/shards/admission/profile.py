@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.cut.model import CutModel, Recent
@@ -267,7 +267,7 @@ def _keeping(memory: Mapping[Task, _TaskMemory]) -> list[tuple[int, int]]:
 
 
 def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
-    """Return the parameters that a microbatch reads while another shard than their own runs."""
+    """Return the parameters that a microbatch reads while another shard than their own visits."""
     recipe, layout = trial.recipe, trial.layout
     segments = list(map(on_host, initial_segments(recipe, layout)))
     names = {
@@ -473,8 +473,8 @@ class TaskProfiler:
             return True
         window = recipe.accumulate
         recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
-        runs = found.training(0, window, window, recompute), found.evaluation(0, 1)
-        return all(run.buffered_need(buffers) <= self.budget for run in runs)
+        visits = found.training(0, window, window, recompute), found.evaluation(0, 1)
+        return all(visit.buffered_need(buffers) <= self.budget for visit in visits)
 
     def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
         """Return the profile of a trial that needs more than was measured, by an unknown amount.
@@ -486,11 +486,11 @@ class TaskProfiler:
         assert self.budget is not None and found.tasks is not None
         budget = self.budget
 
-        def enlarged(run: RunSpec) -> Needs:
-            free = [budget - run.held_bytes - shard.state for shard in run.shards]
+        def enlarged(visit: VisitSpec) -> Needs:
+            free = [budget - visit.held_bytes - shard.state for shard in visit.shards]
             return tuple(
                 replace(shard, state=0, activations=max(shard.activations, most))
-                for shard, most in zip(run.shards, free, strict=True)
+                for shard, most in zip(visit.shards, free, strict=True)
             )
 
         training = enlarged(found.training(0, window, window, recompute=True))
@@ -580,14 +580,14 @@ class TrialProfile:
 
     def training(
         self,
-        run: int,
+        visit: int,
         microbatches: int,
         window: int,
         recompute: bool,
         devices: int = 1,
         schedule: str = "sequential",
-    ) -> RunSpec:
-        """Return the run of a sub-epoch, whose microbatches may move among so many devices.
+    ) -> VisitSpec:
+        """Return the visit of a sub-epoch, whose microbatches may move among so many devices.
 
         They stay on one device where nobody knows what they would leave for another one.
         """
@@ -612,21 +612,23 @@ class TrialProfile:
         elif not recompute and schedule == "sequential":
             moving = None  # autograd's graphs stay where they are
         if moving is None:
-            return RunSpec(run, graph, shards, by_modules=True, recompute=recompute)
+            return VisitSpec(visit, graph, shards, by_modules=True, recompute=recompute)
         # A task has no more of what the microbatch holds on its device.
         held = sum(shard.boundary for shard in shards) if recompute else 0
         shards = tuple(
             replace(shard, activations=held + shard.activations, boundary=left)
             for shard, left in zip(shards, moving, strict=True)
         )
-        return RunSpec(run, graph, shards, recompute=recompute, schedule=schedule, devices=devices)
+        return VisitSpec(
+            visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
+        )
 
-    def evaluation(self, run: int, microbatches: int) -> RunSpec:
-        """Return the run of an evaluation."""
+    def evaluation(self, visit: int, microbatches: int) -> VisitSpec:
+        """Return the visit of an evaluation."""
         graph = TaskGraph(len(self.shards), microbatches, training=False)
         needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
         shards = tuple(
             replace(need, state=shard.frozen + shard.trainable)
             for shard, need in zip(self.shards, needs, strict=True)
         )
-        return RunSpec(run, graph, shards, by_modules=True)
+        return VisitSpec(visit, graph, shards, by_modules=True)

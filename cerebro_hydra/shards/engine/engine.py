@@ -11,8 +11,8 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Window
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
 from cerebro_hydra.shards.engine.layout import HostSegments, TrialRuntime, in_place, on_host
-from cerebro_hydra.shards.engine.shard_run import ShardRun, TrainTotals, with_last
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
+from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun, with_last
 
 Need = Callable[[int], tuple[HostSegments, Cursor | None]]
 Publish = Callable[[int, HostSegments, Cursor], object]
@@ -67,7 +67,7 @@ class Engine:
             StepDiffers: another shard used a parameter after its update.
         """
         ours, theirs = itertools.tee(windows)
-        run = ShardRun(
+        visit = VisitRun(
             self._trial, self._recompute, start_step, theirs, epoch_metrics, resident=True
         )
         segments: dict[int, HostSegments] = {}
@@ -78,12 +78,12 @@ class Engine:
             for action in actions:
                 k = action.shard
                 if action.kind is ActionKind.SEND:
-                    publish(k, segments[k], run.cursor(k))
+                    publish(k, segments[k], visit.cursor(k))
                     continue
                 if k not in segments:
                     given, cursor = need(k)
                     segments[k] = in_place(given)
-                    run.load(k, on_host(segments[k]), cursor)
+                    visit.load(k, on_host(segments[k]), cursor)
                 return action
             return None
 
@@ -97,14 +97,14 @@ class Engine:
                 first = number * self._trial.recipe.accumulate
                 actions = iter(self._actions(first, len(window), is_last))
                 while (task := following()) is not None:
-                    run.perform(task, then=then)
+                    visit.perform(task, then=then)
                 if on_step is not None:
-                    on_step(start_step + number, run.mean_loss(first, len(window)))
+                    on_step(start_step + number, visit.mean_loss(first, len(window)))
         except BaseException:
-            run.cancel()
+            visit.cancel()
             raise
-        run.close()
-        return run.totals
+        visit.close()
+        return visit.totals
 
     def evaluate(
         self,

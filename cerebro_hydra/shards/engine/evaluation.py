@@ -25,19 +25,19 @@ from cerebro_hydra.shards.engine.bound_model import (
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach, Then
-from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedRun
+from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedPass
 from cerebro_hydra.shards.engine.state import ShardState
 
 
 class ShardEvaluation:
     """Evaluates one trial in the process of a device, one F of a shard at a time.
 
-    It is driven as a `ShardRun` is, and only reads the shards' memory.
+    It is driven as a `VisitRun` is, and only reads the shards' memory.
 
     Args:
         trial: who is evaluated.
         batches: the validation rows of a partition.
-        shared, limit, resident: see `ShardRun`.
+        shared, limit, resident: see `VisitRun`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ShardEvaluation:
         self._resident = resident
         self._shards = EvaluatedShards(trial, shared, limit)
         self._batches = enumerate(batches)
-        self._paused = PausedRun(trial.recipe.device)
+        self._paused = PausedPass(trial.recipe.device)
         self._stack = ExitStack()
         self._stack.enter_context(self._shards.evaluating())
         self._number = -1  # of the batch under way
@@ -74,7 +74,7 @@ class ShardEvaluation:
             self._shards.release(k, needed=self._next is not None and self._next[1] > k)
 
     def perform(self, task: Action, then: Then | None = None) -> Action:
-        """Do F of a shard that is loaded; see `ShardRun`.
+        """Do F of a shard that is loaded; see `VisitRun`.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
@@ -85,7 +85,7 @@ class ShardEvaluation:
             while self._number < number:
                 self._number, batch = next(self._batches)
             if self._resident:
-                assert then is not None, "a resident run needs to know where its tasks come from"
+                assert then is not None, "a resident visit needs to know where its tasks come from"
                 return self._in_one_call(batch, task, then)
             self._shards.begin_batch()
             self._next = self._paused.begin(partial(self._shards.run, batch))

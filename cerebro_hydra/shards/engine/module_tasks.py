@@ -228,7 +228,7 @@ class ModulePredictor:
 Step = tuple[Literal["F", "B"], int]
 
 
-class PausedRun:
+class PausedPass:
     """Runs microbatches on a thread of its own, which stops before F and B of every shard.
 
     Between two steps other runs may take theirs: the generators of random numbers, which there is

@@ -27,14 +27,14 @@ from cerebro_hydra.agent.device.messages import (
     Opened,
     Profile,
     Profiled,
-    RunOrder,
+    VisitOrder,
 )
 from cerebro_hydra.agent.device.process import WorkerDevices
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.engine.layout import Bytes, Segments
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import LateRuntime
 from tests.agent.standins import SECONDS
 
@@ -42,8 +42,8 @@ NBYTES = 64
 F, B, LOAD, SPILL, DROP = (ActionKind[name] for name in ("F", "B", "LOAD", "SPILL", "DROP"))
 
 
-def action(run: int, kind: ActionKind, shard: int = 0) -> Action:
-    return Action(run, shard, kind, 0 if kind.computes else None, device=0)
+def action(visit: int, kind: ActionKind, shard: int = 0) -> Action:
+    return Action(visit, shard, kind, 0 if kind.computes else None, device=0)
 
 
 def slabs(mark: int = 0) -> dict[str, Bytes]:
@@ -51,7 +51,7 @@ def slabs(mark: int = 0) -> dict[str, Bytes]:
 
 
 class GivenDevice:
-    """A device that computes on a thread, and takes orders of runs 0, 1, ... of such trials."""
+    """A device that computes on a thread, and takes orders of visits 0, 1, ... of such trials."""
 
     def __init__(
         self, trials: Any, memory: DeviceMemory | None = None, lane: Lane | None = None, **more: Any
@@ -64,23 +64,23 @@ class GivenDevice:
         computing.start()
         self.device.start()
 
-    def open(self, *runs: int, attempts: int = 0, **order: Any) -> None:
-        """Let the device open runs, which recompute unless the order says otherwise."""
+    def open(self, *visits: int, attempts: int = 0, **order: Any) -> None:
+        """Let the device open visits, which recompute unless the order says otherwise."""
         spec: Any = None
-        for run in runs:
-            task = train(attempts + run, run, 1)
-            self.give(Open(RunOrder(run, spec, task, 0, **{"recompute": True, **order})))
-            self.wait_for(Opened(run))
+        for visit in visits:
+            task = train(attempts + visit, visit, 1)
+            self.give(Open(VisitOrder(visit, spec, task, 0, **{"recompute": True, **order})))
+            self.wait_for(Opened(visit))
 
-    def order(self, run: int, kind: ActionKind, at: Any = None, shard: int = 0) -> None:
+    def order(self, visit: int, kind: ActionKind, at: Any = None, shard: int = 0) -> None:
         """Let the device do a task or a move, between a slot and these slabs."""
-        what = action(run, kind, shard)
+        what = action(visit, kind, shard)
         self.give(Compute((what,)) if kind.computes else Move(what, at or {}, {"step": 0}))
 
-    def do(self, run: int, kind: ActionKind, at: Any = None, shard: int = 0) -> None:
+    def do(self, visit: int, kind: ActionKind, at: Any = None, shard: int = 0) -> None:
         """Order it, and wait until it is done."""
-        self.order(run, kind, at, shard)
-        self.wait_for(action(run, kind, shard))
+        self.order(visit, kind, at, shard)
+        self.wait_for(action(visit, kind, shard))
 
     def answer(self) -> Any:
         return self.answers.get(timeout=SECONDS)
@@ -172,8 +172,8 @@ def test_no_shard_is_brought_before_the_one_whose_place_it_takes_is_given_up(
 
     device = given(ByteTrials((NBYTES,), hooks={"forward": compute}), memory)
     device.open(0, 1, 2, recompute=False)
-    for run in range(2):
-        device.do(run, LOAD, slabs())
+    for visit in range(2):
+        device.do(visit, LOAD, slabs())
     device.do(0, F)
     device.order(1, F)
     assert memory.computing.wait(SECONDS)
@@ -190,10 +190,10 @@ def test_it_names_the_attempt_whose_code_runs_not_the_one_that_came_last(given: 
     spec: Any = SimpleNamespace(trial=0)
     device.give(Profile(spec, attempt=10))
     device.open(0, 1, attempts=10)
-    for run in range(2):
-        device.do(run, LOAD, slabs())
-    for run, kind in ((0, F), (0, B), (1, F)):
-        device.do(run, kind)
+    for visit in range(2):
+        device.do(visit, LOAD, slabs())
+    for visit, kind in ((0, F), (0, B), (1, F)):
+        device.do(visit, kind)
     assert begun == [10, 11, 10, 11]
 
 
@@ -213,19 +213,19 @@ def test_of_runs_that_ended_failed_or_were_cancelled_nothing_is_left(
 ) -> None:
     faults = dict.fromkeys(range(1, 60, 3), "raises")
     made = given(ByteTrials((NBYTES,), faults=faults), double_buffering=double_buffering)
-    for run in range(60):
-        made.open(run)
-        made.do(run, LOAD, slabs())
-        made.do(run, F)
-        if run in faults:
-            made.do(run, B)
-        if run % 3:
-            made.give(Close(run, cancelled=True))
-            made.do(run, F)  # comes late, and is answered
-        made.order(run, DROP)
-        if not run % 3:
-            made.give(Close(run))
-            made.wait_for(Closed(run, Evaluation({"loss": (0.0, 0)}, {})))
+    for visit in range(60):
+        made.open(visit)
+        made.do(visit, LOAD, slabs())
+        made.do(visit, F)
+        if visit in faults:
+            made.do(visit, B)
+        if visit % 3:
+            made.give(Close(visit, cancelled=True))
+            made.do(visit, F)  # comes late, and is answered
+        made.order(visit, DROP)
+        if not visit % 3:
+            made.give(Close(visit))
+            made.wait_for(Closed(visit, Evaluation({"loss": (0.0, 0)}, {})))
     for lane in made.device._lanes:
         done = threading.Event()
         lane.put(done.set)
@@ -281,7 +281,7 @@ def late(given: Given) -> Callable[..., GivenDevice]:
     def make(
         runtime: LateRuntime, stays: bool = False, error: Exception | None = None
     ) -> GivenDevice:
-        opens = lambda order: BegunRun(runtime, stays, None if order.run else error)  # noqa: E731
+        opens = lambda order: BegunRun(runtime, stays, None if order.visit else error)  # noqa: E731
         trials = SimpleNamespace(open=opens)
         device = given(trials, DeviceMemory(runtime=runtime), end=lambda: answers.put("ended"))
         answers = device.answers

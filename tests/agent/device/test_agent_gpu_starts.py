@@ -17,7 +17,7 @@ from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, gp
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.testing.local_backend import fork_server
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import late_memory
 from tests.agent.standins import SECONDS
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, RunTime, TaskWatch
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, VisitTime
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 
 SOURCE = StateSource(0, None)
@@ -131,35 +131,37 @@ def test_what_exceeds_a_limit_is_told_once_with_the_stack_of_its_thread(
     assert "on partition 1 (worker 2)" in why and "test_what_exceeds_a_limit" in why
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, batch: float, sub_epoch: float) -> tuple[Bench, RunTime]:
-    """Return the time of a run with these limits, by a clock that a bench turns."""
+def timed(
+    monkeypatch: pytest.MonkeyPatch, batch: float, sub_epoch: float
+) -> tuple[Bench, VisitTime]:
+    """Return the time of a visit with these limits, by a clock that a bench turns."""
     bench = Bench(batch=batch, sub_epoch=sub_epoch)
     monkeypatch.setattr(time, "monotonic", lambda: bench.now)
     limits = batch, sub_epoch, lambda *told: bench.slow.append(told), bench.known
     make = partial(TaskWatch, *limits)
-    return bench, RunTime(TRAIN, make, lambda *told: bench.overdue.append(told))
+    return bench, VisitTime(TRAIN, make, lambda *told: bench.overdue.append(told))
 
 
 def test_the_time_between_units_and_that_of_building_count_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, run = timed(monkeypatch, 3.0, 5.0)
+    bench, visit = timed(monkeypatch, 3.0, 5.0)
 
     def passes(seconds: float) -> None:
         bench.now += seconds
-        run.check()
+        visit.check()
 
     passes(1000.0)
-    run.build("a")
-    run.start("a", None, 1)
+    visit.build("a")
+    visit.start("a", None, 1)
     passes(1000.0)
-    run.built("a")
+    visit.built("a")
     passes(1.0)
-    run.stop("a", ends_batch=True)
+    visit.stop("a", ends_batch=True)
     passes(1000.0)
-    run.start("a", None, 1)
+    visit.start("a", None, 1)
     passes(2.0)
-    assert (run.seconds, bench.overdue, bench.slow) == (3.0, [], [])
+    assert (visit.seconds, bench.overdue, bench.slow) == (3.0, [], [])
     passes(1.5)
     ((task, why),) = bench.overdue
     assert task is TRAIN and why.startswith("a batch took 3.5 s")
@@ -168,22 +170,22 @@ def test_the_time_between_units_and_that_of_building_count_for_nothing(
 def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, run = timed(monkeypatch, 3.0, 50.0)
-    run.start("a", None, 1)
+    bench, visit = timed(monkeypatch, 3.0, 50.0)
+    visit.start("a", None, 1)
     bench.now += 1.0
-    run.start("b", None, 1)
+    visit.start("b", None, 1)
     bench.now += 1.0
-    run.lose("a")
-    run.stop("b", ends_batch=False)
-    assert run.seconds == 3.0
+    visit.lose("a")
+    visit.stop("b", ends_batch=False)
+    assert visit.seconds == 3.0
     bench.now += 1000.0  # while the first is replaced
-    run.build("a")
-    run.start("a", None, 1)
+    visit.build("a")
+    visit.start("a", None, 1)
     bench.now += 1000.0
-    run.built("a")
+    visit.built("a")
     bench.now += 0.5
-    run.check()
-    assert (run.seconds, bench.overdue) == (3.5, [])
+    visit.check()
+    assert (visit.seconds, bench.overdue) == (3.5, [])
     bench.now += 1.0
-    run.check()
+    visit.check()
     assert bench.overdue[0][1].startswith("a batch took 3.5 s")

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.device.messages import Alive, Move, Open, RunOrder
+from cerebro_hydra.agent.device.messages import Alive, Move, Open, VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.testing.local_backend import fork_server
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.standins import SECONDS
 
 
@@ -58,7 +58,7 @@ def test_a_device_lets_go_of_the_slabs_that_its_agent_has_no_more() -> None:
 
     def begin(run: int) -> None:
         spec: Any = None
-        device.give(Open(RunOrder(run, spec, train(run, run, 1), 0, recompute=False)))
+        device.give(Open(VisitOrder(run, spec, train(run, run, 1), 0, recompute=False)))
         answer()
 
     def shard(*names: str) -> dict[str, np.ndarray]:

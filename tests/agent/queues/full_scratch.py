@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cerebro_hydra.plan.messages import events
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.queues.queue_bench import QueueBench
 
 SIZES = (200_000, 200_000, 200_000, 200_000)

@@ -21,20 +21,20 @@ from cerebro_hydra.plan.queues.events import (
     ActionDone,
     Answer,
     DeviceLost,
-    RunAdded,
-    RunCancelled,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitCancelled,
+    VisitReleased,
+    VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.testing.local_backend import fork_server
 from cerebro_hydra.testing.queue_worker import QueueWorker, evaluate, in_this_process, train
-from tests.agent.byte_runs import trained
+from tests.agent.byte_visits import trained
 from tests.agent.standins import SECONDS
 
 MICROBATCHES, BATCH = 10, 4
@@ -64,8 +64,8 @@ class CheckedState(WorkerState):
             dict(enumerate(budgets)), host, self._bytes, self._work, self._keeping
         )
         self._tasks: dict[int, deque[Action]] = {n: deque() for n, _ in enumerate(budgets)}
-        self.added: list[RunSpec] = []
-        self.tasks = 0  # of all runs, that were computed
+        self.added: list[VisitSpec] = []
+        self.tasks = 0  # of all visits, that were computed
         self.given: list[Answer] = []
         self._handled = threading.Condition()
 
@@ -87,20 +87,20 @@ class CheckedState(WorkerState):
     def _handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
         for event in events:
             match event:
-                case RunAdded():
+                case VisitAdded():
                     self.added.append(event.spec)
                     if event.spec.keeps_all and event.spec.graph.training:
-                        self._keeping.add(event.spec.run)
+                        self._keeping.add(event.spec.visit)
                     for number, shard in enumerate(event.spec.shards):
-                        self._bytes[event.spec.run, number] = shard.state
-                        self._work[event.spec.run, number] = shard.activations
-                case RunCancelled() | RunReleased():
-                    self.check.abandon(event.run)
+                        self._bytes[event.spec.visit, number] = shard.state
+                        self._work[event.spec.visit, number] = shard.activations
+                case VisitCancelled() | VisitReleased():
+                    self.check.abandon(event.visit)
                 case DeviceLost():
                     self.check.lose(event.device)
                     self._tasks[event.device].clear()
                 case ShardArrived():
-                    self.check.end(Action(event.run, event.shard, ActionKind.RECV))
+                    self.check.end(Action(event.visit, event.shard, ActionKind.RECV))
                 case ActionDone():
                     self.check.end(event.action)
                     if event.action.kind.computes:
@@ -109,8 +109,8 @@ class CheckedState(WorkerState):
         answers = super().handle(events)
         self.given += answers
         for answer in answers:
-            if isinstance(answer, RunRestarted):
-                self.check.abandon(answer.run)
+            if isinstance(answer, VisitRestarted):
+                self.check.abandon(answer.visit)
             elif isinstance(answer, Action) and answer.kind.computes:
                 tasks = self._tasks[answer.device or 0]
                 tasks.append(answer)

@@ -31,10 +31,10 @@ from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.queues.events import RunRestarted
+from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.local_backend import fork_server
 from cerebro_hydra.testing.queue_worker import evaluate
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import late_memory
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench
 from tests.agent.standins import SECONDS
@@ -114,10 +114,10 @@ class Held:
         monkeypatch.setattr(owner, name, held)
 
     def result_of_a_loss(self, made: QueueBench) -> Any:
-        """Let the device die meanwhile, and its run begin anew; return what came of it."""
+        """Let the device die meanwhile, and its visit begin anew; return what came of it."""
         assert self._asked.wait(SECONDS)
         made.devices[-1].close()
-        made.state.wait_until(lambda: any(isinstance(e, RunRestarted) for e in made.state.given))
+        made.state.wait_until(lambda: any(isinstance(e, VisitRestarted) for e in made.state.given))
         self._over.set()
         return made.result()
 
@@ -187,7 +187,7 @@ def test_a_run_that_is_over_ends_its_devices_whatever_its_loop_does() -> None:
 def test_a_device_ends_with_an_agent_that_is_killed() -> None:
     program = """
         import multiprocessing, sys
-        from tests.agent.byte_runs import ByteTrials
+        from tests.agent.byte_visits import ByteTrials
         from tests.agent.queues.queue_bench import QueueBench
 
         trials = ByteTrials((1000, 3000), seconds=60)

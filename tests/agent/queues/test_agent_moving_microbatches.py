@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.device.runs import open_trials
-from cerebro_hydra.agent.queued_run import RunBoundary
+from cerebro_hydra.agent.device.visits import open_trials
+from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
@@ -55,8 +55,8 @@ class Copies:
         tasks = replace(tasks, moving=tuple(int(each * room) for each in tasks.moving))
         described = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
         window = built.spec.accumulate
-        run = described.training(0, window, window, recompute, DEVICES, schedule)
-        self.budget = run.buffered_need(2)
+        visit = described.training(0, window, window, recompute, DEVICES, schedule)
+        self.budget = visit.buffered_need(2)
         self.spec = replace(
             built.spec, tasks=tasks.to_json(), recompute=recompute, schedule=schedule
         )
@@ -101,12 +101,12 @@ def moved(made: QueueBench) -> int:
 
 
 def longest_waiting(candidates: Sequence[Candidate]) -> Candidate:
-    """Pick the run whose last unit ended first, so that no run stays on its device."""
+    """Pick the visit whose last unit ended first, so that no visit stays on its device."""
     return min(candidates, key=lambda each: each.waiting_since)
 
 
 def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
-    """Train the copies, whose runs take turns on the devices, and compare every digest."""
+    """Train the copies, whose visits take turns on the devices, and compare every digest."""
     options = {"audit_share": 0.01 if audits else 0.0, "trained": 1e6, "double_buffering": False}
     with copies.bench([copies.budget] * DEVICES, rule=longest_waiting, **options) as made:
         if kill:
@@ -162,7 +162,7 @@ def placed(shard: int, kind: ActionKind) -> Action:
 
 def test_an_update_that_comes_alone_after_its_unit_was_lost_changes_no_record() -> None:
     f, b, u = ActionKind.F, ActionKind.B, ActionKind.U
-    boundary = RunBoundary([np.zeros(0, np.uint8)], TaskGraph(2, 1, barrier=True))
+    boundary = VisitBoundary([np.zeros(0, np.uint8)], TaskGraph(2, 1, barrier=True))
     for nbytes, each in enumerate((placed(0, f), placed(1, f)), start=1):
         boundary.order([each])
         boundary.note(each, PassRecord(nbytes))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.queues.events import RunRestarted
+from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials
+from tests.agent.byte_visits import ByteTrials
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench
 from tests.agent.standins import SECONDS, refuse_copies
 
@@ -49,9 +49,9 @@ def chosen(made: QueueBench, step: int | None = None) -> list[int]:
     attempts: list[int] = []
     is_due = made.audits.is_due
 
-    def watched(run: QueuedRun) -> bool:
-        due = step in (None, run.begun_windows) and is_due(run)
-        attempts.extend([run.task.attempt] if due else [])
+    def watched(visit: Visit) -> bool:
+        due = step in (None, visit.begun_windows) and is_due(visit)
+        attempts.extend([visit.task.attempt] if due else [])
         return due
 
     made.audits.is_due = watched  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def room_that_waits(made: QueueBench) -> Iterator[tuple[threading.Event, threadi
     """
     looked, found = threading.Event(), threading.Event()
     is_due, has_room = made.audits.is_due, made.store.segments.has_room
-    made.audits.is_due = lambda run: run.task.trial == 0 and is_due(run)
+    made.audits.is_due = lambda visit: visit.task.trial == 0 and is_due(visit)
 
     def waits(nbytes: int) -> bool:
         looked.set()
@@ -141,11 +141,11 @@ def test_a_run_ends_or_begins_anew_while_room_for_its_audit_is_made(dies: bool) 
         looked.clear()
         if dies:
             made.devices[-1].close()
-            restarted = RunRestarted(made.state.added[0].run)
+            restarted = VisitRestarted(made.state.added[0].visit)
             made.state.wait_until(lambda: restarted in made.state.given)
         else:
             made.trainer.cancel(0)
-            made.state.wait_until(lambda: not made.state.runs)
+            made.state.wait_until(lambda: not made.state.visits)
             made.perform(train(1, 0, 1))
         found.set()
         result = made.result()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.memory.shard_store import ShardHome
-from cerebro_hydra.agent.visits import RunPlanner
 from cerebro_hydra.agent.worker_loop import UnitGate
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan.messages import events
@@ -23,7 +23,7 @@ from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.queue_worker import train
-from tests.agent.byte_runs import ByteTrials, trained
+from tests.agent.byte_visits import ByteTrials, trained
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, bench, spec_of
 from tests.agent.standins import SECONDS
 
@@ -84,7 +84,7 @@ def test_a_run_whose_activations_find_no_memory_is_done_again_without_them_once(
         made.perform(train(3, 0, 2))  # its next sub-epoch keeps no activations from the outset
         assert isinstance(made.result(), events.SubEpochDone)
         kept = [spec.keeps_all for spec in made.state.added]
-        assert kept.count(False) == 3, "a run of trial 0, one of trial 1, and the next of trial 0"
+        assert kept.count(False) == 3, "a visit of trial 0, one of trial 1, and the next of trial 0"
     with bench(trials, recompute=False) as made:
         made.begin(1)
         assert isinstance(made.result(), events.TaskFailed), "what was asked for stays"
@@ -130,7 +130,7 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
         made.check(1, result)
         assert not made.store.knows(0, 1)
         made.trainer.drop(1, 1)
-        made.state.wait_until(lambda: not made.state.runs)
+        made.state.wait_until(lambda: not made.state.visits)
 
 
 def test_an_attempt_that_is_cancelled_while_its_trial_is_built_never_begins() -> None:
@@ -207,7 +207,7 @@ def test_what_a_run_wrote_to_frozen_bytes_is_mended_before_another_one_reads_the
 
 
 def is_forward_of_the_other(answer: Answer) -> bool:
-    """Return whether the queues let the run after the first one begin."""
+    """Return whether the queues let the visit after the first one begin."""
     return isinstance(answer, Action) and (answer.kind, answer.trial) == (ActionKind.F, 1)
 
 
@@ -323,7 +323,7 @@ AUDIT = Candidate(2, 2, remaining=0.5, waiting_since=0, own=False)
 def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
     pick: str, picked: Candidate
 ) -> None:
-    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
     trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
     planner.learn(trial)
     assert planner.rule([LONGEST, OLDEST, AUDIT]) == picked
@@ -331,25 +331,25 @@ def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
 
 @pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
 def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
-    planner = RunPlanner(lambda split, partition: 1, None, pick=pick)
+    planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
-    planner.audit_spec(AUDIT.run, profile.training(OLDEST.run, 1, 1, True), 0, profile)
+    planner.audit_spec(AUDIT.visit, profile.training(OLDEST.visit, 1, 1, True), 0, profile)
     assert planner.rule([LONGEST, OLDEST, AUDIT]) == AUDIT
 
 
 # ---------------------------------------------------------------------- what units wait for
 
 
-def unit(run: int, device: int = 0) -> list[Action]:
-    return [Action(run, shard, ActionKind.F, 0, device=device) for shard in range(2)]
+def unit(visit: int, device: int = 0) -> list[Action]:
+    return [Action(visit, shard, ActionKind.F, 0, device=device) for shard in range(2)]
 
 
 def test_a_gate_holds_units_back_until_it_is_opened_as_often_as_it_was_shut() -> None:
     gate = UnitGate()
     assert not gate.holds(unit(0))
-    for run in (None, None, 1):
-        gate.shut(run)
-    assert all(gate.holds(unit(run)) for run in (0, 1, 2))
+    for visit in (None, None, 1):
+        gate.shut(visit)
+    assert all(gate.holds(unit(visit)) for visit in (0, 1, 2))
     assert gate.open(None) == []
     assert gate.open(None) == [unit(0), unit(2)]
     assert not gate.holds(unit(0)) and gate.holds(unit(1))

@@ -14,9 +14,9 @@ from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.device_work import DeviceWork, Span, add_span, coarsened
 from cerebro_hydra.plan.messages.events import DevicesWorked
-from cerebro_hydra.plan.queues.events import ActionDone, RunAdded, ShardArrived
+from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded
 from cerebro_hydra.plan.queues.log import MOST_SPANS, DeviceLog
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
@@ -73,7 +73,7 @@ def test_moves_side_by_side_are_one_span_and_clocks_may_differ_a_little() -> Non
 def simulated(trials: int, budget: int, microbatches: int) -> tuple[DevicesWorked, float, dict]:
     """What two devices tell of sub-epochs, how long they took, and the checked peaks."""
     shards = (ShardSpec(10, activations=2),) * 3
-    specs = [RunSpec(n, TaskGraph(3, microbatches), shards) for n in range(trials)]
+    specs = [VisitSpec(n, TaskGraph(3, microbatches), shards) for n in range(trials)]
     moment = [0.0]
     simulation = WorkerSimulation(specs, [budget] * 2, 40, sharp, lambda action: 1.0)
     log = DeviceLog(simulation.state, lambda run: 7 + run)
@@ -110,7 +110,7 @@ def test_a_report_has_the_simulators_seconds_and_peaks(microbatches: int) -> Non
 def test_a_report_begins_where_the_one_before_ended() -> None:
     state = WorkerState([20], None, sharp)
     log = DeviceLog(state, lambda run: run)
-    log.hear(100.0, added := [RunAdded(RunSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
+    log.hear(100.0, added := [VisitAdded(VisitSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
     state.handle(added)
     state.handle([ShardArrived(0, 0)])
     log.look()
@@ -133,7 +133,7 @@ def test_what_devices_tell_decides_nothing() -> None:
 def test_the_tasks_of_a_unit_that_ends_were_done_one_after_the_other() -> None:
     state = WorkerState([20], None, sharp)
     log = DeviceLog(state, lambda run: run)
-    log.hear(10.0, [RunAdded(RunSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
+    log.hear(10.0, [VisitAdded(VisitSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
     tasks = [Action(0, 0, kind, 0, device=0) for kind in (ActionKind.F, ActionKind.B, ActionKind.U)]
     log.hear(
         16.0,
@@ -147,7 +147,7 @@ def test_the_tasks_of_a_unit_that_ends_were_done_one_after_the_other() -> None:
 def test_a_task_that_was_over_before_the_report_and_is_told_of_later_has_no_span() -> None:
     state = WorkerState([20], None, sharp)
     log = DeviceLog(state, lambda run: run)
-    log.hear(10.0, [RunAdded(RunSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
+    log.hear(10.0, [VisitAdded(VisitSpec(0, TaskGraph(1, 1), (ShardSpec(8),)))])
     log.report("a", 14.0)  # another run has ended, and a unit of this one is under way
     forward, backward = (Action(0, 0, kind, 0, device=0) for kind in (ActionKind.F, ActionKind.B))
     log.hear(15.0, [ActionDone(forward, 2.0), ActionDone(backward, 3.0)])

@@ -15,7 +15,7 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.policy.lookahead import snapshot
 from cerebro_hydra.plan.policy.policy import most_work_first
 from cerebro_hydra.plan.policy.view import View
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
 from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices
@@ -143,10 +143,10 @@ def simulate(devices: int, residents: int, **more) -> tuple[Simulation, float]:
     trials = tuple(TrialConfig(t, 1.0 + t / 8, 100, ((f"f{t}", f"t{t}"),)) for t in range(8))
     search = ClosedSearch(HopConfig(2), trials, 2)
 
-    def run(kind: TaskKind, trial: int, partition: int, number: int) -> RunSpec:
+    def run(kind: TaskKind, trial: int, partition: int, number: int) -> VisitSpec:
         cost = trials[trial].cost
         shard = ShardSpec(1, forward=cost, backward=2 * cost)
-        return RunSpec(
+        return VisitSpec(
             number, TaskGraph(SHARDS, STEPS, training=kind == "train"), (shard,) * SHARDS
         )
 

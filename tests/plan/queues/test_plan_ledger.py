@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
-from cerebro_hydra.plan.queues.events import RunAdded, RunCancelled
+from cerebro_hydra.plan.queues.events import VisitAdded, VisitCancelled
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
@@ -33,14 +33,14 @@ class Moves:
         self.sizes: dict[BlockKey, int] = {}
         self.places: dict[BlockKey, set[int]] = {}
         self.under_way: list[Action] = []
-        self.runs = 0
+        self.visits = 0
 
     def possible(self, draw: Callable[[st.SearchStrategy[int]], int]) -> list[Callable[[], None]]:
         moves = [lambda: self.arrive(draw(st.integers(1, 9)), draw(st.integers(0, 3)))]
         moves += [lambda each=each: self.end(each) for each in self.under_way]
         for block in self.ledger:
             if block.pinned:
-                moves.append(lambda run=block.key.run: self.drop(run))
+                moves.append(lambda visit=block.key.visit: self.drop(visit))
             elif block.at_rest:
                 moves.append(lambda block=block: self.discard(block))
                 moves += self.moves_of(block, draw)
@@ -63,18 +63,18 @@ class Moves:
         ]
 
     def arrive(self, nbytes: int, boundaries: int) -> None:
-        """Receive a shard of a new run, and pin its boundary values."""
-        run, self.runs = self.runs, self.runs + 1
-        keys = [BlockKey(run, number, "boundary") for number in range(boundaries)]
-        self.ledger.pin_boundaries(run, boundaries, nbytes)
+        """Receive a shard of a new visit, and pin its boundary values."""
+        visit, self.visits = self.visits, self.visits + 1
+        keys = [BlockKey(visit, number, "boundary") for number in range(boundaries)]
+        self.ledger.pin_boundaries(visit, boundaries, nbytes)
         for key in keys:
             self.sizes[key], self.places[key] = nbytes, {HOST}
-        self.sizes[state_key(run, 0)], self.places[state_key(run, 0)] = nbytes, set()
-        self.begin(self.ledger.receive(run, 0, nbytes), RECV, HOST)
+        self.sizes[state_key(visit, 0)], self.places[state_key(visit, 0)] = nbytes, set()
+        self.begin(self.ledger.receive(visit, 0, nbytes), RECV, HOST)
 
-    def drop(self, run: int) -> None:
-        self.ledger.drop_boundaries(run)
-        for key in [key for key in self.places if key.run == run and key.kind == "boundary"]:
+    def drop(self, visit: int) -> None:
+        self.ledger.drop_boundaries(visit)
+        for key in [key for key in self.places if key.visit == visit and key.kind == "boundary"]:
             del self.places[key]
 
     def begin(self, action: Action, kind: ActionKind, place: int) -> None:
@@ -90,7 +90,7 @@ class Moves:
             self.places[state_key(action.trial, action.shard)].remove(action.device)
 
     def write(self, block: Block) -> None:
-        block.wrote(Action(block.key.run, block.key.number, ActionKind.B, 0), 1)
+        block.wrote(Action(block.key.visit, block.key.number, ActionKind.B, 0), 1)
 
     def leave_device(self, block: Block) -> None:
         device, dirty = block.device, block.dirty
@@ -124,7 +124,7 @@ class Moves:
         self.under_way = [
             each
             for each in self.under_way
-            if (each.trial, each.shard, each.device) != (key.run, key.number, device)
+            if (each.trial, each.shard, each.device) != (key.visit, key.number, device)
         ]
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ def test_bytes_count_in_a_place_from_the_begin_of_a_move_to_the_end_of_one(data)
         moves.end(action)
     for block in list(moves.ledger):
         if block.pinned:
-            moves.drop(block.key.run)
+            moves.drop(block.key.visit)
         else:
             moves.discard(block)
         moves.check()
@@ -184,28 +184,28 @@ def test_boundary_values_go_nowhere() -> None:
 
 
 @st.composite
-def crowded_workers(draw: st.DrawFn) -> tuple[Evictor, Ledger, DeviceQueue, dict[int, RunProgress]]:
-    """Draw open runs whose shards lie on a device, in DRAM and on disk, and what is reserved."""
-    runs = {}
+def crowded_workers(draw: st.DrawFn) -> tuple[Evictor, Ledger, DeviceQueue, dict[int, Visit]]:
+    """Draw open visits whose shards lie on a device, in DRAM and on disk, and what is reserved."""
+    visits = {}
     ledger = Ledger([0], draw(st.integers(0, 300)))
     queue = DeviceQueue.of(0, draw(st.integers(0, 100)))
     for number in range(draw(st.integers(1, 4))):
         spec = draw(specs(number).filter(lambda spec: not spec.is_pipelined))
-        run = runs[number] = RunProgress(spec, number)
-        run.status = draw(st.sampled_from(["open", "open", "open", "finished"]))
+        visit = visits[number] = Visit(spec, number)
+        visit.status = draw(st.sampled_from(["open", "open", "open", "finished"]))
         if spec.host_boundary_bytes:
             ledger.pin_boundaries(number, 1, spec.host_boundary_bytes)
         for shard, each in enumerate(spec.shards):
             ledger.end(ledger.receive(number, shard, each.state))
             place(draw, ledger, ledger.get(state_key(number, shard)))
         for _ in range(draw(st.integers(0, 5))):
-            unit = run.next_unit(run.lists[0])
+            unit = visit.next_unit(visit.lists[0])
             if unit is not None:
-                run.take(unit)
-                run.end(unit)
-        if run.status == "open" and queue.reserved is None and draw(st.booleans()):
-            reserve(queue, run)
-    return Evictor(ledger, runs, {0: queue}), ledger, queue, runs
+                visit.take(unit)
+                visit.end(unit)
+        if visit.status == "open" and queue.reserved is None and draw(st.booleans()):
+            reserve(queue, visit)
+    return Evictor(ledger, visits, {0: queue}), ledger, queue, visits
 
 
 def place(draw: st.DrawFn, ledger: Ledger, block: Block | None) -> None:
@@ -221,27 +221,27 @@ def place(draw: st.DrawFn, ledger: Ledger, block: Block | None) -> None:
         if where != "coming":
             ledger.end(load)
         if where in ("changed", "spilling"):
-            block.wrote(Action(block.key.run, block.key.number, ActionKind.B, 0), 1)
+            block.wrote(Action(block.key.visit, block.key.number, ActionKind.B, 0), 1)
         if where == "spilling":
             ledger.leave_device(block)
 
 
-def reserve(queue: DeviceQueue, run: RunProgress) -> None:
-    unit = run.next_unit(run.lists[0])
+def reserve(queue: DeviceQueue, visit: Visit) -> None:
+    unit = visit.next_unit(visit.lists[0])
     if unit is not None:
-        run.take(unit)
+        visit.take(unit)
         queue.reserved = unit
-        if run.spec.stays:
-            queue.staying.append(run)
+        if visit.spec.stays:
+            queue.staying.append(visit)
 
 
-def may_go(block: Block, queue: DeviceQueue, runs: dict[int, RunProgress]) -> bool:
+def may_go(block: Block, queue: DeviceQueue, visits: dict[int, Visit]) -> bool:
     """Return whether a block may leave its place, said once more."""
-    run = runs[block.key.run]
+    visit = visits[block.key.visit]
     reserved = queue.reserved is not None and any(
         (task.trial, task.shard) == block.key[:2] for task in queue.reserved.tasks
     )
-    kept = block.device is not None and run in queue.staying and not run.spec.recompute
+    kept = block.device is not None and visit in queue.staying and not visit.spec.recompute
     moves = block.key.kind == "state" and block.at_rest and block.home == "dram"
     return moves and not (reserved or kept)
 
@@ -270,32 +270,34 @@ def check_victims(
 @settings(max_examples=examples(300))
 @given(crowded_workers(), st.integers(0, 100), st.sampled_from([-1, 0, 2, 5]))
 def test_what_goes_to_disk_is_what_is_used_last(world, nbytes: int, beyond: int) -> None:
-    evictor, ledger, queue, runs = world
+    evictor, ledger, queue, visits = world
     coming = sum(b.nbytes for b in ledger if "spilling" in (b.home, b.move))
     free = ledger.host_free + coming
-    movable = [b for b in ledger if may_go(b, queue, runs) and evictor.next_use(b) > beyond]
+    movable = [b for b in ledger if may_go(b, queue, visits) and evictor.next_use(b) > beyond]
     check_victims(evictor.in_dram(nbytes, beyond), ledger, movable, evictor, free, nbytes)
 
 
 @settings(max_examples=examples(300))
 @given(crowded_workers(), st.integers(0, 100))
 def test_what_leaves_a_device_is_what_is_used_last(world, nbytes: int) -> None:
-    evictor, ledger, queue, runs = world
+    evictor, ledger, queue, visits = world
     coming = sum(block.nbytes for block in ledger.on(0) if block.move == "spilling")
     free = evictor.free(queue) + coming
-    movable = [block for block in ledger.on(0) if may_go(block, queue, runs)]
+    movable = [block for block in ledger.on(0) if may_go(block, queue, visits)]
     check_victims(evictor.on_device(queue, nbytes), ledger, movable, evictor, free, nbytes)
 
 
 def test_every_microbatch_that_may_be_open_has_a_block_until_the_run_is_over() -> None:
     shards = (ShardSpec(1, boundary=2), ShardSpec(1, boundary=3))
-    pipelined = RunSpec(0, TaskGraph(2, 6, 3), shards, schedule="gpipe", devices=2)
-    moving, staying = (RunSpec(run, TaskGraph(2, 4), shards, recompute=run < 2) for run in (1, 2))
+    pipelined = VisitSpec(0, TaskGraph(2, 6, 3), shards, schedule="gpipe", devices=2)
+    moving, staying = (
+        VisitSpec(visit, TaskGraph(2, 4), shards, recompute=visit < 2) for visit in (1, 2)
+    )
     state = WorkerState([None, None], None, sharp)
-    state.handle([RunAdded(spec) for spec in (pipelined, moving, staying)])
+    state.handle([VisitAdded(spec) for spec in (pipelined, moving, staying)])
     boundaries = [(block.key[:2], block.nbytes) for block in state.ledger if block.pinned]
     assert boundaries == [((0, 0), 5), ((0, 1), 5), ((0, 2), 5), ((1, 0), 5)]
     assert state.ledger.host_pinned == 20
-    state.handle([RunCancelled(0), RunCancelled(1)])
+    state.handle([VisitCancelled(0), VisitCancelled(1)])
     state.validate()
     assert state.ledger.host_pinned == 0

@@ -12,12 +12,12 @@ from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.events import (
     DeviceJoined,
     DeviceLost,
-    RunAdded,
-    RunEnded,
-    RunRestarted,
+    VisitAdded,
+    VisitEnded,
+    VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import oldest_first, sharp
@@ -27,36 +27,36 @@ from tests.plan.queues.test_plan_worker_chaos import check_boundaries, check_cha
 SHARD = ShardSpec(1, backward=1.0)
 
 
-def gpipe_run(run: int, graph: TaskGraph, shard: ShardSpec = SHARD, **spec: bool) -> RunSpec:
+def gpipe_run(visit: int, graph: TaskGraph, shard: ShardSpec = SHARD, **spec: bool) -> VisitSpec:
     shards = (shard,) * graph.shards
-    return RunSpec(run, graph, shards, fused=False, schedule="gpipe", devices=2, **spec)
+    return VisitSpec(visit, graph, shards, fused=False, schedule="gpipe", devices=2, **spec)
 
 
-def evaluation(run: int, shards: int) -> RunSpec:
+def evaluation(visit: int, shards: int) -> VisitSpec:
     """Return an evaluation that stays on its device."""
     graph = TaskGraph(shards, 1, training=False)
-    return RunSpec(run, graph, (SHARD,) * shards, recompute=False, fused=False)
+    return VisitSpec(visit, graph, (SHARD,) * shards, recompute=False, fused=False)
 
 
 def simulate(
-    specs: list[RunSpec],
+    specs: list[VisitSpec],
     budgets: Sequence[int | None],
     host: int | None = None,
     later: Sequence[tuple[float, WorkerEvent]] = (),
     move: float = 0.0,
     double_buffering: bool = True,
 ) -> WorkerTimeline:
-    """Run to the end, and check all that any run must keep."""
-    added = {event.spec.run: event.spec for _, event in later if isinstance(event, RunAdded)}
-    runs = [*specs, *added.values()]
-    seconds = seconds_of(runs, move)
+    """Run to the end, and check all that any visit must keep."""
+    added = {event.spec.visit: event.spec for _, event in later if isinstance(event, VisitAdded)}
+    visits = [*specs, *added.values()]
+    seconds = seconds_of(visits, move)
     timeline = WorkerSimulation(
         specs, budgets, host, oldest_first, seconds, double_buffering=double_buffering,
         later=later, observe=WorkerState.validate,
     ).run()  # fmt: skip
-    assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
-    check_changes(timeline, runs)
-    check_boundaries(timeline, runs)
+    assert {timeline.outcome(spec.visit) for spec in visits} == {"finished"}
+    check_changes(timeline, visits)
+    check_boundaries(timeline, visits)
     return timeline
 
 
@@ -70,34 +70,34 @@ def test_a_window_that_stays_takes_its_devices_at_once() -> None:
 def test_a_window_does_not_begin_beside_what_goes_on_staying_on_one_of_its_devices() -> None:
     """Neither had room on device 1 for its next task, beside what the other was to have there."""
     graph = TaskGraph(3, 1)
-    staying = RunSpec(0, graph, (SHARD,) * 3, recompute=False, fused=False)
-    later = [(1.5, RunAdded(gpipe_run(1, TaskGraph(2, 1), recompute=False)))]
+    staying = VisitSpec(0, graph, (SHARD,) * 3, recompute=False, fused=False)
+    later = [(1.5, VisitAdded(gpipe_run(1, TaskGraph(2, 1), recompute=False)))]
     simulate([staying], [1, 3], later=later)
 
 
-def slow_update() -> RunSpec:
-    """Return a run whose first device begins a window while the second one ends that before."""
+def slow_update() -> VisitSpec:
+    """Return a visit whose first device begins a window while the second one ends that before."""
     shards = (SHARD, replace(SHARD, update=5.0))
     graph = TaskGraph(2, 2)
-    return RunSpec(0, graph, shards, recompute=False, fused=False, schedule="gpipe", devices=2)
+    return VisitSpec(0, graph, shards, recompute=False, fused=False, schedule="gpipe", devices=2)
 
 
 def test_a_window_does_not_begin_where_a_unit_of_another_run_was_let_in() -> None:
     """It kept its shard on device 1, where a task was reserved that needed all bytes."""
-    guest = RunSpec(1, TaskGraph(1, 1), (SHARD,))
-    simulate([slow_update()], [1, 1], later=[(2.5, RunAdded(guest))])
+    guest = VisitSpec(1, TaskGraph(1, 1), (SHARD,))
+    simulate([slow_update()], [1, 1], later=[(2.5, VisitAdded(guest))])
 
 
 def test_a_device_is_kept_for_a_window_that_began_elsewhere() -> None:
     guest = evaluation(1, 1)
-    timeline = simulate([slow_update()], [None, None], later=[(4.5, RunAdded(guest))])
+    timeline = simulate([slow_update()], [None, None], later=[(4.5, VisitAdded(guest))])
     done = [str(each.action) for each in timeline.done]
     (came,) = (text for text in done if text.startswith("t1s0F0"))
     assert done.index("t0s1B1@1") < done.index(came)
 
 
 def test_two_windows_that_stay_on_the_same_devices_take_turns() -> None:
-    specs = [gpipe_run(run, TaskGraph(2, 6, 2), recompute=False) for run in range(2)]
+    specs = [gpipe_run(visit, TaskGraph(2, 6, 2), recompute=False) for visit in range(2)]
     used: set[int] = set()
 
     def observe(state: WorkerState) -> None:
@@ -113,15 +113,15 @@ def test_two_windows_that_stay_on_the_same_devices_take_turns() -> None:
 def test_a_new_microbatch_waits_until_the_one_that_it_replaces_is_done_again() -> None:
     """Device 0 goes on meanwhile, and has room for the boundary values of one window."""
     spec = gpipe_run(0, TaskGraph(2, 4, 2))
-    short = RunSpec(1, TaskGraph(1, 1, training=False), (ShardSpec(1, forward=0.25),))
+    short = VisitSpec(1, TaskGraph(1, 1, training=False), (ShardSpec(1, forward=0.25),))
     again = 0
     for quarter in range(1, 60):
         moment = quarter / 4
         lost = [(moment, DeviceLost(1)), (moment + 3.0, DeviceJoined(1))]
-        timeline = simulate([spec], [1, 1], later=[(0.0, RunAdded(short)), *lost])
+        timeline = simulate([spec], [1, 1], later=[(0.0, VisitAdded(short)), *lost])
         tasks = [done.action for done in timeline.done if done.action.kind.computes]
-        again += len(tasks) > len(set(tasks)) and RunRestarted(0) not in timeline.given
-    assert again > 5, "of these runs did tasks again"
+        again += len(tasks) > len(set(tasks)) and VisitRestarted(0) not in timeline.given
+    assert again > 5, "of these visits did tasks again"
 
 
 def test_what_is_taken_back_before_it_begins_has_no_bytes() -> None:
@@ -142,7 +142,7 @@ def test_nothing_is_taken_off_a_device_that_died_at_the_same_moment() -> None:
         simulation.step()
     assert all(state.ledger.on(device) for device in (0, 1))
     answers = state.handle([DeviceLost(0), DeviceLost(1)])
-    assert RunRestarted(0) in answers
+    assert VisitRestarted(0) in answers
     assert not [each for each in answers if isinstance(each, Action) and each.device in (0, 1)]
 
 
@@ -153,12 +153,12 @@ def test_a_worker_that_counts_one_microbatch_of_a_window_is_noticed(
     spec = gpipe_run(0, TaskGraph(2, 3, 3), shard, recompute=False)
     assert spec.device_need == 4 + 3 * 3 + 3, "a state, what a window keeps, and a task's peak"
     assert simulate([spec], [16, 13]).peak[0] == 13, "as the simulated tasks have no peak"
-    monkeypatch.setattr(RunSpec, "_most_kept", lambda spec, tasks: 3)
+    monkeypatch.setattr(VisitSpec, "_most_kept", lambda spec, tasks: 3)
     with pytest.raises(InvalidSchedule, match="t0s0F2@0: 13 bytes are resident, but the budget is"):
         WorkerSimulation([spec], [12, 12], None, sharp, seconds_of([spec], 0.0)).run()
 
 
 def test_a_run_that_the_worker_is_too_small_for_is_refused_with_its_whole_window() -> None:
     spec = gpipe_run(0, TaskGraph(2, 3, 3), ShardSpec(4, activations=3), recompute=False)
-    (refused,) = WorkerState([12, 13], None, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(0, "refused", "it needs 16 bytes of device 0, which has 12")
+    (refused,) = WorkerState([12, 13], None, sharp).handle([VisitAdded(spec)])
+    assert refused == VisitEnded(0, "refused", "it needs 16 bytes of device 0, which has 12")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, parse_actions
-from cerebro_hydra.plan.queues.events import ActionDone, RunAdded, RunEnded
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.events import ActionDone, VisitAdded, VisitEnded
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule, oldest_first, sharp
@@ -17,14 +17,14 @@ F, B = ActionKind.F, ActionKind.B
 
 
 def run_of(
-    run: int, shards: int, microbatches: int, forward: float = 1.0, backward: float = 2.0
-) -> RunSpec:
+    visit: int, shards: int, microbatches: int, forward: float = 1.0, backward: float = 2.0
+) -> VisitSpec:
     shard = ShardSpec(1, forward=forward, backward=backward)
-    return RunSpec(run, TaskGraph(shards, microbatches), (shard,) * shards, fused=False)
+    return VisitSpec(visit, TaskGraph(shards, microbatches), (shard,) * shards, fused=False)
 
 
 def simulate(
-    specs: list[RunSpec],
+    specs: list[VisitSpec],
     devices: int,
     promotion: float,
     *,
@@ -52,7 +52,7 @@ def lane(timeline: WorkerTimeline, device: int) -> str:
 
 
 def test_golden_table_of_three_trials_on_two_devices() -> None:
-    timeline = simulate([run_of(run, 2, 1) for run in range(3)], 2, 0.5, slots=2)
+    timeline = simulate([run_of(visit, 2, 1) for visit in range(3)], 2, 0.5, slots=2)
     assert lane(timeline, 0) == (
         "t0s0F0@0.5 t2s0F0@1.5 t2s1F0@2.5 t2s1B0@3.5 t1s1B0@5.5 t1s0B0@7.5"
     )
@@ -70,10 +70,10 @@ def test_two_equal_trials_start_on_both_devices_at_once() -> None:
     assert timeline.utilisation == 1.0
 
 
-def chains(trials: int) -> list[RunSpec]:
+def chains(trials: int) -> list[VisitSpec]:
     """Return runs of which no two units in a row use the same shard: evaluations."""
     graph = TaskGraph(20, 4, training=False)
-    return [RunSpec(run, graph, (ShardSpec(1, forward=1.0),) * 20) for run in range(trials)]
+    return [VisitSpec(visit, graph, (ShardSpec(1, forward=1.0),) * 20) for visit in range(trials)]
 
 
 def never_the_own_next_unit(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -101,9 +101,9 @@ def test_utilisation_follows_promotion_over_compute(promotion: float, single: fl
 def test_longest_first_is_at_the_bound_with_tenfold_costs(trials: int) -> None:
     def makespan_over_bound(rule: Rule) -> float:
         specs = []
-        for run in range(trials):
-            cost = 10 ** (run / (trials - 1))
-            specs.append(run_of(run, 4, 8, forward=cost, backward=2 * cost))
+        for visit in range(trials):
+            cost = 10 ** (visit / (trials - 1))
+            specs.append(run_of(visit, 4, 8, forward=cost, backward=2 * cost))
         work = [8 * 4 * 3 * spec.shards[0].forward for spec in specs]
         return simulate(specs, 4, 0.0, rule=rule).makespan / max(max(work), sum(work) / 4)
 
@@ -113,7 +113,7 @@ def test_longest_first_is_at_the_bound_with_tenfold_costs(trials: int) -> None:
 
 
 def test_sequential_ends_the_oldest_run_first() -> None:
-    timeline = simulate([run_of(run, 2, 4) for run in range(3)], 1, 0.0, rule=oldest_first)
+    timeline = simulate([run_of(visit, 2, 4) for visit in range(3)], 1, 0.0, rule=oldest_first)
     trials = [d.action.trial for d in timeline.done if d.action.kind in (F, B)]
     assert trials == sorted(trials)
 
@@ -125,18 +125,18 @@ def test_a_shard_that_fits_is_loaded_once() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(8, 3, 2), ShardSpec(4, 1, 2)))
-    (refused,) = WorkerState([10, 9], None, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(
+    spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(8, 3, 2), ShardSpec(4, 1, 2)))
+    (refused,) = WorkerState([10, 9], None, sharp).handle([VisitAdded(spec)])
+    assert refused == VisitEnded(
         0, "refused", "it needs 11 bytes of a device, and the largest has 10"
     )
-    (refused,) = WorkerState([20], 11, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(0, "refused", "it needs 12 bytes of DRAM, and there are 11")
+    (refused,) = WorkerState([20], 11, sharp).handle([VisitAdded(spec)])
+    assert refused == VisitEnded(0, "refused", "it needs 12 bytes of DRAM, and there are 11")
 
 
 def test_an_answer_to_nothing_is_an_error() -> None:
     state = WorkerState([None], None, sharp)
-    state.handle([RunAdded(run_of(0, 1, 1))])
+    state.handle([VisitAdded(run_of(0, 1, 1))])
     with pytest.raises(ValueError, match="t0s0F0@0 was not given"):
         state.handle([ActionDone(Action(0, 0, F, 0, 0), 1.0)])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.run_progress import (
+from cerebro_hydra.plan.queues.visit import (
     UNIT_SECONDS,
-    RunProgress,
-    RunSpec,
     ShardSpec,
     Unit,
+    Visit,
+    VisitSpec,
 )
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 
@@ -17,16 +17,16 @@ LONGEST = round(UNIT_SECONDS / SECONDS)
 
 
 def units_of(shards: int, *, microbatches: int = 40, **spec: bool) -> list[Unit]:
-    """The units of a run, each of which ends before the next one is asked for."""
+    """The units of a visit, each of which ends before the next one is asked for."""
     shard = ShardSpec(8, forward=SECONDS, backward=SECONDS, update=SECONDS)
     graph = TaskGraph(shards, microbatches, training=spec.pop("training", True))
-    run = RunProgress(RunSpec(0, graph, (shard,) * shards, by_modules=True, **spec), 0)
-    run.absent.clear()
+    visit = Visit(VisitSpec(0, graph, (shard,) * shards, by_modules=True, **spec), 0)
+    visit.absent.clear()
     units = []
-    while (unit := run.next_unit(run.lists[0])) is not None:
-        run.take(unit)
-        run.end(unit)
-        run.microbatch = unit.tasks[-1].microbatch
+    while (unit := visit.next_unit(visit.lists[0])) is not None:
+        visit.take(unit)
+        visit.end(unit)
+        visit.microbatch = unit.tasks[-1].microbatch
         units.append(unit)
     tasks = [task for unit in units for task in unit.tasks]
     assert tasks == [task for window in range(microbatches) for task in graph.tasks(0, window)]
@@ -83,11 +83,11 @@ def test_batches_of_an_evaluation_in_one_piece_are_one_unit() -> None:
 
 def test_long_tasks_are_units_as_ever() -> None:
     shard = ShardSpec(8)
-    spec = RunSpec(0, TaskGraph(1, 3), (shard,), by_modules=True, recompute=False)
-    run = RunProgress(spec, 0)
+    spec = VisitSpec(0, TaskGraph(1, 3), (shard,), by_modules=True, recompute=False)
+    visit = Visit(spec, 0)
     for microbatch in range(3):
-        unit = run.next_unit(run.lists[0])
+        unit = visit.next_unit(visit.lists[0])
         assert unit is not None
         assert [task.microbatch for task in unit.tasks] == [microbatch] * 3
-        run.take(unit)
-        run.microbatch = microbatch
+        visit.take(unit)
+        visit.microbatch = microbatch

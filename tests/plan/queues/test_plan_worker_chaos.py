@@ -15,15 +15,15 @@ from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
     DeviceLost,
-    RunAdded,
-    RunCancelled,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitCancelled,
+    VisitReleased,
+    VisitRestarted,
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
-from cerebro_hydra.plan.queues.run_progress import RunProgress, RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule, sharp
@@ -45,7 +45,7 @@ def ties(draw: st.DrawFn, shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, run: int, devices: int = 1, pipelined: bool = False) -> RunSpec:
+def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False) -> VisitSpec:
     shards = draw(st.integers(devices if pipelined else 1, 4))
     graph = TaskGraph(
         shards,
@@ -71,8 +71,8 @@ def specs(draw: st.DrawFn, run: int, devices: int = 1, pipelined: bool = False) 
         update=st.integers(0, 1).map(scale.__mul__),
         forward_writes=st.booleans(),
     )
-    return RunSpec(
-        run,
+    return VisitSpec(
+        visit,
         graph,
         tuple(draw(st.lists(shard, min_size=shards, max_size=shards))),
         by_modules=by_modules,
@@ -86,32 +86,32 @@ def specs(draw: st.DrawFn, run: int, devices: int = 1, pipelined: bool = False) 
 
 @st.composite
 def worlds(draw: st.DrawFn, pipelined: bool = False) -> dict[str, object]:
-    """Draw runs and devices; ``pipelined``: a few runs with several lists, in little memory."""
+    """Draw runs and devices; ``pipelined``: a few visits with several lists, in little memory."""
     devices = draw(st.integers(2, 3) if pipelined else st.integers(1, 4))
     number = draw(st.integers(1, 3 if pipelined else 5))
-    runs = [draw(specs(run, devices, pipelined and run < 2)) for run in range(number)]
+    visits = [draw(specs(visit, devices, pipelined and visit < 2)) for visit in range(number)]
     slack = st.sampled_from([0, 1, 5] if pipelined else [0, 1, 5, 20, 1000])
-    need = max(spec.device_need for spec in runs)
-    host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in runs)
+    need = max(spec.device_need for spec in visits)
+    host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in visits)
     budgets: list[int | None] = [need + draw(slack)]
     for device in range(1, devices):
-        shares = [spec.shares()[device:] for spec in runs]  # none of them may lie elsewhere
+        shares = [spec.shares()[device:] for spec in visits]  # none of them may lie elsewhere
         least = max((mine[0].need for mine in shares if mine), default=1)
         budgets.append(draw(st.none() | st.integers(least, 2 * need)))
     rule = draw(st.sampled_from([*RULES, "random"]))
     return {
-        "specs": runs,
+        "specs": visits,
         "budgets": budgets,
         "host_budget": draw(st.none() | slack.map(lambda more: host_need + more)),
         "rule": RULES.get(rule) or at_random(draw(st.integers(0, 9))),
-        "seconds": seconds_of(runs, draw(st.sampled_from([0.0, 0.5, 3.0]))),
+        "seconds": seconds_of(visits, draw(st.sampled_from([0.0, 0.5, 3.0]))),
         "double_buffering": draw(st.booleans()),
     }
 
 
-def seconds_of(runs: list[RunSpec], move: float):
+def seconds_of(visits: list[VisitSpec], move: float):
     def seconds(action: Action) -> float:
-        shard = runs[action.trial].shards[action.shard]
+        shard = visits[action.trial].shards[action.shard]
         match action.kind:
             case ActionKind.F:
                 return shard.forward
@@ -132,21 +132,21 @@ def simulate(world, later: list[tuple[float, WorkerEvent]]) -> WorkerTimeline:
     return timeline
 
 
-def check_order(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+def check_order(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
     actions = [each for each in timeline.given if isinstance(each, Action)]
-    for spec in runs:
-        mine = [action for action in actions if action.trial == spec.run]
-        validate_order(mine, {spec.run: spec.graph})
+    for spec in visits:
+        mine = [action for action in actions if action.trial == spec.visit]
+        validate_order(mine, {spec.visit: spec.graph})
 
 
-def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+def check_changes(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
     """Check that what is published has every change of the schedule once, in its order."""
     home: dict[tuple[int, int], list[Action]] = {}
     there: dict[tuple[int, int], list[Action]] = {}
     sent = set()
     for done in timeline.done:
         action, key = done.action, (done.action.trial, done.action.shard)
-        graph, shard = runs[key[0]].graph, runs[key[0]].shards[key[1]]
+        graph, shard = visits[key[0]].graph, visits[key[0]].shards[key[1]]
         task = replace(action, device=None)
         if action.kind is ActionKind.RECV:
             home[key] = []
@@ -157,24 +157,24 @@ def check_changes(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
         elif action.kind is ActionKind.SPILL:
             home[key] = there[key].copy()
         elif action.kind is ActionKind.SEND:
-            windows = map(runs[key[0]].lists, range(graph.windows))
+            windows = map(visits[key[0]].lists, range(graph.windows))
             mine = [t for w in windows for tasks in w for t in tasks if t.shard == key[1]]
             assert home[key] == [t for t in mine if writes(t, shard)]
             sent.add(key)
         elif writes(task, shard):
             there[key].append(task)
-    expected = {(s.run, k) for s in runs if s.graph.training for k in range(s.graph.shards)}
+    expected = {(s.visit, k) for s in visits if s.graph.training for k in range(s.graph.shards)}
     assert sent == expected
 
 
-def check_boundaries(timeline: WorkerTimeline, runs: list[RunSpec]) -> None:
+def check_boundaries(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
     """Check that a task finds what those before it left in DRAM, also if it is done again."""
     there: dict[tuple[int, int], int | None] = {}
     for done in sorted(timeline.done, key=lambda done: done.begin):
-        run, microbatch = done.action.trial, done.action.microbatch
-        if runs[run].stays or done.action.kind not in (ActionKind.F, ActionKind.B):
+        visit, microbatch = done.action.trial, done.action.microbatch
+        if visits[visit].stays or done.action.kind not in (ActionKind.F, ActionKind.B):
             continue
-        place = (run, (microbatch or 0) % runs[run].most_open)
+        place = (visit, (microbatch or 0) % visits[visit].most_open)
         if done.action.kind is ActionKind.F and done.action.shard == 0:
             there[place] = microbatch
         assert there[place] == microbatch, f"{done.action} finds what {there[place]} left"
@@ -188,7 +188,7 @@ def writes(task: Action, shard: ShardSpec) -> bool:
 @given(worlds() | worlds(pipelined=True))
 def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
     timeline = simulate(world, [])
-    assert {timeline.outcome(spec.run) for spec in world["specs"]} == {"finished"}
+    assert {timeline.outcome(spec.visit) for spec in world["specs"]} == {"finished"}
     check_order(timeline, world["specs"])
     check_changes(timeline, world["specs"])
     check_boundaries(timeline, world["specs"])
@@ -198,17 +198,19 @@ def test_every_run_ends_in_order_and_within_every_budget(world) -> None:
 @given(worlds() | worlds(pipelined=True), st.data())
 def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
     moment = st.floats(0, 60, allow_nan=False)
-    runs = world["specs"]
-    numbers = data.draw(st.lists(st.sampled_from(range(len(runs))), min_size=1, unique=True))
-    later: list[tuple[float, WorkerEvent]] = [(data.draw(moment), RunCancelled(n)) for n in numbers]
+    visits = world["specs"]
+    numbers = data.draw(st.lists(st.sampled_from(range(len(visits))), min_size=1, unique=True))
+    later: list[tuple[float, WorkerEvent]] = [
+        (data.draw(moment), VisitCancelled(n)) for n in numbers
+    ]
     later += data.draw(st.lists(st.sampled_from(later), max_size=2))  # said twice
-    later += [(1000.0, RunReleased(spec.run)) for spec in runs]
+    later += [(1000.0, VisitReleased(spec.visit)) for spec in visits]
     simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
     timeline = simulation.run()
-    check_order(timeline, [spec for spec in runs if spec.run not in numbers])
-    assert {timeline.outcome(s.run) for s in runs if s.run not in numbers} <= {"finished"}
+    check_order(timeline, [spec for spec in visits if spec.visit not in numbers])
+    assert {timeline.outcome(s.visit) for s in visits if s.visit not in numbers} <= {"finished"}
     ledger = simulation.state.ledger
-    assert simulation.state.runs == {}
+    assert simulation.state.visits == {}
     assert (list(ledger), ledger.host_used) == ([], 0)
 
 
@@ -224,14 +226,14 @@ def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
             moment += data.draw(st.integers(0, 20)) / 4 + 0.1
             later += [(moment, DeviceJoined(device))] * data.draw(st.integers(1, 2))
     timeline = simulate(world, later)
-    runs = world["specs"]
-    assert {timeline.outcome(spec.run) for spec in runs} == {"finished"}
-    check_changes(timeline, runs)
-    check_boundaries(timeline, runs)
-    event(f"restarts: {sum(isinstance(a, RunRestarted) for a in timeline.given)}")
+    visits = world["specs"]
+    assert {timeline.outcome(spec.visit) for spec in visits} == {"finished"}
+    check_changes(timeline, visits)
+    check_boundaries(timeline, visits)
+    event(f"restarts: {sum(isinstance(a, VisitRestarted) for a in timeline.given)}")
 
 
-def one_run_with_a_loss(spec: RunSpec, at: float) -> tuple[WorkerTimeline, list[str]]:
+def one_run_with_a_loss(spec: VisitSpec, at: float) -> tuple[WorkerTimeline, list[str]]:
     """Lose the only device for a while, and return the tasks that it ended as well."""
     later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(0)), (at + 0.5, DeviceJoined(0))]
     seconds = seconds_of([spec], 0.0)
@@ -244,58 +246,58 @@ SHARDS = (ShardSpec(1), ShardSpec(1))
 
 
 def test_tasks_whose_changes_died_with_the_device_are_done_again() -> None:
-    spec = RunSpec(0, TaskGraph(2, 1), SHARDS)  # F0 0-1, F1 1-2, B1 2-4, B0 4-6
+    spec = VisitSpec(0, TaskGraph(2, 1), SHARDS)  # F0 0-1, F1 1-2, B1 2-4, B0 4-6
     timeline, tasks = one_run_with_a_loss(spec, at=4.5)
     # Shard 1 was written back after its last update, so it need not be done again.
     assert " ".join(tasks) == "t0s0F0@0 t0s1F0@0 t0s1B0@0 t0s1U0@0 t0s0B0@0 t0s0U0@0"
-    held = RunSpec(0, TaskGraph(2, 2, window=2), SHARDS)
+    held = VisitSpec(0, TaskGraph(2, 2, window=2), SHARDS)
     timeline, tasks = one_run_with_a_loss(held, at=4.5)
     assert tasks.count("t0s1B0@0") == 2
-    assert not any(isinstance(each, RunRestarted) for each in timeline.given)
+    assert not any(isinstance(each, VisitRestarted) for each in timeline.given)
 
 
 def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
-    spec = RunSpec(0, TaskGraph(2, 2), SHARDS)
+    spec = VisitSpec(0, TaskGraph(2, 2), SHARDS)
     timeline, tasks = one_run_with_a_loss(spec, at=6.5)
-    assert RunRestarted(0) in timeline.given
+    assert VisitRestarted(0) in timeline.given
     assert tasks.count("t0s0F0@0") == 2
-    updating = RunSpec(0, TaskGraph(1, 2), (ShardSpec(1, update=1.0),))  # U1 7-8
+    updating = VisitSpec(0, TaskGraph(1, 2), (ShardSpec(1, update=1.0),))  # U1 7-8
     timeline, _ = one_run_with_a_loss(updating, at=7.5)
-    assert RunRestarted(0) in timeline.given
+    assert VisitRestarted(0) in timeline.given
 
 
 def test_what_a_task_has_beside_its_shard_counts() -> None:
-    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
     simulation = WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0))
     simulation.run()
     assert simulation.check.peak[0] == 9
 
 
 def test_a_device_that_counts_no_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
+    spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
     monkeypatch.setattr(Evictor, "_activations", lambda evictor, queue, unit: 0)
     with pytest.raises(InvalidSchedule, match="13 bytes are resident, but the budget is 9"):
         WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0)).run()
 
 
 def test_a_change_that_is_not_done_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_back = RunProgress.put_back
+    put_back = Visit.put_back
 
-    def forgetful(run: RunProgress, tasks: Iterable[Action]) -> None:
-        put_back(run, [task for task in tasks if task.kind is not ActionKind.B])
+    def forgetful(visit: Visit, tasks: Iterable[Action]) -> None:
+        put_back(visit, [task for task in tasks if task.kind is not ActionKind.B])
 
-    monkeypatch.setattr(RunProgress, "put_back", forgetful)
+    monkeypatch.setattr(Visit, "put_back", forgetful)
     with pytest.raises(AssertionError):
-        one_run_with_a_loss(RunSpec(0, TaskGraph(2, 1), SHARDS), at=4.5)
+        one_run_with_a_loss(VisitSpec(0, TaskGraph(2, 1), SHARDS), at=4.5)
 
 
 def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
-    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(1, boundary=3), ShardSpec(1, boundary=3)))
+    spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(1, boundary=3), ShardSpec(1, boundary=3)))
     state = WorkerState([None], 20, sharp)
-    state.handle([RunAdded(spec)])
+    state.handle([VisitAdded(spec)])
     (load,) = state.handle([ShardArrived(0, 0)])
     (task,) = state.handle([ActionDone(load, 1.0)])
-    state.handle([RunCancelled(0)])
+    state.handle([VisitCancelled(0)])
     assert state.ledger.host_pinned == 6, "the task writes there"
     state.handle([ActionDone(task, 1.0)])
     assert state.ledger.host_pinned == 0

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, format_actions, parse_actions
-from cerebro_hydra.plan.queues.events import ActionDone, RunAdded, RunEnded, ShardArrived
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
@@ -25,14 +25,14 @@ GOLDEN = Path(__file__).parents[1] / "messages" / "golden"
 
 def spec_of(
     devices: int, microbatches: int, windows: int = 1, *, recompute: bool = True, **shard: float
-) -> RunSpec:
+) -> VisitSpec:
     graph = TaskGraph(devices, microbatches * windows, microbatches)
     shards = (ShardSpec(8, 3, 2, **{"forward": 1.0, "backward": 1.0, **shard}),) * devices
-    return RunSpec(0, graph, shards, recompute=recompute, schedule="gpipe", devices=devices)
+    return VisitSpec(0, graph, shards, recompute=recompute, schedule="gpipe", devices=devices)
 
 
 def simulate(
-    specs: list[RunSpec],
+    specs: list[VisitSpec],
     devices: int,
     budget: int | None = None,
     used: Counter[int] | None = None,
@@ -111,7 +111,7 @@ def test_devices_wait_as_long_as_theory_says(
 
 def test_unequal_stages_take_the_sum_and_the_slowest_again_for_each_further_microbatch() -> None:
     shards = tuple(ShardSpec(1, forward=seconds, backward=2 * seconds) for seconds in (1, 3, 2))
-    spec = RunSpec(0, TaskGraph(3, 5, 5), shards, schedule="gpipe", devices=3)
+    spec = VisitSpec(0, TaskGraph(3, 5, 5), shards, schedule="gpipe", devices=3)
     assert simulate([spec], 3).makespan == pytest.approx(3 * (1 + 3 + 2) + 3 * 3 * (5 - 1))
 
 
@@ -132,7 +132,7 @@ def test_updates_that_wait_for_other_devices_come_last() -> None:
 
 
 def test_a_second_trial_fills_the_bubbles() -> None:
-    specs = [spec_of(2, 2), replace(spec_of(2, 2), run=1)]
+    specs = [spec_of(2, 2), replace(spec_of(2, 2), visit=1)]
     alone, both = simulate(specs[:1], 2), simulate(specs, 2)
     assert both.makespan < 2 * alone.makespan
     assert both.utilisation > alone.utilisation
@@ -153,22 +153,22 @@ def test_what_a_window_keeps_counts_on_each_device_and_in_dram() -> None:
     timeline = simulate([kept], 3, kept.device_need, used)
     assert used == {device: 8 + nbytes for device, nbytes in enumerate(held)}
     validate_order([each for each in timeline.given if isinstance(each, Action)], {0: kept.graph})
-    assert simulate([replace(kept, run=0), replace(kept, run=1)], 3, kept.device_need).done
+    assert simulate([replace(kept, visit=0), replace(kept, visit=1)], 3, kept.device_need).done
 
 
 def test_dram_for_one_shard_goes_to_the_list_that_is_ready() -> None:
     """The shard that waits has its next task first in its list, as the one that is ready has."""
-    spec = RunSpec(0, TaskGraph(2, 1), (ShardSpec(1),) * 2, schedule="gpipe", devices=2)
+    spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(1),) * 2, schedule="gpipe", devices=2)
     simulation = WorkerSimulation([spec], [1, None], 1, sharp, lambda action: 1.0)
     assert simulation.run().outcome(0) == "finished"
 
 
 def test_a_run_is_refused_that_has_too_few_devices_or_too_small_ones() -> None:
     spec = spec_of(3, 4)
-    (refused,) = WorkerState([None, None], None, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(0, "refused", "its schedule needs 3 devices, and there are 2")
-    (refused,) = WorkerState([None, 10, 11], None, sharp).handle([RunAdded(spec)])
-    assert refused == RunEnded(0, "refused", "it needs 11 bytes of device 1, which has 10")
+    (refused,) = WorkerState([None, None], None, sharp).handle([VisitAdded(spec)])
+    assert refused == VisitEnded(0, "refused", "its schedule needs 3 devices, and there are 2")
+    (refused,) = WorkerState([None, 10, 11], None, sharp).handle([VisitAdded(spec)])
+    assert refused == VisitEnded(0, "refused", "it needs 11 bytes of device 1, which has 10")
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_a_run_is_refused_that_has_too_few_devices_or_too_small_ones() -> None:
 def test_what_can_not_be_pipelined_is_no_run(broken: dict[str, object]) -> None:
     given = {"graph": TaskGraph(2, 2, 2), **broken}
     with pytest.raises(ValueError, match="which gpipe can't pipeline"):
-        RunSpec(0, shards=(ShardSpec(1),) * 2, schedule="gpipe", devices=2, **given)
+        VisitSpec(0, shards=(ShardSpec(1),) * 2, schedule="gpipe", devices=2, **given)
 
 
 def test_a_task_waits_for_another_device_and_begins_when_that_has_done_it() -> None:
     state = WorkerState([None, None], None, sharp)
-    state.handle([RunAdded(spec_of(2, 2))])
+    state.handle([VisitAdded(spec_of(2, 2))])
     answers = state.handle([ShardArrived(0, 0), ShardArrived(0, 1)])
     assert [str(each) for each in answers] == ["t0s0LOAD@0"], "shard 1 has nothing to do yet"
     (task, *_) = state.handle([ActionDone(Action(0, 0, ActionKind.LOAD, device=0), 0.0)])

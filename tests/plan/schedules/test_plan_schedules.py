@@ -32,10 +32,10 @@ SHAPES = [
 
 
 def plain(
-    run: int, shards: int, microbatches: int, barrier: bool, send: bool = False, tied=()
+    visit: int, shards: int, microbatches: int, barrier: bool, send: bool = False, tied=()
 ) -> list[Action]:
-    """Return the one window of a run in the order of plain training."""
-    return TaskGraph(shards, microbatches, microbatches, barrier, tuple(tied)).tasks(run, 0, send)
+    """Return the one window of a visit in the order of plain training."""
+    return TaskGraph(shards, microbatches, microbatches, barrier, tuple(tied)).tasks(visit, 0, send)
 
 
 def holds(actions: list[Action], shards: int, microbatches: int, barrier: bool, tied) -> bool:
@@ -212,9 +212,9 @@ def test_the_one_list_of_sequential_obeys_needs_by_itself(graph: TaskGraph, devi
 
 
 def test_a_list_that_waits_for_itself_is_noticed() -> None:
-    def impatient(graph: TaskGraph, run: int, window: int, devices: int) -> list[list[Action]]:
+    def impatient(graph: TaskGraph, visit: int, window: int, devices: int) -> list[list[Action]]:
         """Update in the middle of a list, though that waits for the device before."""
-        lists = [list(tasks) for tasks in gpipe(graph, run, window, devices)]
+        lists = [list(tasks) for tasks in gpipe(graph, visit, window, devices)]
         lists[1].insert(2, lists[1].pop())
         return lists
 

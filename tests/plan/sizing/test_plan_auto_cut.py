@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, seconds_text
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.cuts import auto_cut
 
@@ -88,7 +88,7 @@ def test_a_cut_that_fits_passes_through_its_device() -> None:
     units = [unit(n + 1.0, 10, 3, 1) for n in range(9)]
     cut = cut_of(units, 70)
     shards = tuple(shard_of([units[i] for i in part]) for part in cut)
-    run = RunSpec(0, TaskGraph(len(shards), 1), shards, by_modules=True)
+    run = VisitSpec(0, TaskGraph(len(shards), 1), shards, by_modules=True)
     assert run.device_need < run.buffered_need(2) <= 70 and len(cut) == 5
     assert len(cut_of(units, 70, least=7)) == 7
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import numbers_text
-from cerebro_hydra.plan.queues.run_progress import RunSpec, ShardSpec
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation
@@ -22,10 +22,10 @@ MIB = 2**20
 RATES = MoveRates(device=100 * MIB, disk=10 * MIB)
 
 
-def trial(number: int, shards: int = 4, steps: int = 20, **more) -> RunSpec:
+def trial(number: int, shards: int = 4, steps: int = 20, **more) -> VisitSpec:
     """Return a trial of 10 MiB to a shard; a forward takes 0.1 s and a backward 0.2 s."""
     shard = ShardSpec(10 * MIB, 2 * MIB, MIB, forward=0.1, backward=0.2)
-    return RunSpec(number, TaskGraph(shards, steps), (shard,) * shards, **more)
+    return VisitSpec(number, TaskGraph(shards, steps), (shard,) * shards, **more)
 
 
 def memory(device: int | None = None, host: int | None = None, disk: int | None = None, **more):
@@ -38,7 +38,7 @@ def memory(device: int | None = None, host: int | None = None, disk: int | None 
 @settings(max_examples=examples(60))
 @given(specs(0), st.integers(1, 80), st.none() | st.integers(1, 60))
 def test_a_trial_is_refused_exactly_when_the_queues_refuse_it(
-    run: RunSpec, device: int, host: int | None
+    run: VisitSpec, device: int, host: int | None
 ) -> None:
     (line,) = bill([run], [WorkerMemory((device,), host, None, 1, MoveRates())]).lines
     simulation = WorkerSimulation([run], [device], host, sharp, lambda action: 1.0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.profile import TaskProfile, TaskProfiler, TrialProfile, profile
@@ -34,7 +34,7 @@ def tasks_of(trial: Trial, batch=None) -> TaskProfile:
     return profile(trial.recipe, trial.cut_model, trial.layout, example)
 
 
-def run_of(trial: Trial, recompute: bool = True, batch=None) -> RunSpec:
+def run_of(trial: Trial, recompute: bool = True, batch=None) -> VisitSpec:
     tasks = tasks_of(trial, batch)
     described = TrialProfile.of(trial.recipe, trial.cut_model, trial.layout, tasks)
     return described.training(0, 5, trial.recipe.accumulate, recompute)

@@ -40,7 +40,7 @@ from cerebro_hydra.shards.engine.layout import (
     SegmentLayout,
     TrialRuntime,
 )
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, start
 from tests.shards.trials import ACCELERATED, Case
@@ -160,7 +160,7 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
         watch.waits[_place()] += self.device != torch.device("cpu")
         return [watch.value(self)] * self.numel()
 
-    class PausedRun(module_tasks.PausedRun):
+    class PausedPass(module_tasks.PausedPass):
         def _work(self) -> None:
             with modes[0], modes[1]:
                 super()._work()
@@ -170,8 +170,8 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
         patch.object(LayoutEntry, "view", view),
         patch.object(SegmentLayout, "check", check),
         patch.object(GraphTasks, "_apart", lambda self, k, value: value.detach().clone()),
-        patch.object(shard_run, "PausedRun", PausedRun),
-        patch.object(shard_evaluation, "PausedRun", PausedRun),
+        patch.object(shard_run, "PausedPass", PausedPass),
+        patch.object(shard_evaluation, "PausedPass", PausedPass),
         modes[0],
         modes[1],
     ):
@@ -198,7 +198,7 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
         graph = TaskGraph(
             len(shards), sum(map(len, windows)), recipe.accumulate, barrier, cut_model.tied_groups
         )
-        training = ShardRun(runtime, True, 0, windows)
+        training = VisitRun(runtime, True, 0, windows)
         at = -1
         for window in range(graph.windows):
             watch.marks = window > 0

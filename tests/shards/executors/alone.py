@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Window
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards.executors.worker import POISON, Slot
 from tests.shards.hopping import Trial
 
@@ -21,11 +21,11 @@ class _Shard:
 
     def __init__(self, trial: Trial, k: int) -> None:
         self.slot, self._device, self._k = Slot.received(trial, k), Slot(trial, k), k
-        self._run: ShardRun | None = None
+        self._run: VisitRun | None = None
 
-    def enter(self, run: ShardRun) -> None:
-        self._run = run
-        self._device.take(self.slot).load(run, self._k)
+    def enter(self, visit: VisitRun) -> None:
+        self._run = visit
+        self._device.take(self.slot).load(visit, self._k)
 
     def leave(self) -> dict[str, float] | None:
         """Come home, and return the norms of the gradients."""
@@ -39,7 +39,7 @@ class _Shard:
         return None if norms is None else json.loads(json.dumps(norms))
 
 
-def train_alone(trial: Trial, runs: Sequence[ShardRun], windows: Sequence[Window]) -> float:
+def train_alone(trial: Trial, visits: Sequence[VisitRun], windows: Sequence[Window]) -> float:
     """Train a sub-epoch, and return the loss summed over rows.
 
     Args:
@@ -60,24 +60,24 @@ def train_alone(trial: Trial, runs: Sequence[ShardRun], windows: Sequence[Window
             if (found := shard.leave()) is not None:
                 norms[k] = found
 
-    turn = itertools.cycle(runs)
+    turn = itertools.cycle(visits)
     try:
         for task in (task for window in range(graph.windows) for task in graph.tasks(0, window)):
             if (task.kind is F and task.shard == 0) or (task.kind is U and barrier):
-                run = next(turn)
+                visit = next(turn)
             fused = task.kind is B and task.shard == cut_model.num_shards - 1
             if not fused and not (task.kind is U and not barrier):
                 leave()
-                shards[task.shard].enter(run)
-            run.perform(task, norms)
+                shards[task.shard].enter(visit)
+            visit.perform(task, norms)
         leave()
-        for run in runs:
-            run.close()
+        for visit in visits:
+            visit.close()
     finally:
-        for run in runs:
-            run.cancel()
+        for visit in visits:
+            visit.cancel()
     for k, shard in enumerate(shards):
         trial.publish(k, shard.slot.segments, json.loads(shard.slot.cursor))
     trial.step += len(windows)
-    losses = sorted(each for run in runs for each in run.losses.items())
+    losses = sorted(each for visit in visits for each in visit.losses.items())
     return sum(loss * rows for _, (loss, rows) in losses)

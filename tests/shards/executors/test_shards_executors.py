@@ -12,9 +12,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.agent.queued_run import RunBoundary
+from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.recipe import Evaluation
@@ -23,7 +23,7 @@ from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import aligned
 from cerebro_hydra.shards.engine.pass_record import PassRecord
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.examples import examples
 from tests.shards.executors.alone import train_alone
 from tests.shards.executors.executor_case import WAYS, ExecutorCase, Proof, proof
@@ -70,7 +70,7 @@ norms, accumulated, clipped, average  m    m     m     m     .    .     .     m 
 """What `make test` runs (m: cut by modules, e: as a graph); `make test-long` runs all the others.
 
 keep, again: the engine, which keeps activations, or computes them again in backward.
-alone: each shard alone in memory, every microbatch in another run, within the measured memory.
+alone: each shard alone in memory, every microbatch in another visit, within the measured memory.
 queue, kept: runs of two trials in the queues of a worker whose devices have little memory, again
     with recomputation and without.
 eager: those of a graph cut whose shards run the model's own modules.
@@ -113,24 +113,24 @@ class TestAlone(ExecutorCase):
             windows = each.sub_epochs[number]
             shared = each.profile.tasks.shared
             most = spec_of(each, number).task_bytes if each.limited else None
-            runs = [
+            visits = [
                 shard_run(each.trial, windows, each.make(), True, shared, most) for _ in range(2)
             ]
-            sums.append(train_alone(each.trial, runs, windows))
+            sums.append(train_alone(each.trial, visits, windows))
         return sums
 
 
 def spec_of(
     each: Proof,
     number: int,
-    run: int = 0,
+    visit: int = 0,
     recompute: bool = True,
     devices: int = 1,
     schedule: str = "sequential",
-) -> RunSpec:
+) -> VisitSpec:
     """Describe a trial's sub-epoch to the queues."""
     microbatches, window = sum(map(len, each.sub_epochs[number])), each.trial.recipe.accumulate
-    return each.profile.training(run, microbatches, window, recompute, devices, schedule)
+    return each.profile.training(visit, microbatches, window, recompute, devices, schedule)
 
 
 class TestQueue(ExecutorCase):
@@ -158,7 +158,7 @@ class TestQueue(ExecutorCase):
             spec = found.evaluation(which, len(given_batches))
             residents.append(Resident(trial, spec, Staying(make)))
         work(residents, 0, self.share, self.devices)
-        return [resident.run.run.result for resident in residents]
+        return [resident.visit.visit.result for resident in residents]
 
     @pytest.mark.parametrize("share", [1 / 8, 1 / 2])
     def test_many_trials_at_once(self, share: float) -> None:
@@ -235,17 +235,17 @@ class TestInterleaved(TestMoves):
 def moving(
     each: Proof,
     number: int,
-    run: int = 0,
+    visit: int = 0,
     recompute: bool = True,
     devices: int = DEVICES,
     schedule: str = "sequential",
 ) -> Resident:
     """Return a visit whose microbatches move."""
-    spec = spec_of(each, number, run, recompute, devices, schedule)
+    spec = spec_of(each, number, visit, recompute, devices, schedule)
     assert spec.moves
     windows = each.sub_epochs[number]
 
-    def make() -> ShardRun:
+    def make() -> VisitRun:
         shared, most = each.trial.cut_model.shared, spec.task_bytes if each.limited else None
         return shard_run(each.trial, windows, each.make(), recompute, shared, most, moves=True)
 
@@ -258,7 +258,7 @@ def test_a_microbatch_has_several_devices(schedule: str) -> None:
     each.begin()
     resident = moving(each, 0, schedule=schedule)
     work([resident], 0, 0, DEVICES)
-    assert max(map(len, resident.run.places.values())) > 1
+    assert max(map(len, resident.visit.places.values())) > 1
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sequential"])
@@ -271,7 +271,7 @@ def test_a_pipeline_whose_devices_have_room_for_one_shard_changes_no_bit(schedul
 
 def test_norms_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -> None:
     tasks = [Action(0, k, ActionKind.B, 0, device=k) for k in range(2)]
-    boundary = RunBoundary([aligned(1)], TaskGraph(2, 1, barrier=True))
+    boundary = VisitBoundary([aligned(1)], TaskGraph(2, 1, barrier=True))
     boundary.note(tasks[1], PassRecord(norms={1: {"w": 1.0}}))
     slow = boundary.order(tasks[:1]).record
     assert slow is not None and slow.norms == {1: {"w": 1.0}}
@@ -318,12 +318,12 @@ def test_a_microbatch_leaves_what_was_measured_and_one_that_leaves_more_is_an_er
     resident = moving(each, 0)
     work([resident], 3, 0, DEVICES)
     most = resident.spec.host_boundary_bytes
-    assert 0.7 * most < resident.run.left <= most
+    assert 0.7 * most < resident.visit.left <= most
     each.begin()
     resident = moving(each, 0)
     first, *others = resident.spec.shards
     less = replace(resident.spec, shards=(replace(first, boundary=0), *others))
-    resident.spec = resident.run.spec = less
+    resident.spec = resident.visit.spec = less
     with pytest.raises(MemoryError, match=r"a batch leaves .* and it may leave .*, by the largest"):
         work([resident], 0, 0, DEVICES)
 

@@ -1,4 +1,4 @@
-"""A shard that has left its memory: what is held of it, what is refused, and how a run pauses."""
+"""A shard that has left its memory: what is held of it, what is refused, and how a visit pauses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import aligned, in_place, memory_of, on_host
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Reach
-from cerebro_hydra.shards.engine.module_tasks import PausedRun
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.module_tasks import PausedPass
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards import zoo
 from tests.shards.admission.test_shards_task_profile import WIDTH, ReadsBack
 from tests.shards.executors.alone import train_alone
@@ -40,8 +40,8 @@ def trained(make: Make, windows, shared=(), share: float | None = None) -> None:
     if share is not None:
         spec = proof.profile.training(0, 1, 1, recompute=True)
         most = [int(nbytes * share) for nbytes in spec.task_bytes]
-    run = shard_run(proof.trial, windows, shared=shared, most=most)
-    proof.check([train_alone(proof.trial, [run], windows)])
+    visit = shard_run(proof.trial, windows, shared=shared, most=most)
+    proof.check([train_alone(proof.trial, [visit], windows)])
 
 
 def test_parameters_that_other_shards_read_are_held_if_the_profile_names_them():
@@ -107,39 +107,39 @@ def small_trial() -> Trial:
     return start(mlp_recipe(cut="modules")(), WINDOWS)
 
 
-def load(run: ShardRun | ShardEvaluation, trial: Trial, *shards: int) -> None:
+def load(visit: VisitRun | ShardEvaluation, trial: Trial, *shards: int) -> None:
     for k in shards:
         segments, cursor = trial.need(k)
         given = on_host(in_place(segments))
-        run.load(k, given, cursor) if isinstance(run, ShardRun) else run.load(k, given)
+        visit.load(k, given, cursor) if isinstance(visit, VisitRun) else visit.load(k, given)
 
 
 def test_a_run_that_keeps_activations_has_its_shards_throughout():
     trial = small_trial()
-    run = shard_run(trial, WINDOWS, recompute=False)
-    load(run, trial, 0)
-    run.perform(Action(0, 0, F, 0))
+    visit = shard_run(trial, WINDOWS, recompute=False)
+    load(visit, trial, 0)
+    visit.perform(Action(0, 0, F, 0))
     with pytest.raises(ValueError, match="shard 0 is unloaded before its backward"):
-        run.unload(0)
-    run.cancel()
+        visit.unload(0)
+    visit.cancel()
 
 
 def test_tasks_out_of_order_and_shards_out_of_place_are_refused():
     trial = small_trial()
-    run = shard_run(trial, WINDOWS)
+    visit = shard_run(trial, WINDOWS)
     with pytest.raises(ValueError, match="t0s0F0 can't be done; load its shard before"):
-        run.perform(Action(0, 0, F, 0))
-    load(run, trial, 0, 1)
+        visit.perform(Action(0, 0, F, 0))
+    load(visit, trial, 0, 1)
     with pytest.raises(ValueError, match="shard 1 is loaded already"):
-        load(run, trial, 1)
+        load(visit, trial, 1)
     segments, cursor = trial.need(2)
     skewed = memory_of(aligned(segments["trainable"].nbytes + 64)[64:])
     with pytest.raises(ValueError, match="the memory of shard 2 is not aligned to 256 bytes"):
-        run.load(2, on_host(in_place(segments)) | {"trainable": skewed}, cursor)
-    run.perform(Action(0, 0, F, 0))
+        visit.load(2, on_host(in_place(segments)) | {"trainable": skewed}, cursor)
+    visit.perform(Action(0, 0, F, 0))
     with pytest.raises(ValueError, match=r"t0s1B0 can't come now; .* before \('F', 1\)"):
-        run.perform(Action(0, 1, B, 0))
-    run.cancel()
+        visit.perform(Action(0, 1, B, 0))
+    visit.cancel()
 
 
 @pytest.mark.parametrize("done", [0, 1, 4])
@@ -147,11 +147,11 @@ def test_a_cancelled_run_ends_its_thread_and_gives_the_model_back(done):
     trial = small_trial()
     before = {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()}
     threads = set(threading.enumerate())
-    run = shard_run(trial, WINDOWS)
-    load(run, trial, 0, 1, 2)
+    visit = shard_run(trial, WINDOWS)
+    load(visit, trial, 0, 1, 2)
     for kind, k in [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)][:done]:
-        run.perform(Action(0, k, kind, 0))
-    run.cancel()
+        visit.perform(Action(0, k, kind, 0))
+    visit.cancel()
     assert set(threading.enumerate()) == threads
     assert {n: p.data_ptr() for n, p in trial.recipe.model.named_parameters()} == before
     trial.train(WINDOWS)
@@ -172,32 +172,32 @@ def test_activations_that_are_kept_count_until_their_backward(cut: str, share: f
     trial = start(recipe, windows)
     spec = described(trial, windows).training(0, 1, 1, recompute=False)
     most = [int(nbytes * share) for nbytes in spec.task_bytes]
-    run = shard_run(trial, windows, recompute=False, most=most)
-    load(run, trial, *range(len(spec.shards)))
+    visit = shard_run(trial, windows, recompute=False, most=most)
+    load(visit, trial, *range(len(spec.shards)))
     try:
         with pytest.raises(MemoryError) if share < 1 else nullcontext():
             for task in spec.graph.tasks(0, 0):
-                run.perform(task)
+                visit.perform(task)
     finally:
-        run.cancel()
+        visit.cancel()
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_an_evaluation_holds_what_was_measured_and_no_more(share: float):
     trial = start(mlp_recipe(cut="modules")(), zoo.singly(zoo.vectors(8)))
     spec = described(trial, zoo.singly(zoo.vectors(8))).evaluation(0, 1)
-    run = ShardEvaluation(
+    visit = ShardEvaluation(
         trial.runtime(), zoo.vectors(8),
         limit=MemoryLimit(0, [int(nbytes * share) for nbytes in spec.task_bytes]),
     )  # fmt: skip
-    load(run, trial, *range(len(spec.shards)))
+    load(visit, trial, *range(len(spec.shards)))
 
     try:
         with pytest.raises(MemoryError) if share < 1 else nullcontext():
             for task in TaskGraph(len(spec.shards), 1, training=False).tasks(0, 0):
-                run.perform(task)
+                visit.perform(task)
     finally:
-        run.close()
+        visit.close()
 
 
 def test_the_fast_path_stays_off_until_the_last_thread_has_left():
@@ -221,10 +221,10 @@ def test_random_numbers_go_on_where_the_run_left_them() -> None:
             reach(kind, 0)
             drawn.append(torch.rand(2))
 
-    paused = PausedRun()
+    paused = PausedPass()
     paused.begin(run)
     for _ in range(2):
-        torch.rand(5)  # another run draws, too
+        torch.rand(5)  # another visit draws, too
         paused.advance()
     paused.close()
     torch.manual_seed(3)
@@ -236,7 +236,7 @@ def test_what_a_step_raises_is_raised_by_its_advance() -> None:
         reach("F", 0)
         raise KeyError("lost")
 
-    paused = PausedRun()
+    paused = PausedPass()
     assert paused.begin(run) == ("F", 0)
     with pytest.raises(KeyError, match="lost"):
         paused.advance()
@@ -256,7 +256,7 @@ def test_a_microbatch_runs_with_the_threads_and_the_context_of_who_began_it() ->
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        paused = PausedRun()
+        paused = PausedPass()
         paused.begin(run)
         paused.advance()
         paused.close()
@@ -277,15 +277,15 @@ def test_a_closed_run_ends_where_it_stands() -> None:
             seen.append(str(error))
             raise
 
-    paused = PausedRun()
+    paused = PausedPass()
     paused.begin(run)
     paused.advance()
     paused.close()
-    assert seen == [0, "a run was cancelled before F of shard 1"]
+    assert seen == [0, "a visit was cancelled before F of shard 1"]
 
 
 def test_a_cancelled_run_ends_though_its_code_takes_no_error_for_an_answer() -> None:
-    paused, reached = PausedRun(), list[int]()
+    paused, reached = PausedPass(), list[int]()
 
     def stubborn(reach: Reach) -> None:
         for shard in range(3):
@@ -317,15 +317,15 @@ def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None
             reach(kind, 0)
             note()
 
-    run = PausedRun()
-    run.begin(steps)
-    run.call(note)
+    visit = PausedPass()
+    visit.begin(steps)
+    visit.call(note)
     with pytest.raises(ValueError, match="schedule"):
-        run.call(fail)
-    assert run.advance() == ("B", 0)
-    run.call(note)
-    assert run.advance() is None
-    run.call(note)
-    run.close()
+        visit.call(fail)
+    assert visit.advance() == ("B", 0)
+    visit.call(note)
+    assert visit.advance() is None
+    visit.call(note)
+    visit.close()
     assert len(threads) == 5
     assert {thread.name for thread in threads} == {"paused-run"}

@@ -16,20 +16,20 @@ from itertools import groupby
 import numpy as np
 
 from cerebro_hydra.agent.memory.pool import BufferPool
-from cerebro_hydra.agent.queued_run import RunBoundary
+from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
     DeviceLost,
-    RunAdded,
-    RunEnded,
-    RunReleased,
-    RunRestarted,
     ShardArrived,
+    VisitAdded,
+    VisitEnded,
+    VisitReleased,
+    VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
@@ -43,7 +43,7 @@ from cerebro_hydra.shards.engine.layout import (
     on_host,
 )
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
-from cerebro_hydra.shards.engine.shard_run import ShardRun
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards.hopping import Trial
 
 POISON = 0xFF  # as floats it is NaN
@@ -79,10 +79,10 @@ class Slot:
         self.memory[:], self.cursor = other.memory, other.cursor
         return self
 
-    def load(self, run: ShardRun, k: int) -> None:
-        """Let a run train a shard here."""
+    def load(self, visit: VisitRun, k: int) -> None:
+        """Let a visit train a shard here."""
         cursor = json.loads(self.cursor)
-        run.load(k, on_host(self.segments), cursor, memory_of(self.gradients))
+        visit.load(k, on_host(self.segments), cursor, memory_of(self.gradients))
 
 
 def shard_run(
@@ -93,9 +93,9 @@ def shard_run(
     shared: Collection[str] = (),
     most: Sequence[int] | None = None,
     moves: bool = False,
-) -> ShardRun:
-    """Return a run of a trial's next sub-epoch; tasks of each shard hold `most` bytes beside it."""
-    return ShardRun(
+) -> VisitRun:
+    """Return a visit of a trial's next sub-epoch; tasks of a shard hold `most` bytes beside it."""
+    return VisitRun(
         trial.runtime(recipe), recompute, trial.step, windows, shared=shared,
         limit=None if most is None else MemoryLimit(0, most), moves=moves,
     )  # fmt: skip
@@ -104,41 +104,41 @@ def shard_run(
 class Staying:
     """Trains, or evaluates, with each shard bound as long as it is on its device."""
 
-    def __init__(self, make: Callable[[], ShardRun | ShardEvaluation]) -> None:
+    def __init__(self, make: Callable[[], VisitRun | ShardEvaluation]) -> None:
         self._make = make
-        self.run: ShardRun | ShardEvaluation | None = None
+        self.visit: VisitRun | ShardEvaluation | None = None
 
     def begin(self) -> None:
         self.cancel()
-        self.run = self._make()
+        self.visit = self._make()
 
     def cancel(self) -> None:
-        if isinstance(self.run, ShardRun):
-            self.run.cancel()
-        elif self.run is not None:
-            self.run.close()
+        if isinstance(self.visit, VisitRun):
+            self.visit.cancel()
+        elif self.visit is not None:
+            self.visit.close()
 
     def load(self, k: int, slot: Slot) -> None:
-        if isinstance(self.run, ShardRun):
-            slot.load(self.run, k)
+        if isinstance(self.visit, VisitRun):
+            slot.load(self.visit, k)
         else:
-            self.run.load(k, on_host(slot.segments))
+            self.visit.load(k, on_host(slot.segments))
 
     def unload(self, k: int) -> None:
-        self.run.unload(k)
+        self.visit.unload(k)
 
     def compute(self, device: int, tasks: Sequence[Action], slot: Slot) -> None:
         for task in tasks:
-            self.run.perform(task)
+            self.visit.perform(task)
             if task.kind is ActionKind.U:
-                slot.cursor = json.dumps(self.run.cursor(task.shard))
+                slot.cursor = json.dumps(self.visit.cursor(task.shard))
 
     def lose(self, device: int) -> None:
         """Nothing: what is lost with a device begins anew."""
 
     def close(self) -> dict[int, tuple[float, int]]:
-        self.run.close()
-        return getattr(self.run, "losses", {})
+        self.visit.close()
+        return getattr(self.visit, "losses", {})
 
 
 class Moving:
@@ -147,26 +147,26 @@ class Moving:
     A shard is bound for one unit, or as long as it is on its device if activations are kept.
     """
 
-    def __init__(self, make: Callable[[], ShardRun], spec: RunSpec) -> None:
+    def __init__(self, make: Callable[[], VisitRun], spec: VisitSpec) -> None:
         self._make, self.spec = make, spec
-        self._runs: dict[int, ShardRun] = {}
-        self._bound: dict[int, ShardRun] = {}
-        self.boundary: RunBoundary
+        self._visits: dict[int, VisitRun] = {}
+        self._bound: dict[int, VisitRun] = {}
+        self.boundary: VisitBoundary
         self.left = 0  # the most bytes between two units
         self.places: dict[int, set[int]] = {}  # the devices of each microbatch
 
     def cancel(self) -> None:
-        for run in self._runs.values():
-            run.cancel()
+        for visit in self._visits.values():
+            visit.cancel()
 
     def begin(self) -> None:
         self.cancel()
-        self._runs, self._losses = {}, {}
+        self._visits, self._losses = {}, {}
         self._bound.clear()
         slabs = [aligned(self.spec.boundary_bytes) for _ in range(self.spec.most_open)]
         for slab in slabs:
             slab.fill(POISON)
-        self.boundary = RunBoundary(slabs, self.spec.graph)
+        self.boundary = VisitBoundary(slabs, self.spec.graph)
 
     def load(self, k: int, slot: Slot) -> None: ...
 
@@ -176,33 +176,33 @@ class Moving:
 
     def compute(self, device: int, tasks: Sequence[Action], slot: Slot) -> None:
         order, k = self.boundary.order(tasks), tasks[0].shard
-        if device not in self._runs:
-            self._runs[device] = self._make()
-        run = self._runs[device]
+        if device not in self._visits:
+            self._visits[device] = self._make()
+        visit = self._visits[device]
         assert order.record is not None
-        run.take_up(tasks, memory_of(order.slabs["boundary"]), order.record)
+        visit.take_up(tasks, memory_of(order.slabs["boundary"]), order.record)
         if k not in self._bound:
-            slot.load(run, k)
-            self._bound[k] = run
+            slot.load(visit, k)
+            self._bound[k] = visit
         for task in tasks:
-            run.perform(task)
+            visit.perform(task)
             self.places.setdefault(task.microbatch or 0, set()).add(device)
-        slot.cursor = json.dumps(run.cursor(k))
+        slot.cursor = json.dumps(visit.cursor(k))
         if self.spec.recompute:
             self.unload(k)
-        record = run.put_down()
+        record = visit.put_down()
         self.left = max(self.left, record.nbytes)
         self.boundary.note(tasks[-1], record)
-        self._losses |= run.losses
+        self._losses |= visit.losses
 
     def lose(self, device: int) -> None:
-        if (run := self._runs.pop(device, None)) is not None:
-            run.cancel()
-            self._bound = {k: other for k, other in self._bound.items() if other is not run}
+        if (visit := self._visits.pop(device, None)) is not None:
+            visit.cancel()
+            self._bound = {k: other for k, other in self._bound.items() if other is not visit}
 
     def close(self) -> dict[int, tuple[float, int]]:
-        for run in self._runs.values():
-            run.close()
+        for visit in self._visits.values():
+            visit.close()
         return self._losses
 
 
@@ -211,8 +211,8 @@ class Resident:
     """Holds a visit at the worker: its trial, what runs it, and where its shards are."""
 
     trial: Trial
-    spec: RunSpec
-    run: Staying | Moving
+    spec: VisitSpec
+    visit: Staying | Moving
     home: dict[int, Slot] = field(default_factory=dict)
     disk: dict[int, tuple[bytes, str]] = field(default_factory=dict)
     on: dict[int, tuple[int, Slot]] = field(default_factory=dict)  # with the device
@@ -223,7 +223,7 @@ class Resident:
     def begin(self) -> None:
         for held in (self.home, self.disk, self.on, self.published):
             held.clear()
-        self.run.begin()
+        self.visit.begin()
 
     def at_home(self, k: int) -> Slot:
         if k in self.home:
@@ -242,8 +242,8 @@ class Worker:
     """Carries out what the queues of a worker say.
 
     Args:
-        share: the budget of each device, as a share of the bytes of all runs.
-        deaths: how many devices die; then all runs must move.
+        share: the budget of each device, as a share of the bytes of all visits.
+        deaths: how many devices die; then all visits must move.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Worker:
         host = max(2 * host, states * 3 // 4 + sum(spec.host_boundary_bytes for spec in specs))
         self._check = MemoryCheck(
             dict.fromkeys(range(devices), budget), host,
-            {(s.run, k): shard.state for s in specs for k, shard in enumerate(s.shards)},
+            {(s.visit, k): shard.state for s in specs for k, shard in enumerate(s.shards)},
         )  # fmt: skip
         self._state = WorkerState([budget] * devices, host, self._wander)
         self._choice = random.Random(seed)
@@ -267,38 +267,38 @@ class Worker:
         self.restarts = 0
 
     def run(self) -> None:
-        """Run until every run has ended; none goes on after an error."""
+        """Run until every visit has ended; none goes on after an error."""
         try:
             self._run()
         except BaseException:
             for resident in self.residents:
-                resident.run.cancel()
+                resident.visit.cancel()
             raise
 
     def _run(self) -> None:
         for resident in self.residents:
             resident.begin()
-        events: list[WorkerEvent] = [RunAdded(resident.spec) for resident in self.residents]
+        events: list[WorkerEvent] = [VisitAdded(resident.spec) for resident in self.residents]
         left, idle = len(self.residents), 0
         while left:
             following: list[WorkerEvent] = []
             ended: list[int] = []
             for _, group in groupby(self._state.handle(events), _unit_of):
                 first, *others = group
-                if isinstance(first, RunEnded):
+                if isinstance(first, VisitEnded):
                     assert first.outcome == "finished", first
-                    ended.append(first.run)
-                elif isinstance(first, RunRestarted):
+                    ended.append(first.visit)
+                elif isinstance(first, VisitRestarted):
                     self.restarts += 1
-                    self._check.abandon(first.run)
-                    self.residents[first.run].age += 1
-                    self.residents[first.run].begin()
+                    self._check.abandon(first.visit)
+                    self.residents[first.visit].age += 1
+                    self.residents[first.visit].begin()
                 else:
                     self._take([first, *others])
-            for run in ended:
+            for visit in ended:
                 left -= 1
-                self._end(self.residents[run])
-                following.append(RunReleased(run))
+                self._end(self.residents[visit])
+                following.append(VisitReleased(visit))
             self._state.validate()
             waiting = [lane for lane in self._lanes.values() if lane]
             if self._deaths and self._choice.random() < 0.05:
@@ -313,12 +313,12 @@ class Worker:
             assert idle < 1000 or not left, "the queues stand still"
 
     def _end(self, resident: Resident) -> None:
-        resident.losses = resident.run.close()
+        resident.losses = resident.visit.close()
         if resident.published:
             resident.trial.shards = [resident.published[k] for k in sorted(resident.published)]
 
     def _wander(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Pick any run, or leave them all to another device."""
+        """Pick any visit, or leave them all to another device."""
         return self._choice.choice([*candidates, None, None])
 
     def _take(self, actions: list[Action]) -> None:
@@ -355,15 +355,15 @@ class Worker:
                 resident.disk[k] = slot.memory.tobytes(), slot.cursor
                 slot.memory.fill(POISON)
             case ActionKind.DROP if resident.age and k not in resident.on | resident.home:
-                pass  # it went when the run began anew
+                pass  # it went when the visit began anew
             case ActionKind.DROP if action.device == HOST:
                 resident.home.pop(k).memory.fill(POISON)
             case ActionKind.LOAD:
                 slot = Slot(resident.trial, k, self._pool).take(resident.home[k])
                 resident.on[k] = action.device, slot
-                resident.run.load(k, slot)
+                resident.visit.load(k, slot)
             case ActionKind.SPILL | ActionKind.DROP:
-                resident.run.unload(k)
+                resident.visit.unload(k)
                 _, slot = resident.on.pop(k)
                 if action.kind is ActionKind.SPILL:
                     resident.home[k].take(slot)
@@ -375,10 +375,10 @@ class Worker:
                 content = {name: buffer.tobytes() for name, buffer in slot.segments.items()}
                 resident.published[k] = content, slot.cursor
             case _:
-                resident.run.compute(action.device, actions, resident.on[k][1])
+                resident.visit.compute(action.device, actions, resident.on[k][1])
 
     def _free(self, slot: Slot) -> None:
-        """Poison a device's memory, and check that nothing of the run refers to it any more."""
+        """Poison a device's memory, and check that nothing of the visit refers to it any more."""
         leased = self._pool.leased - slot.memory.nbytes
         slot.memory.fill(POISON)
         del slot.memory, slot.segments, slot.gradients
@@ -390,7 +390,7 @@ class Worker:
             self._lanes[lane].clear()
         self._check.lose(device)
         for resident in self.residents:
-            resident.run.lose(device)
+            resident.visit.lose(device)
             for k in [k for k, (there, _) in resident.on.items() if there == device]:
                 resident.on.pop(k)[1].memory.fill(POISON)
         return [DeviceLost(device), DeviceJoined(device)]

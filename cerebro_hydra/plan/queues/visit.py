@@ -1,4 +1,4 @@
-"""A run is a sub-epoch or an evaluation at a worker, whose tasks devices do in units.
+"""A visit is a sub-epoch or an evaluation at a worker, whose tasks devices do in units.
 
 Its schedule says in which order and where. A list of tasks is done by one device at a time, or by
 one device alone if the schedule has a list for each; several lists go on at once.
@@ -53,17 +53,17 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Tells what a device needs for its part of a run.
+    """Tells what a device needs for its part of a visit.
 
-    A run that stays on a device has ``held`` there from the first to the last task of a microbatch,
-    or of a window if it is pipelined.
+    A visit that stays on a device has ``held`` there from the first to the last task of a
+    microbatch, or of a window if it is pipelined.
 
     Args:
         shards: whose tasks the device does.
         state: bytes of these shards.
         held: bytes beside the shards.
         need: bytes that the device must have.
-        pinned: bytes that nobody else can have while the run stays.
+        pinned: bytes that nobody else can have while the visit stays.
     """
 
     shards: tuple[int, ...]
@@ -74,11 +74,11 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class RunSpec:
-    """Describes a run.
+class VisitSpec:
+    """Describes a visit.
 
     Args:
-        run: the number that its actions carry as their trial. It is not the trial's own number,
+        visit: the number that its actions carry as their trial. It is not the trial's own number,
             because a worker may evaluate a trial on two partitions at once.
         by_modules: a microbatch stays on one device, which also holds its boundary values, as it
             must where the model is cut by modules. Else any device may take its next unit, and
@@ -87,16 +87,16 @@ class RunSpec:
             computes its forward again. Otherwise a microbatch stays on one device, with all shards
             and activations; an evaluation, too, on a device that no shard has to leave.
         fused: forward and backward of the last shard are one unit, with its activations kept.
-        later_seconds: the work of the trial after this run, by which it is preferred.
+        later_seconds: the work of the trial after this visit, by which it is preferred.
         schedule: a name of `SCHEDULES`, which says what is done in which order.
-        devices: how many devices such a schedule may spread the run over.
+        devices: how many devices such a schedule may spread the visit over.
         unit_seconds: what the tasks take at most that a device does without a message in between.
 
     Raises:
         ValueError: microbatches that stay on one device can't be pipelined.
     """
 
-    run: int
+    visit: int
     graph: TaskGraph
     shards: tuple[ShardSpec, ...]
     by_modules: bool = False
@@ -111,7 +111,7 @@ class RunSpec:
         """Refuse a schedule that the cut can't follow."""
         if self.is_pipelined and (self.by_modules or not self.graph.training):
             what = "a cut by modules" if self.by_modules else "an evaluation"
-            raise ValueError(f"run {self.run} is {what}, which {self.schedule} can't pipeline")
+            raise ValueError(f"visit {self.visit} is {what}, which {self.schedule} can't pipeline")
 
     @property
     def is_pipelined(self) -> bool:
@@ -120,7 +120,7 @@ class RunSpec:
 
     def lists(self, window: int) -> Sequence[Sequence[Action]]:
         """Return the tasks of a window: a list for each device, or one for whichever is free."""
-        return SCHEDULES[self.schedule](self.graph, self.run, window, self.devices)
+        return SCHEDULES[self.schedule](self.graph, self.visit, window, self.devices)
 
     @property
     def most_open(self) -> int:
@@ -192,7 +192,7 @@ class RunSpec:
 
     @property
     def held_bytes(self) -> int:
-        """Return the most bytes that a device keeps beside the state while the run stays there."""
+        """Return the most bytes that a device keeps beside the state while the visit stays."""
         return max(share.held for share in self.shares())
 
     @property
@@ -234,20 +234,20 @@ class RunSpec:
 
     @property
     def host_need(self) -> int:
-        """Return the bytes of DRAM without which a worker refuses the run."""
+        """Return the bytes of DRAM without which a worker refuses the visit."""
         return self.host_state_bytes + self.host_boundary_bytes
 
     @property
     def host_state_bytes(self) -> int:
-        """Return the bytes of DRAM without which the run can't go on; it is a shard's home."""
+        """Return the bytes of DRAM without which the visit can't go on; it is a shard's home."""
         return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tasks of one run that a device runs one after the other.
+    """Tasks of one visit that a device runs one after the other.
 
-    They are of one shard, unless all shards of the run stay on the device.
+    They are of one shard, unless all shards of the visit stay on the device.
     """
 
     tasks: tuple[Action, ...]
@@ -255,8 +255,8 @@ class Unit:
     ends_microbatch: bool
 
     @property
-    def run(self) -> int:
-        """Return the number of the run."""
+    def visit(self) -> int:
+        """Return the number of the visit."""
         return self.tasks[0].trial
 
     @property
@@ -267,11 +267,11 @@ class Unit:
     @property
     def keys(self) -> list[BlockKey]:
         """Return the keys of the states that its tasks work on."""
-        return [state_key(self.run, shard) for shard in self.shards]
+        return [state_key(self.visit, shard) for shard in self.shards]
 
     def uses(self, key: BlockKey) -> bool:
         """Return whether its tasks work on a block."""
-        mine = key.run == self.run and key.kind == "state"
+        mine = key.visit == self.visit and key.kind == "state"
         return mine and any(task.shard == key.number for task in self.tasks)
 
 
@@ -280,7 +280,7 @@ Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "rele
 
 @dataclass(slots=True)
 class TaskList:
-    """Holds the tasks of a run that one device does at a time, in the order of the schedule.
+    """Holds the tasks of a visit that one device does at a time, in the order of the schedule.
 
     ``units`` are those under way and the one that is reserved behind them on the same device.
     """
@@ -289,15 +289,15 @@ class TaskList:
     units: list[Unit] = field(default_factory=list)
 
 
-class RunProgress:
-    """Knows which tasks of a run are left and how long they will take."""
+class Visit:
+    """Knows which tasks of a visit are left and how long they will take."""
 
-    def __init__(self, spec: RunSpec, arrival: int) -> None:
+    def __init__(self, spec: VisitSpec, arrival: int) -> None:
         self.spec = spec
         self.shares = spec.shares()
         self._list_of = {k: n for n, share in enumerate(self.shares) for k in share.shards}
         self.most_open = spec.most_open
-        self.arrival = arrival  # among the runs of the worker
+        self.arrival = arrival  # among the visits of the worker
         self.status: Status = "waiting"
         self._seconds = {
             (kind, number): shard.seconds(kind)
@@ -336,7 +336,7 @@ class RunProgress:
         return self.lists[device] if device < len(self.lists) else None
 
     def units_on(self, device: int) -> list[Unit]:
-        """Return the units that a device has of a run that it is running."""
+        """Return the units that a device has of a visit that it is running."""
         tasks = self.list_on(device)
         return [] if tasks is None else tasks.units
 
@@ -434,9 +434,10 @@ class RunProgress:
     def _lengthen(self, unit: list[Action], left: deque[Action]) -> None:
         """Add the tasks that follow, while all of them take less than `unit_seconds`.
 
-        Where it can, a unit ends with a microbatch, after which other runs may stay on the device.
-        The shards of the last window are published one by one, so each has units of its own there,
-        and so has each while one has no room in DRAM yet, which is made for the next task alone.
+        Where it can, a unit ends with a microbatch, after which other visits may stay on the
+        device. The shards of the last window are published one by one, so each has units of its own
+        there, and so has each while one has no room in DRAM yet, which is made for the next task
+        alone.
         """
         last = self.spec.graph.window_of(self.spec.graph.microbatches - 1)
         seconds = sum(self._seconds[task.kind, task.shard] for task in unit)

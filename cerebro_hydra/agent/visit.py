@@ -1,4 +1,5 @@
-"""A run in the queues of a worker, as its shell knows it, and the moves of its shards in the host.
+"""A visit in the queues of a worker, as its shell knows it, and the moves of its shards in the
+host.
 
 What a microbatch leaves in DRAM between two units is there for whichever device does the next.
 """
@@ -18,18 +19,18 @@ from cerebro_hydra.agent.device.messages import (
     Compute,
     Done,
     Move,
-    RunOrder,
+    VisitOrder,
     copy_of,
 )
 from cerebro_hydra.agent.device.process import WorkerDevice
-from cerebro_hydra.agent.device.task_watch import RunTime, Task
+from cerebro_hydra.agent.device.task_watch import Task, VisitTime
 from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardHome, ShardStore, State
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.events import ActionDone
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -41,18 +42,18 @@ from cerebro_hydra.storage.run_document import TrialSpec
 
 
 @dataclass(eq=False)
-class QueuedRun:
-    """Holds what a run has, and what it gave so far.
+class Visit:
+    """Holds what a visit has, and what it gave so far.
 
     Attributes:
-        state: what the run publishes; None for an evaluation.
-        start_step: the optimizer steps that the trial has done before the run.
+        state: what the visit publishes; None for an evaluation.
+        start_step: the optimizer steps that the trial has done before the visit.
         look: finds a shard of the state before, or says that it will never come.
         time: of its own computing.
         limited: whether its devices have a budget.
         boundary: what a microbatch leaves between two units, if it goes from device to device.
-        opened: the devices that have opened the run.
-        over: whether it has been reported how the run ended.
+        opened: the devices that have opened the visit.
+        over: whether it has been reported how the visit ended.
         closing: the devices that have yet to say that its results can be used.
         begun: when its first shard was there.
         losses: the mean loss of each microbatch and its rows.
@@ -61,8 +62,8 @@ class QueuedRun:
         resident: whether its device computes in the agent's memory, from which nothing leaves.
         mapped: whether what it changes and makes lies in mapped files, for want of memory.
         watched: whether one of its steps may be audited.
-        audits: the run of which this one takes a step again with the uncut model, if it does.
-        audit: the run that does so with this one.
+        audits: the visit of which this one takes a step again with the uncut model, if it does.
+        audit: the visit that does so with this one.
         audit_ended: whether it is known what that found.
         choosing: whether room is looked for, on which depends which step that is.
         audited: the window which that step is, once that is chosen.
@@ -77,9 +78,9 @@ class QueuedRun:
     trial: TrialSpec
     task: Task
     profile: TrialProfile
-    spec: RunSpec
+    spec: VisitSpec
     look: Callable[[int], HeldShard | None]
-    time: RunTime
+    time: VisitTime
     limited: bool = False
     recompute: bool = False
     resident: bool = False
@@ -87,7 +88,7 @@ class QueuedRun:
     state: State | None = None
     start_step: int | None = None
     homes: dict[int, ShardHome] = field(default_factory=dict)
-    boundary: RunBoundary | None = None
+    boundary: VisitBoundary | None = None
     opened: set[WorkerDevice] = field(default_factory=set)
     over: bool = False
     closing: set[WorkerDevice] = field(default_factory=set)
@@ -98,8 +99,8 @@ class QueuedRun:
     nbytes: dict[int, int] = field(default_factory=dict)
     closed: bool = False
     watched: bool = False
-    audits: QueuedRun | None = None
-    audit: QueuedRun | None = None
+    audits: Visit | None = None
+    audit: Visit | None = None
     audit_ended: bool = False
     choosing: bool = False
     audited: int | None = None
@@ -113,8 +114,8 @@ class QueuedRun:
 
     @property
     def number(self) -> int:
-        """Return what tells the runs of a worker apart."""
-        return self.spec.run
+        """Return what tells the visits of a worker apart."""
+        return self.spec.visit
 
     def announce(self, store: ShardStore) -> None:
         """Announce the state that a sub-epoch will publish."""
@@ -128,7 +129,7 @@ class QueuedRun:
             store.retract(self.state)
 
     def begin_anew(self) -> None:
-        """Forget what the run gave."""
+        """Forget what the visit gave."""
         self.homes.clear()
         self.boundary = None
         self.opened.clear()
@@ -143,11 +144,11 @@ class QueuedRun:
         self.begun_windows = 0
         self.first_seconds = self.audit_seconds = 0.0
 
-    def order(self, cursor: Mapping[str, Any] | None) -> RunOrder:
-        """Return what a device must know to open the run, one of whose shards has this cursor."""
-        if self.start_step is None:  # the first device opens a run before any update
+    def order(self, cursor: Mapping[str, Any] | None) -> VisitOrder:
+        """Return what a device must know to open the visit, one of whose shards has this cursor."""
+        if self.start_step is None:  # the first device opens a visit before any update
             self.start_step = int((cursor or {}).get("step", 0))
-        return RunOrder(
+        return VisitOrder(
             self.number,
             self.trial,
             self.task,
@@ -180,7 +181,7 @@ class QueuedRun:
         return order
 
     def cancel(self) -> None:
-        """Let every device end the run where it stands."""
+        """Let every device end the visit where it stands."""
         for device in self.opened:
             device.give(Close(self.number, cancelled=True))
 
@@ -226,7 +227,7 @@ class QueuedRun:
         """Note that a device has taken a shard, or written it back."""
         home = self.homes.get(done.action.shard)
         if home is None:
-            return  # the run is over
+            return  # the visit is over
         if self.mapped:
             home.leave_dram()  # the device has copied what it changes
         if done.action.kind is ActionKind.SPILL and not self.over:
@@ -253,7 +254,7 @@ class QueuedRun:
         copied = not self.audited or len(self.given) == self.spec.graph.shards
         return copied and self.step_is_over(self.audited)
 
-    def give_to(self, audit: QueuedRun) -> None:
+    def give_to(self, audit: Visit) -> None:
         """Let an audit have what was copied for it."""
         self.audit = audit
         audit.mapped = self.audit_is_mapped
@@ -267,7 +268,7 @@ class QueuedRun:
 
     @property
     def takes_windows(self) -> bool:
-        """Return whether one task does all batches of a window; see `PlainRun`."""
+        """Return whether one task does all batches of a window; see `PlainVisit`."""
         uncut = self.audits is not None or self.task.uncut
         return uncut and self.spec.graph.training and not self.recompute
 
@@ -291,7 +292,7 @@ class QueuedRun:
         return max(ended, 1) * self.spec.graph.window if self._times_windows else ended
 
     def seconds(self) -> float:
-        """Return the seconds since the run's first shard was there."""
+        """Return the seconds since the visit's first shard was there."""
         return 0.0 if self.begun is None else time.perf_counter() - self.begun
 
     def progress(self, microbatch: int) -> dict[str, Any]:
@@ -307,7 +308,7 @@ class QueuedRun:
         }
 
     def result(self, incarnation: str, hop: Hop) -> SubEpochDone | EvaluationDone:
-        """Return what the whole run gave."""
+        """Return what the whole visit gave."""
         training = self.spec.graph.training
         return self._trained(incarnation, hop) if training else self._evaluated(incarnation, hop)
 
@@ -352,33 +353,37 @@ class QueuedRun:
 
 
 class Arrivals:
-    """Knows the shards of states before their runs that have yet to come; one thread uses it."""
+    """Knows the shards of states before their visits that have yet to come; one thread uses it."""
 
     def __init__(self, shard_store: ShardStore) -> None:
         self._shard_store = shard_store
-        self._waiting: list[tuple[QueuedRun, Action]] = []
+        self._waiting: list[tuple[Visit, Action]] = []
 
-    def wait(self, run: QueuedRun, action: Action) -> None:
-        """Wait for a shard of a run until it is there, or never comes, or the run is over."""
-        self._waiting.append((run, action))
+    def wait(self, visit: Visit, action: Action) -> None:
+        """Wait for a shard of a visit until it is there, or never comes, or the visit is over."""
+        self._waiting.append((visit, action))
 
-    def look(self) -> list[tuple[QueuedRun, Action, HeldShard | TransferError | None]]:
+    def look(self) -> list[tuple[Visit, Action, HeldShard | TransferError | None]]:
         """Return what is waited for no more: the shard, why it never comes, or else None."""
         found, left = [], []
-        for run, action in self._waiting:
-            held = None if run.over or action.shard in run.given else self._seek(run, action.shard)
-            if held is None and not (run.over or action.shard in run.given):
-                left.append((run, action))
+        for visit, action in self._waiting:
+            held = (
+                None
+                if visit.over or action.shard in visit.given
+                else self._seek(visit, action.shard)
+            )
+            if held is None and not (visit.over or action.shard in visit.given):
+                left.append((visit, action))
             else:
-                found.append((run, action, held))
+                found.append((visit, action, held))
         self._waiting = left
         return found
 
-    def _seek(self, run: QueuedRun, shard: int) -> HeldShard | TransferError | None:
+    def _seek(self, visit: Visit, shard: int) -> HeldShard | TransferError | None:
         """Return a shard if it is here, an error if it will never come."""
-        trial, state = run.task.trial, run.task.source.state
+        trial, state = visit.task.trial, visit.task.source.state
         try:
-            held = run.look(shard)
+            held = visit.look(shard)
         except TransferError as error:
             return error
         if held is None and not self._shard_store.knows(trial, state):
@@ -391,8 +396,8 @@ _THREADS = 4
 
 T = TypeVar("T")
 
-OnMoved = Callable[[QueuedRun, ActionDone, Exception | None], object]
-OnNoRoom = Callable[[QueuedRun, Exception], object]
+OnMoved = Callable[[Visit, ActionDone, Exception | None], object]
+OnNoRoom = Callable[[Visit, Exception], object]
 
 
 class HostMoves:
@@ -415,96 +420,96 @@ class HostMoves:
         """End after what is being done."""
         self._threads.shutdown(cancel_futures=True)
 
-    def receive(self, run: QueuedRun, action: Action, held: HeldShard | None) -> None:
-        """Make a shard of the state before one of a run, and room for its microbatches.
+    def receive(self, visit: Visit, action: Action, held: HeldShard | None) -> None:
+        """Make a shard of the state before one of a visit, and room for its microbatches.
 
         Args:
-            held: the shard; None if it is given to the run.
+            held: the shard; None if it is given to the visit.
         """
 
         def work() -> None:
             segments = self._shard_store.segments
             if held is None:
-                home = run.given.pop(action.shard)
+                home = visit.given.pop(action.shard)
                 home.to_dram()
             else:
                 home = ShardHome(held, segments, self._scratch)
-            if run.resident and run.spec.graph.training and not run.mapped:
+            if visit.resident and visit.spec.graph.training and not visit.mapped:
                 home.own_trainable()
-            run.homes[action.shard] = home
-            if action.shard == 0 and run.spec.moves:
-                nbytes, number = run.spec.boundary_bytes, run.spec.most_open
+            visit.homes[action.shard] = home
+            if action.shard == 0 and visit.spec.moves:
+                nbytes, number = visit.spec.boundary_bytes, visit.spec.most_open
                 slabs = [segments.allocate(nbytes) for _ in range(number)]
-                run.boundary = RunBoundary(slabs, run.spec.graph)
+                visit.boundary = VisitBoundary(slabs, visit.spec.graph)
 
-        self._submit(run, action, work)
+        self._submit(visit, action, work)
 
     def do(self, work: Callable[[], T], then: Callable[[Future[T]], object]) -> None:
         """Do something that may wait, and hand on from any thread what it gave or raised."""
         self._threads.submit(work).add_done_callback(then)
 
-    def move(self, run: QueuedRun, action: Action) -> None:
+    def move(self, visit: Visit, action: Action) -> None:
         """Carry out SEND, or a move between DRAM and disk."""
-        home = run.homes.get(action.shard)
+        home = visit.homes.get(action.shard)
         if home is None:
-            return  # DROP of a run that begins anew
+            return  # DROP of a visit that begins anew
         match action.kind:
             case ActionKind.SPILL:
-                self._submit(run, action, home.to_disk)
+                self._submit(visit, action, home.to_disk)
             case ActionKind.LOAD:
-                self._submit(run, action, home.to_dram)
-            case ActionKind.SEND if run.audits is not None:
-                self._submit(run, action, home.leave)  # nobody needs the state that it makes
+                self._submit(visit, action, home.to_dram)
+            case ActionKind.SEND if visit.audits is not None:
+                self._submit(visit, action, home.leave)  # nobody needs the state that it makes
             case ActionKind.SEND:
-                publish = partial(self._publish, run, run.state, action.shard, home)
-                self._submit(run, action, publish)
+                publish = partial(self._publish, visit, visit.state, action.shard, home)
+                self._submit(visit, action, publish)
             case _:
                 home.leave_dram()
 
-    def write_back(self, run: QueuedRun, action: Action, device: WorkerDevice) -> None:
+    def write_back(self, visit: Visit, action: Action, device: WorkerDevice) -> None:
         """Let a device write a shard's changes to slabs; only the device tells that it is done.
 
         Nobody needs those of a step in mapped files, for which there is no room.
         """
-        if run.mapped:
+        if visit.mapped:
             device.give(Move(action))
             return
-        home = run.homes[action.shard]  # a run that begins anew meanwhile gets another one
+        home = visit.homes[action.shard]  # a visit that begins anew meanwhile gets another one
 
         def work() -> None:
             try:
-                slabs = home.room_for(run.saved_sizes(action.shard))
+                slabs = home.room_for(visit.saved_sizes(action.shard))
             except Exception as error:
-                self._on_no_room(run, error)
+                self._on_no_room(visit, error)
                 device.give(Move(action))  # it lets go of them, and answers
             else:
                 device.give(Move(action, slabs))
 
         self._threads.submit(work)
 
-    def _publish(self, run: QueuedRun, state: State | None, number: int, home: ShardHome) -> None:
+    def _publish(self, visit: Visit, state: State | None, number: int, home: ShardHome) -> None:
         shard = home.published()
-        run.published(number, shard)
+        visit.published(number, shard)
         if state is not None:
             self._shard_store.put(state, number, shard)
         home.leave()
 
-    def _submit(self, run: QueuedRun, action: Action, work: Callable[[], None]) -> None:
+    def _submit(self, visit: Visit, action: Action, work: Callable[[], None]) -> None:
         def carry_out() -> None:
             begun, failure = time.perf_counter(), None
             try:
                 work()
             except Exception as error:
                 failure = error
-            seconds, home = time.perf_counter() - begun, run.homes.get(action.shard)
+            seconds, home = time.perf_counter() - begun, visit.homes.get(action.shard)
             nbytes = 0 if home is None else home.bytes_on_disk
-            self._on_moved(run, ActionDone(action, seconds, nbytes), failure)
+            self._on_moved(visit, ActionDone(action, seconds, nbytes), failure)
 
         self._threads.submit(carry_out)
 
 
-class RunBoundary:
-    """Keeps the memory of a run's microbatches that are under way, and a record after each unit.
+class VisitBoundary:
+    """Keeps the memory of a visit's microbatches that are under way, and a record after each unit.
 
     A unit begins with the record of the one before it, also if it is done again because a device
     was lost. Every order refers to the memory, so nobody else gets that before it is answered.
@@ -512,7 +517,7 @@ class RunBoundary:
     Args:
         slabs: memory that devices share, each for all that a microbatch leaves. A microbatch has
             that of the one which began so many before it, as the queues allow.
-        graph: of the run's tasks.
+        graph: of the visit's tasks.
     """
 
     def __init__(self, slabs: Sequence[Bytes], graph: TaskGraph) -> None:

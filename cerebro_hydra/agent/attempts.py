@@ -1,6 +1,6 @@
 """Says which tasks enter the queues of a worker, describes them there, and reports their ends.
 
-A task enters once its trial is profiled and has no other run; one for which the disk had no room
+A task enters once its trial is profiled and has no other visit; one for which the disk had no room
 beside others enters alone. Each attempt ends once, unless the coordinator took it back.
 """
 
@@ -17,14 +17,14 @@ from cerebro_hydra.agent.device.messages import FailureKind
 from cerebro_hydra.agent.device.process import MOST_DEATHS
 from cerebro_hydra.agent.device.task_watch import Task, described
 from cerebro_hydra.agent.memory.fetch import FetchManager
-from cerebro_hydra.agent.queued_run import QueuedRun
+from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.data.batches import batch_sizes
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
-from cerebro_hydra.plan.queues.run_progress import RunSpec
+from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
@@ -36,14 +36,14 @@ _log = logging.getLogger(__name__)
 class TaskEntrance:
     """Decides which tasks may enter the queues of a worker; one thread uses it.
 
-    A trial has one run at a time, because a run has its model to itself.
+    A trial has one visit at a time, because a visit has its model to itself.
     """
 
     def __init__(self) -> None:
         self.profiles: dict[int, TrialProfile] = {}
         self.profiling: set[int] = set()  # trials that the first device is asked about
         self._deaths: Counter[int] = Counter()  # of devices that profiled a trial
-        self._inside: set[int] = set()  # trials that have a run
+        self._inside: set[int] = set()  # trials that have a visit
         self._waiting: dict[int, deque[Task]] = defaultdict(deque)
         self._to_be_alone: deque[Task] = deque()
         self._alone: int | None = None  # the trial that has entered alone, until it leaves
@@ -57,7 +57,7 @@ class TaskEntrance:
         return asks
 
     def wait_to_be_alone(self, task: Task, why: str) -> None:
-        """Let a task of a profiled trial in when no run is left, and no other one beside it."""
+        """Let a task of a profiled trial in when no visit is left, and no other one beside it."""
         _log.warning(
             "%s begins again when nothing else trains here: %s", trial_name(task.trial), why
         )
@@ -81,7 +81,7 @@ class TaskEntrance:
         return None
 
     def leave(self, trial: int) -> None:
-        """Note that the run of a trial is over."""
+        """Note that the visit of a trial is over."""
         self._inside.discard(trial)
         if trial == self._alone:
             self._alone = None
@@ -121,11 +121,11 @@ class TaskEntrance:
 Split = Literal["train", "val"]
 
 RESIDENT_UNIT_SECONDS = 0.5
-"""What the tasks of a unit take at most on the agent's own device, whose runs seldom take turns."""
+"""What the tasks of a unit take at most on the agent's device, whose visits seldom take turns."""
 
 
-class RunPlanner:
-    """Knows the trials that the agent was told of, and the rows of a run.
+class VisitPlanner:
+    """Knows the trials that the agent was told of, and the rows of a visit.
 
     Args:
         rows: returns how many rows a partition of a split has.
@@ -150,10 +150,10 @@ class RunPlanner:
         self.resident = resident
         self._sparing: set[int] = set()  # trials that have run out of memory
         self._pick = PICKS[pick]
-        self._audits: set[int] = set()  # the runs that audit another one
+        self._audits: set[int] = set()  # the visits that audit another one
 
     @classmethod
-    def of(cls, manifest: Manifest, resources: WorkerResources) -> RunPlanner:
+    def of(cls, manifest: Manifest, resources: WorkerResources) -> VisitPlanner:
         """Return the planner of a run."""
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
         return cls(
@@ -192,12 +192,12 @@ class RunPlanner:
         return self._budget is not None
 
     def rule(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Pick as the backend says, but audits first, because the runs that they audit wait."""
-        audits = [each for each in candidates if each.run in self._audits]
+        """Pick as the backend says, but audits first, because the visits that they audit wait."""
+        audits = [each for each in candidates if each.visit in self._audits]
         return self._pick(audits or candidates)
 
-    def run_spec(self, number: int, task: Task, profile: TrialProfile) -> RunSpec:
-        """Describe a task as a run."""
+    def visit_spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
+        """Describe a task as a visit."""
         trial = self._trials[task.trial]
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
@@ -212,9 +212,9 @@ class RunPlanner:
         return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec
 
     def audit_spec(
-        self, number: int, audited: RunSpec, window: int, profile: TrialProfile
-    ) -> RunSpec:
-        """Describe the run that takes a step of another one again."""
+        self, number: int, audited: VisitSpec, window: int, profile: TrialProfile
+    ) -> VisitSpec:
+        """Describe the visit that takes a step of another one again."""
         self._audits.add(number)
         graph = audited.graph
         microbatches = graph.window_of(window * graph.window)
@@ -224,22 +224,24 @@ class RunPlanner:
         """Note that an audit is over."""
         self._audits.discard(number)
 
-    def _uncut(self, number: int, microbatches: int, window: int, profile: TrialProfile) -> RunSpec:
-        """Describe a run of the uncut model: whole if a device has room for it, else by shard."""
+    def _uncut(
+        self, number: int, microbatches: int, window: int, profile: TrialProfile
+    ) -> VisitSpec:
+        """Describe a visit of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
         spec = profile.training(number, microbatches, window, recompute)
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
         return spec if recompute else replace(spec, unit_seconds=0.0)
 
-    def can_spare(self, run: QueuedRun) -> bool:
-        """Return whether a run that ran out of memory may need less when it is done once more.
+    def can_spare(self, visit: Visit) -> bool:
+        """Return whether a visit that ran out of memory may need less when it is done once more.
 
         From now on the trial's activations are computed again instead of kept, but for those of the
         last shard, whose backward follows at once.
         """
-        trial, profile = run.trial, run.profile
+        trial, profile = visit.trial, visit.profile
         can_recompute = profile.tasks is None or profile.tasks.recompute is not None
-        keeps = run.spec.graph.training and not run.recompute and run.spec.graph.shards > 1
+        keeps = visit.spec.graph.training and not visit.recompute and visit.spec.graph.shards > 1
         if not keeps or trial.recompute is not None or not can_recompute:
             return False
         self._sparing.add(trial.trial)
@@ -249,9 +251,9 @@ class RunPlanner:
         )
         return True
 
-    def helps_finer(self, run: QueuedRun) -> bool:
-        """Return whether a run that ran out of memory would need less in more shards."""
-        return self.has_budget and not (run.spec.keeps_all or run.task.uncut)
+    def helps_finer(self, visit: Visit) -> bool:
+        """Return whether a visit that ran out of memory would need less in more shards."""
+        return self.has_budget and not (visit.spec.keeps_all or visit.task.uncut)
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""

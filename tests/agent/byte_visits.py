@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
@@ -32,7 +32,7 @@ ROWS = 4  # of each microbatch
 
 @dataclass(frozen=True)
 class ByteTrials:
-    """Opens runs of trials whose shards have these sizes; code of a trial may also be told to fail.
+    """Opens visits of trials whose shards have these sizes; a trial's code may be told to fail.
 
     Args:
         sizes: bytes of the trainable segment of each shard; those of the frozen one are half of it.
@@ -80,7 +80,7 @@ class ByteTrials:
         shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in sizes)
         return TrialProfile(tuple(shards), (), False)
 
-    def open(self, order: RunOrder) -> ByteRun:
+    def open(self, order: VisitOrder) -> ByteRun:
         if order.audits is not None and self.faults.get(order.task.trial) == "unauditable":
             raise OSError("the hub is gone")
         self.reach(order.task.trial, "opened")
@@ -100,7 +100,7 @@ class ByteRun:
     """Computes with the bytes of the shards that are loaded, and leaves copies to the device."""
 
     trials: ByteTrials
-    order: RunOrder
+    order: VisitOrder
     slots: dict[int, Segments] = field(default_factory=dict)
     shards: dict[int, HostSegments] = field(default_factory=dict)
     cursors: dict[int, dict[str, Any]] = field(default_factory=dict)

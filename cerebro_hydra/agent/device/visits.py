@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from cerebro_hydra.agent.device.builder import Partitions, TrialBuilder, decode_partitions
-from cerebro_hydra.agent.device.device import DeviceRun
-from cerebro_hydra.agent.device.messages import Done, RunOrder
+from cerebro_hydra.agent.device.device import DeviceVisit
+from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate
@@ -41,8 +41,8 @@ from cerebro_hydra.shards.engine.layout import (
 )
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
 from cerebro_hydra.shards.engine.pass_record import PassRecord
-from cerebro_hydra.shards.engine.shard_run import ShardRun
 from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
+from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.shards.heap import kept_heap, trim_heap
 from cerebro_hydra.shards.mapped_memory import MappedMemory
 from cerebro_hydra.storage import Store
@@ -52,7 +52,7 @@ STATES_OF_A_MAPPED_STEP = 2
 """States of its largest shard that an audit in mapped files has in memory at once."""
 
 TRIM_SECONDS = 0.5
-"""Seconds between two times at which a run gives gaps in the heap back."""
+"""Seconds between two times at which a visit gives gaps in the heap back."""
 
 
 def open_trials(
@@ -62,8 +62,8 @@ def open_trials(
     scratch: str,
     factory: Callable[..., Any],
     device: torch.device = CPU,
-) -> TrialRuns:
-    """Return what opens runs on a device, in a process of its own."""
+) -> TrialVisits:
+    """Return what opens visits on a device, in a process of its own."""
     torch.set_num_threads(document.threads)
     compute_as(document.numerics)
     compute_deterministically(device)
@@ -71,15 +71,15 @@ def open_trials(
     decoded = partial(decode_partitions, manifest, store, scratch, None)
     splits = decoded(own)
     builder = TrialBuilder(document, factory, splits["train"], splits["val"], device)
-    return TrialRuns(builder, decoded)
+    return TrialVisits(builder, decoded)
 
 
-class TrialRuns:
-    """Opens runs of the trials of a builder.
+class TrialVisits:
+    """Opens visits of the trials of a builder.
 
     Args:
         decoded: decodes the partitions that a lost worker had, when the first task on them comes.
-        reserved: leaves bytes of the agent's memory to a run that computes in it.
+        reserved: leaves bytes of the agent's memory to a visit that computes in it.
         scratch: a folder on a disk of this machine.
     """
 
@@ -110,8 +110,8 @@ class TrialRuns:
         self._builder.forget(trial)
         self._spares.pop(trial, None)
 
-    def open(self, order: RunOrder) -> DeviceRun:
-        """Return a run of a trial."""
+    def open(self, order: VisitOrder) -> DeviceVisit:
+        """Return a visit of a trial."""
         task = order.task
         self._builder.add(order.trial)
         if not self._builder.has(task.partition):
@@ -132,7 +132,7 @@ class TrialRuns:
                 limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, task.partition)
-            return EvaluationRun(
+            return EvaluationVisit(
                 ShardEvaluation(trial, batches, shared, limit, order.resident), order.resident
             )
         windows = self._builder.windows(task.trial, task.epoch, task.partition, order.audits or 0)
@@ -142,15 +142,15 @@ class TrialRuns:
             windows = islice(windows, 1)
         memory = _Memory(trial.layout, order, self._reserved, self._scratch)
         if (audits or task.uncut) and not order.recompute:
-            return PlainRun(trial, first, windows, metrics, memory)
-        sub_epoch = ShardRun(
+            return PlainVisit(trial, first, windows, metrics, memory)
+        sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,
             resident=order.resident, moves=order.moves,
         )  # fmt: skip
-        return TrainingRun(sub_epoch, trial.layout, not order.recompute or order.resident, memory)
+        return TrainingVisit(sub_epoch, trial.layout, not order.recompute or order.resident, memory)
 
     def _build_spare(self, trial: int) -> None:
-        """Build a second recipe of a trial for an audit, while no run uses its model.
+        """Build a second recipe of a trial for an audit, while no visit uses its model.
 
         The factory may give the same model again, or fail; then the audit tells of it.
         """
@@ -171,7 +171,7 @@ class TrialRuns:
 
 
 class _Memory:
-    """Has the slots of a run's shards, and takes care of the heap where they are the agent's.
+    """Has the slots of a visit's shards, and takes care of the heap where they are the agent's.
 
     What an audit computes leaves all random numbers as they are.
     """
@@ -179,7 +179,7 @@ class _Memory:
     def __init__(
         self,
         layout: TrialLayout,
-        order: RunOrder,
+        order: VisitOrder,
         reserved: Callable[[int], AbstractContextManager[object]],
         scratch: str | None,
     ) -> None:
@@ -238,32 +238,32 @@ class _Memory:
         self._stack.close()
 
 
-class TrainingRun:
+class TrainingVisit:
     """Trains a trial on a device."""
 
-    def __init__(self, run: ShardRun, layout: TrialLayout, stays: bool, memory: _Memory) -> None:
+    def __init__(self, visit: VisitRun, layout: TrialLayout, stays: bool, memory: _Memory) -> None:
         self.stays = stays
         self.resident = memory.resident
         self._marks = [len(GradientLayout.of(shard).entries) for shard in layout.shards]
-        self._run = run
+        self._visit = visit
         self._memory = memory
 
     def moved(self, slots: Segments) -> Segments:
-        """Return slots with the same content where the run wants them."""
+        """Return slots with the same content where the visit wants them."""
         return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
         self._memory.load(shard, slots)
         given = None if cursor is None else dict(cursor)
-        self._run.load(shard, slots, given, slots.get("gradients"))
+        self._visit.load(shard, slots, given, slots.get("gradients"))
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
-        """Leave a shard's slots as the run has changed them."""
-        self._run.unload(shard)
+        """Leave a shard's slots as the visit has changed them."""
+        self._visit.unload(shard)
         slot = self._memory.unload(shard).get("gradients")
         has_gradients = slot is not None and bool(slot[: self._marks[shard]].any())
-        return self._run.cursor(shard), has_gradients
+        return self._visit.cursor(shard), has_gradients
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Do a task; the loss counts once the microbatch has ended."""
@@ -273,15 +273,15 @@ class TrainingRun:
             return then(Done(ended))
 
         with self._memory.computing():
-            last = self._run.perform(task, then=following)
+            last = self._visit.perform(task, then=following)
         number = last.microbatch or 0
         if last.kind is ActionKind.B and last.shard == 0:
-            return Done(last, losses={number: self._run.losses[number]})
+            return Done(last, losses={number: self._visit.losses[number]})
         return Done(last)
 
     def cursor(self, shard: int) -> Mapping[str, Any]:
         """Return the cursor of a shard."""
-        return self._run.cursor(shard)
+        return self._visit.cursor(shard)
 
     def digests(self, shard: int) -> TensorDigests:
         """Return the digests of a shard's tensors."""
@@ -289,31 +289,31 @@ class TrainingRun:
 
     def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
         """Begin a unit of a microbatch that moves."""
-        self._run.take_up(tasks, memory_of(slab), record)
+        self._visit.take_up(tasks, memory_of(slab), record)
 
     def put_down(self) -> PassRecord:
         """End such a unit."""
-        return self._run.put_down()
+        return self._visit.put_down()
 
     def close(self) -> None:
-        """End the run after its last task."""
+        """End the visit after its last task."""
         try:
-            self._run.close()
+            self._visit.close()
         finally:
             self._memory.close()
 
     def cancel(self) -> None:
-        """End the run where it stands."""
-        self._run.cancel()
+        """End the visit where it stands."""
+        self._visit.cancel()
         self._memory.close()
 
 
-class EvaluationRun:
+class EvaluationVisit:
     """Evaluates a trial on a device."""
 
-    def __init__(self, run: ShardEvaluation, resident: bool) -> None:
+    def __init__(self, visit: ShardEvaluation, resident: bool) -> None:
         self.stays = self.resident = resident
-        self._run = run
+        self._visit = visit
 
     def moved(self, slots: Segments) -> Segments:
         """Return the slots, for an evaluation copies nothing."""
@@ -321,11 +321,11 @@ class EvaluationRun:
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
-        self._run.load(shard, slots)
+        self._visit.load(shard, slots)
 
     def unload(self, shard: int) -> tuple[None, bool]:
         """Leave a shard's slots, which are as they were."""
-        self._run.unload(shard)
+        self._visit.unload(shard)
         return None, False
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
@@ -335,7 +335,7 @@ class EvaluationRun:
             assert then is not None
             return then(Done(ended))
 
-        return Done(self._run.perform(task, following))
+        return Done(self._visit.perform(task, following))
 
     def cursor(self, shard: int) -> None:
         """Return None: an evaluation changes nothing."""
@@ -346,18 +346,18 @@ class EvaluationRun:
 
     def close(self) -> Evaluation:
         """End the evaluation, and return what it gave."""
-        self._run.close()
-        return self._run.result
+        self._visit.close()
+        return self._visit.result
 
     def cancel(self) -> None:
         """End the evaluation where it stands."""
-        self._run.close()
+        self._visit.close()
 
 
-class PlainRun:
+class PlainVisit:
     """Takes each step with the plain trainer, when the last microbatch's first backward comes.
 
-    All shards are loaded then, because the run keeps them from F to B. Its other tasks do nothing.
+    All shards are loaded then, because the visit keeps them from F to B; other tasks do nothing.
 
     Args:
         windows: the batches of each optimizer step.
@@ -387,7 +387,7 @@ class PlainRun:
         self._stack = ExitStack()
 
     def moved(self, slots: Segments) -> Segments:
-        """Return slots with the same content where the run wants them."""
+        """Return slots with the same content where the visit wants them."""
         return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
@@ -451,14 +451,14 @@ class PlainRun:
         return self._memory.digests(shard)
 
     def close(self) -> None:
-        """End the run."""
+        """End the visit."""
         try:
             self._end_training()
         finally:
             self._memory.close()
 
     def cancel(self) -> None:
-        """End the run where it stands."""
+        """End the visit where it stands."""
         self._training = None
         self._stack.close()
         self._memory.close()

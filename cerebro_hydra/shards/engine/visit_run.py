@@ -24,7 +24,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     Reach,
     Then,
 )
-from cerebro_hydra.shards.engine.module_tasks import PausedRun
+from cerebro_hydra.shards.engine.module_tasks import PausedPass
 from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.sub_epoch import Cursor, Norms, SubEpoch
 
@@ -45,12 +45,12 @@ def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
         yield window, following is end  # type: ignore[misc]
 
 
-class ShardRun:
+class VisitRun:
     """Trains one trial over a sub-epoch in the process of a device, one shard task at a time.
 
     A shard's state is in the device's memory from `load` to `unload`. Tasks come in an order that
-    `plan/schedules/graph.py` allows. Runs of other trials may take tasks in between. Until it is
-    closed the run has the recipe's model to itself.
+    `plan/schedules/graph.py` allows. Visits of other trials may take tasks in between. Until it is
+    closed the visit has the recipe's model to itself.
 
     A microbatch is here from its first task to its last, and F and B of the last shard have no
     `unload` between them. Where the model is cut as a graph, microbatches may move instead: each is
@@ -58,7 +58,7 @@ class ShardRun:
     from memory that all devices of the worker share, and what is new is written there. So several
     may be under way at once, and devices do their tasks in turn.
 
-    A resident run has every shard from its first task to the end, and the device to itself during
+    A resident visit has every shard from its first task to the end, and the device to itself during
     a microbatch: one call makes all of its tasks on the thread that asks for the first of them.
 
     Attributes:
@@ -75,7 +75,7 @@ class ShardRun:
         shared: parameters that are read while another shard than theirs runs, if the cut model does
             not know of it.
         limit: bounds what tasks hold of the device beside their shards; None does not.
-        resident: whether shards stay once they are there, until the run is closed.
+        resident: whether shards stay once they are there, until the visit is closed.
         moves: whether microbatches do.
     """
 
@@ -104,10 +104,10 @@ class ShardRun:
         held = None if resident else HeldTensors(cut_model.shared.union(shared))
         self._sub_epoch = SubEpoch(trial, start_step, epoch_metrics, held)
         self._limit, self._copies = limit, {} if held is None else held.copies
-        self._paused = PausedRun(recipe.device)
+        self._paused = PausedPass(recipe.device)
         self._stack = ExitStack()
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
-        self._graph: GraphPasses | None = None  # does F and B, unless the paused run does
+        self._graph: GraphPasses | None = None  # does F and B, unless the paused pass does
         if isinstance(self._tasks, GraphTasks) and not resident:
             self._graph = GraphPasses(self._tasks, trial, start_step, self._copies, limit)
         assert self._graph is not None or not moves, "only microbatches of a graph cut move"
@@ -154,7 +154,7 @@ class ShardRun:
         self._sub_epoch.receive(k, segments, cursor, gradients)
 
     def unload(self, k: int) -> Norms | None:
-        """Refer to shard k's memory no more; what the run has changed is in it.
+        """Refer to shard k's memory no more; what the visit has changed is in it.
 
         Returns:
             The norms of the shard's gradients if they are clipped by their norm and it has not been
@@ -165,7 +165,7 @@ class ShardRun:
                 which it did not write in the trial's first steps.
         """
         if self._resident:
-            return None  # it is not touched any more, and let go of when the run is closed
+            return None  # it is not touched any more, and let go of when the visit is closed
         needed = self._will_return_to(k)
         if needed and not self._recompute:
             raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
@@ -217,7 +217,7 @@ class ShardRun:
             norms: for U where gradients are clipped by their norm, what `unload` has returned for
                 shards whose last backward was done in the process of another device; a unit's
                 record has them.
-            then: gives a resident run the tasks that follow in a microbatch.
+            then: gives a resident visit the tasks that follow in a microbatch.
 
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
@@ -229,7 +229,7 @@ class ShardRun:
             self._sub_epoch.add_norms(self._norms if norms is None else norms)
             self._paused.call(partial(self._update, task, number))
         elif self._resident:
-            assert then is not None, "a resident run needs to know where its tasks come from"
+            assert then is not None, "a resident visit needs to know where its tasks come from"
             return self._in_one_call(task, number, then)
         elif self._graph is None:
             self._pass_modules(task, number)
@@ -346,7 +346,7 @@ class ShardRun:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """End the run after its last task.
+        """End the visit after its last task.
 
         Raises:
             StepDiffers: a parameter got a gradient after its update.
@@ -359,7 +359,7 @@ class ShardRun:
             self.cancel()
 
     def cancel(self) -> None:
-        """End the run where it stands; what is loaded may be torn."""
+        """End the visit where it stands; what is loaded may be torn."""
         self._paused.close()
         if self._graph is not None:
             self._graph.cancel()
