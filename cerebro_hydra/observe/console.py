@@ -42,13 +42,12 @@ from cerebro_hydra.observe.text import (
     prefixed,
     status_text,
     summary,
-    taken_over,
     troubles,
     value_text,
     winner_line,
 )
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.messages.events import Event, SearchClosed, WorkerGivenUp, WorkerLost
+from cerebro_hydra.plan.messages.events import Event, SearchClosed, WorkerLost
 from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
 
@@ -174,8 +173,6 @@ class PlainLines:
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")
 
     def _tell_loss(self, event: Event) -> None:
-        if isinstance(event, WorkerGivenUp):
-            self._print(taken_over(event))
         if isinstance(event, WorkerLost):
             for worker, incarnation in self.view.workers.items():
                 if incarnation == event.incarnation:
@@ -213,7 +210,7 @@ class LiveTable:
                 self.close()
                 self._console.print(final_table(self.view, self._console.width))
                 lines = [summary(self.view), winner_line(self.view), *not_saved(self.view)]
-                self._console.print(visible("\n".join(lines)), highlight=False, markup=False)
+                self._console.print(Text(visible("\n".join(lines))))
         for trouble in troubles(record):
             self._console.print(Text(visible(trouble)))
         now = time.monotonic()

@@ -15,15 +15,20 @@ from cerebro_hydra.tune.search import interruptible
 from cerebro_hydra.tune.trials import GRACE_SECONDS
 from cerebro_hydra.wire.control import CLOSE_SECONDS
 
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 told = []
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    """Begin as a program in a terminal does; whoever started the tests may ignore a hang-up."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDS)}
+    for number in ENDS:
+        signal.signal(number, signal.SIG_DFL)
     told.clear()
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def of_a_stopped_context(number: int, frame: FrameType | None) -> None:
@@ -49,15 +54,12 @@ def test_a_programs_own_handlers_stay() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert told == [signal.SIGINT]
     signal.signal(signal.SIGTERM, unmoved)
-    try:
-        with interruptible():
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
     assert told == [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDS)
 def test_what_ends_a_program_is_an_interrupt_while_the_body_runs(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt, match=number.name), interruptible():
         os.kill(os.getpid(), number)
@@ -70,12 +72,9 @@ def test_a_closed_terminal_interrupts_once_and_nothing_if_the_program_is_detache
             os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with interruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with interruptible():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_another_thread_sets_no_handler() -> None:
