@@ -304,9 +304,8 @@ class QueueTrainer:
         """Let the uncut model take a step of a visit, too, once all is there that it needs."""
         if visit.can_be_audited:
             assert visit.audited is not None
-            spec = self._planner.audit_spec(
-                next(self._numbers), visit.spec, visit.audited, visit.profile
-            )
+            asked = next(self._numbers), visit.spec, visit.audited, visit.profile
+            spec = self._planner.audit_spec(*asked)
             visit.give_to(self._add_visit(replace(visit.task), visit.profile, spec, audits=visit))
 
     def _copied(self, visit: Visit, shard: int, home: ShardHome) -> None:
@@ -474,9 +473,7 @@ class QueueTrainer:
 
     def _end_overdue(self, task: Task, why: str) -> None:
         """Fail a task whose code takes too long, or its audit's; end the device that runs it."""
-        (visit,) = (
-            visit for visit in self._visits.values() if visit.task is task and not visit.over
-        )
+        (visit,) = (v for v in self._visits.values() if v.task is task and not v.over)
         why, failed = (why, visit) if visit.audits is None else (OVERDUE_AUDIT + why, visit.audits)
         self._end_early(failed)
         self._leave(failed)

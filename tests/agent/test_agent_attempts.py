@@ -137,7 +137,7 @@ def test_attempts_that_were_taken_back_are_forgotten_when_they_are_done(
     bench.worker.settle()
     assert bench.worker.reported.empty()
     assert not bench.store.knows(0, STATE)
-    assert not bench.worker.state.runs
+    assert not bench.worker.state.visits
 
 
 def test_stopping_ends_a_task_that_waits(made: Callable[..., Bench]) -> None:

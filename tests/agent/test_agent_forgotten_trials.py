@@ -64,7 +64,7 @@ def test_nothing_is_left_of_a_trial_that_is_over(agent: Agent) -> None:
     agent.trainer.forget(0)
     agent.settle()
     assert held() == before and not agent.builder.keeps(0)
-    assert not worker.state.runs
+    assert not worker.state.visits
 
 
 def test_frozen_segments_stay_for_the_next_trials_and_not_for_ever() -> None:

@@ -5,7 +5,7 @@ the forward enters the first of its units. In backward, autograd runs the node t
 among those that are ready, so the node that made a unit's input runs after every node of that unit
 and of all later ones; a hook before it tells that their shards are done.
 
-A paused run lets F and B be taken one by one, though one Python call makes them.
+A paused pass lets F and B be taken one by one, though one Python call makes them.
 """
 
 from __future__ import annotations
@@ -231,13 +231,13 @@ Step = tuple[Literal["F", "B"], int]
 class PausedPass:
     """Runs microbatches on a thread of its own, which stops before F and B of every shard.
 
-    Between two steps other runs may take theirs: the generators of random numbers, which there is
-    one of for a device in a process, go on where this run left them. Autograd stays on the thread,
-    for a CUDA device too, whose one thread of autograd would otherwise wait with the run. All
+    Between two steps other passes may take theirs: the generators of random numbers, which there is
+    one of for a device in a process, go on where this pass left them. Autograd stays on the thread,
+    for a CUDA device too, whose one thread of autograd would otherwise wait with the pass. All
     microbatches share the thread, because OpenMP starts its own threads anew for each.
 
     Args:
-        device: where the run computes, in the stream of the thread that makes it.
+        device: where the pass computes, in the stream of the thread that makes it.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -260,12 +260,12 @@ class PausedPass:
         Args:
             run: calls what it is given before each step; the `run` of tasks.
         """
-        assert self._next is None, "a run begins after the one before"
+        assert self._next is None, "a pass begins after the one before"
         self._run = run
         if self._thread is None:
             target = copy_context().run
             self._thread = threading.Thread(
-                target=target, args=(self._work,), name="paused-run", daemon=True
+                target=target, args=(self._work,), name="paused-pass", daemon=True
             )
             self._thread.start()
         return self._resume()
@@ -278,7 +278,7 @@ class PausedPass:
         return None if self._next is None else self._resume()
 
     def call(self, work: Callable[[], object]) -> None:
-        """Do work on the run's thread, before its next step; whatever it raises is raised here.
+        """Do work on the pass's thread, before its next step; whatever it raises is raised here.
 
         What a step has left in the cache of its core is still there.
         """
@@ -289,13 +289,13 @@ class PausedPass:
             self._resume()
 
     def close(self) -> None:
-        """End the run where it stands, and its thread."""
+        """End the pass where it stands, and its thread."""
         self._closed = True
         if self._thread is not None:
             self._resumed.release()
             self._thread.join()
             self._thread = None
-        self._error = self._run = None  # they refer to the run's memory
+        self._error = self._run = None  # they refer to the pass's memory
 
     def _resume(self) -> Step | None:
         self._resumed.release()
@@ -345,7 +345,7 @@ class PausedPass:
 
     def _check_open(self, kind: Literal["F", "B"], shard: int) -> None:
         if self._closed:
-            raise Cancelled(f"a run was cancelled before {kind} of shard {shard}")
+            raise Cancelled(f"a visit was cancelled before {kind} of shard {shard}")
 
 
 def _closed_gate() -> threading.Lock:

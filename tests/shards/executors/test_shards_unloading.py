@@ -328,4 +328,4 @@ def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None
     visit.call(note)
     visit.close()
     assert len(threads) == 5
-    assert {thread.name for thread in threads} == {"paused-run"}
+    assert {thread.name for thread in threads} == {"paused-pass"}
