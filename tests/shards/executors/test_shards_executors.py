@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
 import pytest
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.examples import examples
 from tests.shards.executors.alone import train_alone
 from tests.shards.executors.executor_case import WAYS, ExecutorCase, Proof, proof
-from tests.shards.executors.worker import Moving, Resident, Staying, Worker, shard_run
+from tests.shards.executors.worker import Moving, Resident, Slot, Staying, Worker, shard_run
 from tests.shards.hopping import train_uncut
 from tests.shards.trials import TRIALS
 
@@ -279,6 +281,25 @@ def test_norms_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -
     boundary.note(tasks[0], replace(slow, norms={**slow.norms, 0: {"v": 3.0}}))
     update = boundary.order([Action(0, 0, ActionKind.U, 0, device=0)]).record
     assert update is not None and update.norms == {0: {"v": 3.0}, 1: {"w": 2.0}}
+
+
+def tensors_of_graphs() -> int:
+    """Return how many tensors of this process belong to a graph of autograd."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+    return sum(each.grad_fn is not None for each in tensors)
+
+
+def test_a_forward_that_is_computed_again_leaves_no_graph_on_its_device() -> None:
+    """Not even that of the last shard, unless its backward is of the same unit."""
+    each = proof("mlp, frozen first, clipped", "export")
+    each.begin()
+    resident = moving(each, 0)
+    resident.begin()
+    before = tensors_of_graphs()
+    for k in range(resident.spec.graph.shards):
+        resident.visit.compute(0, [Action(0, k, ActionKind.F, 0)], Slot.received(each.trial, k))
+        assert tensors_of_graphs() == before
 
 
 @settings(max_examples=examples(15), deadline=None)
