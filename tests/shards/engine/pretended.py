@@ -30,7 +30,7 @@ from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import evaluation as shard_evaluation
-from cerebro_hydra.shards.engine import module_tasks, shard_run
+from cerebro_hydra.shards.engine import module_tasks, visit_run
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import (
@@ -170,7 +170,7 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
         patch.object(LayoutEntry, "view", view),
         patch.object(SegmentLayout, "check", check),
         patch.object(GraphTasks, "_apart", lambda self, k, value: value.detach().clone()),
-        patch.object(shard_run, "PausedPass", PausedPass),
+        patch.object(visit_run, "PausedPass", PausedPass),
         patch.object(shard_evaluation, "PausedPass", PausedPass),
         modes[0],
         modes[1],
