@@ -198,11 +198,11 @@ class VisitPlanner:
 
     def visit_spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         """Describe a task as a visit."""
-        trial = self._trials[task.trial]
+        trial, (partition,) = self._trials[task.trial], task.partitions
         if not isinstance(task, StartSubEpoch):
-            sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
+            sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
             return profile.evaluation(number, len(sizes))
-        sizes = batch_sizes(self._rows("train", task.partition), trial.batch_size)
+        sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         window, way = trial.accumulate, (self._devices, trial.schedule)
@@ -257,11 +257,12 @@ class VisitPlanner:
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""
-        expected = self._rows("train", task.partition)
+        (partition,) = task.partitions
+        expected = self._rows("train", partition)
         if isinstance(result, EvaluationDone) or result.rows == expected:
             return None
         return (
-            f"epoch {task.epoch + 1} trained on {result.rows} rows of partition {task.partition}, "
+            f"epoch {task.epoch + 1} trained on {result.rows} rows of partition {partition}, "
             f"which has {expected}"
         )
 

@@ -288,7 +288,8 @@ class _Agent:
         self._control.flush(FLUSH_SECONDS)
 
     def _tell_slow(self, task: Task, seconds: float, median: float | None) -> None:
-        where = {"trial": task.trial, "epoch": task.epoch, "partition": task.partition}
+        (partition,) = task.partitions
+        where = {"trial": task.trial, "epoch": task.epoch, "partition": partition}
         self._control.send({"slow": {**where, "seconds": seconds, "median": median}})
 
     def _end_process(self) -> None:

@@ -297,11 +297,11 @@ class Visit:
 
     def progress(self, microbatch: int) -> dict[str, Any]:
         """Return what a view shows after a microbatch's forward."""
-        graph = self.spec.graph
+        graph, (partition,) = self.spec.graph, self.task.partitions
         return {
             "trial": self.task.trial,
             "epoch": self.task.epoch,
-            "partition": self.task.partition,
+            "partition": partition,
             "step": microbatch // graph.window + 1,
             "steps": graph.windows,
             "loss": self.window_loss(microbatch),

@@ -357,8 +357,7 @@ class Coordinator:
         """
         self._untidy = True
         agent = self._roster.leave(lost.incarnation)
-        losses, most = self._roster.losses(agent.worker), self._launcher.limits.max_failures
-        if losses >= most and agent.worker not in self._roster.refused:
+        if (losses := self._roster.losses(agent.worker)) >= self._launcher.limits.max_failures:
             self._inbox.put(self._absences.refuse(agent, losses, lost.reason))
         self._launcher.replace(agent.worker, agent.start)
         attempt = self._roster.attempt(lost.incarnation)

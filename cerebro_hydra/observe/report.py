@@ -278,7 +278,7 @@ def _task(bar: TaskBar, place: int) -> dict[str, Any]:
         "worker": bar.task.worker,
         "trial": place,
         "epoch": bar.task.epoch,
-        "partition": bar.task.partition,
+        "partition": bar.task.partitions[0],
         "lane": bar.lane,
         "assigned": bar.assigned,
         "wait": bar.wait,

@@ -409,9 +409,10 @@ class _Trace:
 
     def _task(self, bar: TaskBar) -> dict[str, Any]:
         task, trial_id = bar.task, self._ids[bar.task.trial]
+        (partition,) = task.partitions
         return _event(
             "X",
-            f"{trial_id} epoch {task.epoch + 1} partition {task.partition}",
+            f"{trial_id} epoch {task.epoch + 1} partition {partition}",
             FIRST_WORKER + task.worker,
             _thread(bar),
             cat="sub-epoch" if bar.kind == "train" else "evaluation",
@@ -419,7 +420,7 @@ class _Trace:
             args={
                 "trial": trial_id,
                 "epoch": task.epoch + 1,
-                "partition": task.partition,
+                "partition": partition,
                 "state": task.state,
                 "attempt": task.attempt,
                 "outcome": bar.outcome,

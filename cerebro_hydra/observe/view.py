@@ -253,7 +253,8 @@ class RunView:
                 self._begin(instruction)
             case instructions.Commit():
                 trial = self.trials[instruction.trial]
-                trial.visits[instruction.state] = (instruction.epoch, instruction.partition)
+                (partition,) = instruction.partitions
+                trial.visits[instruction.state] = (instruction.epoch, partition)
                 self._rest(trial, instruction.attempt)
             case instructions.Cancel():
                 task = self._tasks.pop(instruction.attempt, None)
@@ -297,22 +298,22 @@ class RunView:
         trial = self.trials[task.trial]
         trains = isinstance(task, instructions.StartSubEpoch)
         trial.status, trial.epoch = "training" if trains else "evaluating", task.epoch
-        trial.partition, trial.worker, trial.attempt = task.partition, task.worker, task.attempt
+        (trial.partition,), trial.worker, trial.attempt = task.partitions, task.worker, task.attempt
 
     def _done(self, event: events.SubEpochDone | events.EvaluationDone) -> None:
         task = self._tasks.pop(event.attempt, None)
         if task is None:
             return
-        trial = self.trials[task.trial]
+        trial, (partition,) = self.trials[task.trial], task.partitions
         trial.seconds += event.hop.seconds + event.seconds
         if isinstance(event, events.SubEpochDone):
             trial.sub_epochs += 1
             trial.loss = event.loss_sum / event.rows
             self.audits += event.audit_seconds > 0
             self.audit_seconds += event.audit_seconds
-            self.rows["train", task.partition] = event.rows
+            self.rows["train", partition] = event.rows
         else:
-            _, self.rows["val", task.partition] = event.sums["loss"]
+            _, self.rows["val", partition] = event.sums["loss"]
             self._rest(trial, event.attempt)
         if task.source.incarnation not in (None, task.incarnation):
             self.totals.add(event.hop)

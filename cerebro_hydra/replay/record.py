@@ -93,8 +93,9 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
 def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
     match instruction.get("type"):
         case "Commit":
-            state, *place = (_value(instruction, n, Count) for n in ("state", "epoch", "partition"))
-            record.visits[state] = place[0], place[1]
+            state, epoch = (_value(instruction, name, Count) for name in ("state", "epoch"))
+            (partition,) = _value(instruction, "partitions", tuple[Count])
+            record.visits[state] = epoch, partition
         case "Redo":
             for state in _value(instruction, "visits", list[Count]):
                 if state in record.visits:

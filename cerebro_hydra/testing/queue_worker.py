@@ -51,12 +51,12 @@ StartDevice = Callable[[Slabs, OnAnswer, OnGone], WorkerDevice]
 def train(attempt: int, trial: int, state: int, uncut: bool = False) -> StartSubEpoch:
     """Ask for the sub-epoch that makes `state` of the one before."""
     source = StateSource(state - 1, ME)
-    return StartSubEpoch(attempt, trial, state, EPOCH, PARTITION, WORKER, ME, source, {}, uncut)
+    return StartSubEpoch(attempt, trial, state, EPOCH, (PARTITION,), WORKER, ME, source, {}, uncut)
 
 
 def evaluate(attempt: int, trial: int, state: int) -> Evaluate:
     """Ask for the evaluation of a state."""
-    return Evaluate(attempt, trial, EPOCH, state, PARTITION, WORKER, ME, StateSource(state, ME))
+    return Evaluate(attempt, trial, EPOCH, state, (PARTITION,), WORKER, ME, StateSource(state, ME))
 
 
 def in_this_process(

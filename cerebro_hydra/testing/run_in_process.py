@@ -116,8 +116,9 @@ def run_in_process(
     folder.write_trial(spec)
 
     def train(task: StartSubEpoch) -> SubEpochDone:
-        part = parts[task.partition]
-        order = row_order(part.rows, SEED, task.epoch, task.partition)
+        (partition,) = task.partitions
+        part = parts[partition]
+        order = row_order(part.rows, SEED, task.epoch, partition)
         stream = batches(part, columns.features, columns.targets, spec.batch_size, order)
         totals = trial.train([*windows(stream, spec.accumulate)])
         digests = _write_state(folder, trial, task.state)

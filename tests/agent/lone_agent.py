@@ -193,24 +193,25 @@ class Agent:
     def train(self, state: int = 1, uncut: bool = False) -> Any:
         """Train a sub-epoch and return the event that it ends with."""
         place, source = self.order[state - 1], StateSource(state - 1, None if state == 1 else ME)
-        task = StartSubEpoch(state, 0, state, 0, place, 0, ME, source, {}, uncut)
+        task = StartSubEpoch(state, 0, state, 0, (place,), 0, ME, source, {}, uncut)
         self.worker.perform(task)
         return self.worker.result(SECONDS)
 
     def evaluate(self, state: int, uncut: bool = False) -> Any:
         """Evaluate a state on the rows of partition 0, and return what that gave."""
         source = StateSource(state, None if state == 0 else ME)
-        self.worker.perform(Evaluate(100 + state, 0, 0, state, 0, 0, ME, source, uncut))
+        self.worker.perform(Evaluate(100 + state, 0, 0, state, (0,), 0, ME, source, uncut))
         return self.worker.result(SECONDS)
 
     @property
     def order(self) -> list[int]:
         """The partitions that the trial was trained on before, in order."""
         return [
-            each["partition"]
+            partition
             for line in self.folder.read_records()
             for each in line["instructions"]
             if each["type"] == "Commit"
+            for partition in each["partitions"]
         ]
 
     def known(self, state: int) -> Any:

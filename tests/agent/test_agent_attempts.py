@@ -21,7 +21,7 @@ from tests.agent.queues.queue_bench import BATCH, QueueBench
 from tests.agent.standins import SECONDS, Peer
 
 STATE = 3
-TASK = StartSubEpoch(7, 0, STATE, 1, 0, 0, ME, StateSource(STATE - 1, "a"), {})
+TASK = StartSubEpoch(7, 0, STATE, 1, (0,), 0, ME, StateSource(STATE - 1, "a"), {})
 
 
 class Bench:

@@ -95,7 +95,7 @@ class ScriptedAgent:
     def _answers(self, instruction: Any) -> list[events.Event]:
         me = self.incarnation
         match instruction:
-            case StartSubEpoch(attempt, trial, state, _, partition):
+            case StartSubEpoch(attempt, trial, state, _, (partition,)):
                 digests = ((named("frozen", trial), named("trained", trial, state)),)
                 hop = events.Hop(10, 20, 0.001)
                 return [
@@ -103,7 +103,7 @@ class ScriptedAgent:
                     events.SubEpochEnding(attempt, me),
                     events.SubEpochDone(attempt, me, 5, 0.5 + partition, digests, 30, 0.01, hop),
                 ]
-            case Evaluate(attempt, trial, _, state, partition):
+            case Evaluate(attempt, trial, _, state, (partition,)):
                 sums = {"loss": (2.0, 4), "accuracy": (float(trial), 4)}
                 return [
                     events.StateReceived(trial, state, me),

@@ -61,6 +61,6 @@ def crowd(num_trials: int) -> RunView:
         if trial < num_trials - 2:
             told: Any = ins.EndEpoch(trial, 0, {"train_loss": 1.0, "val_loss": 1.0 + trial})
         else:
-            told = ins.StartSubEpoch(trial, trial, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
+            told = ins.StartSubEpoch(trial, trial, 1, 0, (0,), 0, "a", ins.StateSource(0, None), {})
         view.apply(Decision(0, 0.0, ev.TrialStopped(0, ""), (told,)))
     return view

@@ -48,7 +48,7 @@ NAMED = begin(1, metrics=METRICS, evaluation_metric=NAME, params={NAME: NAME, "c
 def troubled() -> list[Record]:
     """A run with all that is told of beside progress: printed lines, troubles, audited steps."""
     uncut = ins.TrainUncut(1, "at step 7, in epoch 1 on partition 0 (worker 1): parameter 'w'")
-    starts = [ins.StartSubEpoch(n, 0, n + 1, 0, n, 0, "a", FIRST, {}) for n in range(2)]
+    starts = [ins.StartSubEpoch(n, 0, n + 1, 0, (n,), 0, "a", FIRST, {}) for n in range(2)]
     done = [
         ev.SubEpochDone(n, "a", 4, 1.0, (), 9, 1.0, ev.Hop(0, 0, 0.0), seconds)
         for n, seconds in enumerate((0.0, 0.5))
@@ -115,7 +115,7 @@ def test_what_is_told_of_a_run_in_every_view(
 
 def at_work() -> RunView:
     """One trial that waits, and one that trains, with a result and a loss."""
-    start = ins.StartSubEpoch(0, 1, 4, 1, 1, 0, "a", FIRST, {})
+    start = ins.StartSubEpoch(0, 1, 4, 1, (1,), 0, "a", FIRST, {})
     ended = ins.EndEpoch(1, 0, {"train_loss": 0.7, "val_loss": 0.61234})
     events = [(ev.WorkerJoined(0, "a", (0,)), start), (QUIET, ended), (QUIET, start)]
     return fold(

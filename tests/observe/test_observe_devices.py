@@ -44,7 +44,7 @@ def decisions(workers: int = 1, devices: int = 2, budget: int | None = 1000) -> 
     for worker in range(workers):
         for life, now in (("a", 10.0), ("b", 13.9)):
             name, attempt = f"{life}{worker}", len(records)
-            start = ins.StartSubEpoch(attempt, 0, 1, 0, 0, worker, name, source, {})
+            start = ins.StartSubEpoch(attempt, 0, 1, 0, (0,), worker, name, source, {})
             join = ev.WorkerJoined(worker, name, (worker,), devices, devices + 1)
             done = ev.SubEpochDone(attempt, name, 4, 1.0, (), 9, 3.0, ev.Hop(0, 0, 0.0))
             records += [(now - 4, join, (start,)), (now, told(name, devices, budget), ())]

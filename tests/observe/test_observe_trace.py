@@ -104,7 +104,7 @@ def test_bars_are_the_decisions_and_never_overlap(
     counted = [bar for bar in timeline.tasks if (bar.kind, bar.outcome) == ("train", "done")]
     for trial, log in enumerate(simulation.timeline.visit_logs):
         mine = sorted(
-            (bar.task.state, bar.task.epoch, bar.task.partition)
+            (bar.task.state, bar.task.epoch, *bar.task.partitions)
             for bar in counted
             if bar.task.trial == trial
         )
@@ -133,7 +133,7 @@ def told(*records: tuple[float, Any, tuple[Any, ...]]) -> Timeline:
 
 
 def start(attempt: int, source: ins.StateSource = FIRST) -> ins.StartSubEpoch:
-    return ins.StartSubEpoch(attempt, attempt, 1, 0, 0, 0, "a", source, {})
+    return ins.StartSubEpoch(attempt, attempt, 1, 0, (0,), 0, "a", source, {})
 
 
 def done(attempt: int, seconds: float, hop: ev.Hop = NO_HOP) -> ev.SubEpochDone:

@@ -28,7 +28,7 @@ def journal(event: Any, *instructions: Any) -> Decision:
 
 QUIET = ev.TrialStopped(0, "")  # an event that the fold has no use for
 JOIN = journal(ev.WorkerJoined(0, "a", (0,)))
-STARTED = ins.StartSubEpoch(0, 0, 1, 0, 0, 0, "a", ins.StateSource(0, None), {})
+STARTED = ins.StartSubEpoch(0, 0, 1, 0, (0,), 0, "a", ins.StateSource(0, None), {})
 
 
 def ended(trial: int, epoch: int, **metrics: float) -> ins.EndEpoch:
@@ -163,7 +163,7 @@ def test_eta_is_remaining_sub_epochs_at_the_pace_seen_shared_by_the_trials() -> 
     assert view.eta(first) is None
     view.apply(journal(QUIET, STARTED))
     done = ev.SubEpochDone(0, "a", 10, 1.0, (("f", "t"),), 5, 1.5, ev.Hop(0, 0, 0.5))
-    view.apply(journal(done, ins.Commit(0, 0, 1, 0, 0)))
+    view.apply(journal(done, ins.Commit(0, 0, 1, 0, (0,))))
     # 3 epochs of 2 partitions at 2 s each; two trials share one worker.
     assert view.eta(first) == pytest.approx(5 * 2.0 * 2)
     assert view.eta(second) == pytest.approx(6 * 2.0 * 2)

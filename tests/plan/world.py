@@ -256,8 +256,8 @@ class World:
         elif isinstance(task, ins.Evaluate):
             del agent.tasks[attempt]
             value = score(task.trial, task.epoch, self.config.seed)
-            sums = {"loss": val_loss(content, task.partition), "plain": (value, 1)}
-            states = {"partition": task.partition, "content": content}
+            sums = {"loss": val_loss(content, *task.partitions), "plain": (value, 1)}
+            states = {"partition": task.partitions[0], "content": content}
             agent.outbox.append(
                 ev.EvaluationDone(attempt, me, sums, 1.0, ev.Hop(0, 0, 0.0), states)
             )
@@ -268,7 +268,7 @@ class World:
         else:
             del agent.tasks[attempt]
             key = (task.trial, task.state)
-            agent.held[key] = laid((*content, (task.epoch, task.partition)), content.shards)
+            agent.held[key] = laid((*content, (task.epoch, *task.partitions)), content.shards)
             agent.made_by[key] = attempt
             digests = ((f"frozen/{task.trial}", f"some equal {hash(agent.held[key]) % 7}"),)
             loss = 2 * score(task.trial, task.epoch, self.config.seed)

@@ -311,7 +311,7 @@ def check_trial(
     assert end.status == progress.status
     log = tuple((visit.epoch, visit.partition) for visit in progress.visits)
     own = surviving_commits(world.instructions, index, fork.state if fork else 0)
-    assert log[progress.base :] == tuple((commit.epoch, commit.partition) for commit in own)
+    assert log[progress.base :] == tuple((commit.epoch, *commit.partitions) for commit in own)
     if progress.status == "failed":
         assert not closed or end.state == 0
         return

@@ -121,7 +121,7 @@ def test_a_redo_takes_back_the_metrics_of_its_epochs() -> None:
     record = TrialRecord()
     for state in (1, 2):
         _apply(
-            record, {"type": "Commit", "state": state, "epoch": (state - 1) // 2, "partition": 0}
+            record, {"type": "Commit", "state": state, "epoch": (state - 1) // 2, "partitions": [0]}
         )
     _apply(record, {"type": "EndEpoch", "epoch": 0, "metrics": METRICS})
     _apply(record, {"type": "Redo", "visits": [1, 2]})

@@ -163,15 +163,15 @@ def _where(timed: _Timed) -> str:
 def described(task: Task) -> str:
     """Return what a task does, and where."""
     doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
-    return f"{doing} of epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"
+    (partition,) = task.partitions
+    return f"{doing} of epoch {task.epoch + 1} on partition {partition} (worker {task.worker})"
 
 
 def located(task: StartSubEpoch, step: int) -> str:
     """Return which step of a sub-epoch it is, and where it was trained."""
-    return (
-        f"at step {step}, in epoch {task.epoch + 1} on partition {task.partition} "
-        f"(worker {task.worker})"
-    )
+    (partition,) = task.partitions
+    where = f"in epoch {task.epoch + 1} on partition {partition} (worker {task.worker})"
+    return f"at step {step}, {where}"
 
 
 MakeWatch = Callable[[Callable[[Task, str], object], Callable[[], float]], TaskWatch]

@@ -114,8 +114,9 @@ class TrialVisits:
         """Return a visit of a trial."""
         task = order.task
         self._builder.add(order.trial)
-        if not self._builder.has(task.partition):
-            splits = self._decoded([task.partition])
+        (partition,) = task.partitions
+        if not self._builder.has(partition):
+            splits = self._decoded([partition])
             self._builder.add_partitions(splits["train"], splits["val"])
         audits = order.audits is not None
         if order.watched or audits:
@@ -131,11 +132,11 @@ class TrialVisits:
             if order.task_bytes is not None and trial.recipe.collate is not None:
                 limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
-            batches = self._builder.validation(task.trial, task.partition)
+            batches = self._builder.validation(task.trial, partition)
             return EvaluationVisit(
                 ShardEvaluation(trial, batches, shared, limit, order.resident), order.resident
             )
-        windows = self._builder.windows(task.trial, task.epoch, task.partition, order.audits or 0)
+        windows = self._builder.windows(task.trial, task.epoch, partition, order.audits or 0)
         first = order.first_step
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:

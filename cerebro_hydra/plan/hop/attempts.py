@@ -174,7 +174,7 @@ class Attempts:
             trial=attempt.trial,
             state=attempt.state,
             epoch=attempt.epoch,
-            partition=attempt.partition,
+            partitions=(attempt.partition,),
             worker=attempt.worker,
             incarnation=attempt.incarnation,
             source=attempt.source,

@@ -96,9 +96,9 @@ _Digests = tuple[tuple[str, str], ...]
 
 
 class _Made(NamedTuple):
-    """Holds the partition of a visit, and the digests of the state that it made."""
+    """Holds the partitions of a visit, and the digests of the state that it made."""
 
-    partition: int
+    partitions: tuple[int, ...]
     digests: _Digests
 
 
@@ -122,7 +122,7 @@ class RemadeStates:
                 if commit.state > newest.get(commit.trial, 0):
                     made = self._void.setdefault(commit.trial, {})
                     self._forget_other_courses(made, commit)
-                    made[commit.state] = _Made(commit.partition, digests)
+                    made[commit.state] = _Made(commit.partitions, digests)
         self._done.clear()
 
     def compare(self, event: Event, instructions: Iterable[Instruction]) -> list[StateDiffers]:
@@ -160,6 +160,6 @@ class RemadeStates:
     def _forget_other_courses(made: dict[int, _Made], commit: Commit) -> None:
         """Forget this state and all after it if another partition was visited before."""
         before = made.get(commit.state)
-        if before is not None and before.partition != commit.partition:
+        if before is not None and before.partitions != commit.partitions:
             for state in [state for state in made if state >= commit.state]:
                 del made[state]

@@ -340,7 +340,7 @@ class HopState:
             f"visit {state}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
             f"on worker {attempt.worker}, attempt {attempt.number}",
         )
-        return Commit(attempt.number, number, state, attempt.epoch, attempt.partition)
+        return Commit(attempt.number, number, state, attempt.epoch, (attempt.partition,))
 
     def _evaluation_done(self, event: EvaluationDone, attempt: Attempt) -> Instructions:
         trial = self.trials[attempt.trial]

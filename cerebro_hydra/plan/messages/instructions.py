@@ -16,7 +16,7 @@ class StateSource:
 
 @dataclass(frozen=True, slots=True)
 class StartSubEpoch:
-    """Train the trial over one partition, from state ``source.state`` to ``state``.
+    """Train the trial over ``partitions``, one as yet, from state ``source.state`` to ``state``.
 
     The source may still be ending its own sub-epoch; then the agent waits for its shards. On the
     first visit of an epoch ``metrics`` has what ``EndEpoch`` said of the epoch before; it is empty
@@ -28,7 +28,7 @@ class StartSubEpoch:
     trial: int
     state: int
     epoch: int
-    partition: int
+    partitions: tuple[int, ...]
     worker: int
     incarnation: str
     source: StateSource
@@ -57,13 +57,13 @@ class AdoptPartitions:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate the immutable ``state`` on one validation partition."""
+    """Evaluate the immutable ``state`` on validation ``partitions``, one as yet."""
 
     attempt: int
     trial: int
     epoch: int
     state: int
-    partition: int
+    partitions: tuple[int, ...]
     worker: int
     incarnation: str
     source: StateSource
@@ -146,7 +146,7 @@ class Commit:
     trial: int
     state: int
     epoch: int
-    partition: int
+    partitions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

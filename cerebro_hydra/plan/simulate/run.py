@@ -252,11 +252,12 @@ class Simulation:
         self._computing.add(task.attempt)
         train = isinstance(task, ins.StartSubEpoch)
         kind: TaskKind = "train" if train else "evaluate"
+        (partition,) = task.partitions
         if clock := self._clocks.get(task.incarnation):
-            clock.start(self.now, kind, task.trial, task.partition, task.attempt)
+            clock.start(self.now, kind, task.trial, partition, task.attempt)
             self._wake(task.incarnation)
             return
-        seconds = self._seconds(kind, task.trial, task.partition)
+        seconds = self._seconds(kind, task.trial, partition)
         if train:
             ending = self.now + seconds * (1 - ENDING_SHARE)
             self._schedule(ending, partial(self._announce_end, task))

@@ -13,9 +13,9 @@ from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, Visit
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 
 SOURCE = StateSource(0, None)
-TRAIN = StartSubEpoch(7, 0, 1, 0, 1, 2, "me", SOURCE, {})
-OTHER = StartSubEpoch(8, 1, 1, 0, 1, 2, "me", SOURCE, {})
-EVALUATE = Evaluate(9, 0, 0, 1, 1, 2, "me", SOURCE)
+TRAIN = StartSubEpoch(7, 0, 1, 0, (1,), 2, "me", SOURCE, {})
+OTHER = StartSubEpoch(8, 1, 1, 0, (1,), 2, "me", SOURCE, {})
+EVALUATE = Evaluate(9, 0, 0, 1, (1,), 2, "me", SOURCE)
 
 
 class Bench:

@@ -76,7 +76,7 @@ class Copies:
             for trial in range(TRIALS):
                 made.put(trial, 0, state(self.folder))
                 place, source = self.agent.order[0], StateSource(0, ME)
-                made.perform(StartSubEpoch(trial, trial, 1, 0, place, 0, ME, source, {}))
+                made.perform(StartSubEpoch(trial, trial, 1, 0, (place,), 0, ME, source, {}))
             yield made
 
 

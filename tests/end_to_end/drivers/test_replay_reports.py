@@ -65,7 +65,7 @@ def test_one_other_bit_in_a_checkpoint_is_named(run_path: str) -> None:
 def test_a_partition_visited_twice_is_named(run_path: str) -> None:
     def to_one_partition(instruction: dict[str, Any]) -> None:
         if instruction["type"] == "Commit" and instruction["epoch"] == 0:
-            instruction["partition"] = 0
+            instruction["partitions"] = [0]
 
     rewrite_journal(RunFolder.open(run_path), to_one_partition)
     report = cerebro_hydra.replay(run_path, "trial-000", trust=True)

@@ -129,7 +129,7 @@ def evaluated_everywhere(**more) -> tuple[Driver, ins.MergeMetrics]:
 
 def test_custom_metrics_are_merged_in_partition_order_before_the_epoch_ends() -> None:
     run, merge = evaluated_everywhere()
-    on = {event.attempt: event.partition for event in of(ins.Evaluate, run.told)}
+    on = {event.attempt: event.partitions[0] for event in of(ins.Evaluate, run.told)}
     assert [on[states["seen"]] for states in merge.states] == [0, 1]
     assert not of(ins.EndEpoch, run.told)
     merged = ev.MetricsMerged(merge.attempt, 0, 0, {"auc": 0.75})

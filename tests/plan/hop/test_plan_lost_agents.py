@@ -163,7 +163,7 @@ def lethal_worlds(draw, kills: int = 0, order: str | None = None):
         kind = ins.StartSubEpoch
 
     def lethal(task: Task) -> bool:
-        where = task.epoch == epoch and partition in (None, task.partition)
+        where = task.epoch == epoch and partition in (None, *task.partitions)
         return task.trial in killers and where and isinstance(task, kind)
 
     world = World(

@@ -229,7 +229,7 @@ def commits(*made: tuple[int, int, str]) -> list[tuple[ev.Event, list[ins.Instru
     return [
         (
             ev.SubEpochDone(state, "a", 1, 1.0, (("f", "x"), ("f", digest)), 1, 1.0, hop),
-            [ins.Commit(state, 0, state, 0, partition)],
+            [ins.Commit(state, 0, state, 0, (partition,))],
         )
         for state, partition, digest in made
     ]

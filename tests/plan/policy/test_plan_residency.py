@@ -80,7 +80,7 @@ def test_a_worker_evaluates_a_trial_on_all_its_partitions_at_once_from_one_sourc
         (attempt,) = run.state.attempts.values()
         run.train(attempt.incarnation)
     evaluations = [e for e in of(ins.Evaluate, run.last) if e.incarnation == "b"]
-    assert {e.partition for e in evaluations} == {1, 2}
+    assert {e.partitions for e in evaluations} == {(1,), (2,)}
     assert len({e.source for e in evaluations}) == 1
 
 
