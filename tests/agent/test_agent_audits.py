@@ -22,7 +22,6 @@ from cerebro_hydra.shards.engine import graph_tasks, sub_epoch
 from cerebro_hydra.shards.engine.uncut import UncutTraining
 from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED
 from tests.agent.lone_agent import BATCH, BLOCKS, MEMORY, ROWS, Agent, recipe, recipe_of
-from tests.agent.standins import refuse_copies
 
 Make = Callable[..., Agent]
 
@@ -281,16 +280,6 @@ def test_no_memory_stays_after_an_audit(agent: Agent) -> None:
     assert agent.train(2).audit_seconds > 0
     agent.shards.withdraw(0, 1)
     assert agent.memory.pool.leased <= without
-
-
-def test_a_copy_that_finds_no_memory_lets_the_first_step_be_audited_in_files(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    refuse_copies(monkeypatch, MemoryError("no memory"))
-    done = agent.train()
-    assert done.digests == agent.known(1)
-    assert done.audit_seconds > 0
-    assert "for want of room for a copy: no memory" in caplog.text
 
 
 def test_evaluation_of_an_uncut_trial_is_that_of_its_shards(agent: Agent) -> None:

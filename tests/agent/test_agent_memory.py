@@ -282,6 +282,6 @@ def test_without_a_budget_they_need_more(tmp_path: Path) -> None:
     assert max(peaks(tmp_path, 1000, trials=8)) > 4
 
 
-@pytest.mark.parametrize(("trials", "workers"), [(60, 1), (20, 2)])
+@pytest.mark.parametrize(("trials", "workers"), [(16, 1), (20, 2)])
 def test_many_trials_need_no_more_than_four(tmp_path: Path, trials: int, workers: int) -> None:
     assert max(peaks(tmp_path, BUDGET_STATES, trials, workers)) <= 4

@@ -11,15 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.observe import AgentStarted, Decision
 from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from tests.end_to_end import models
+from tests.end_to_end.runs import classes, search
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,24 +144,15 @@ class Killer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.parametrize("devices", [pytest.param(None, marks=pytest.mark.long), 2])
 def test_programs_of_trials_outlive_neither_their_agent_nor_the_run(
     tmp_path: Path, devices: int | None
 ) -> None:
     started = tmp_path / "started"
     started.mkdir()
-    random = np.random.default_rng(7)
-    labels = random.integers(0, 4, 200)
-    features = random.normal(size=(200, 16)).astype(np.float32)
-    result = GridSearch(
-        backend=LocalBackend(2, devices_per_worker=devices),
-        store=LocalStore(str(tmp_path / "store")),
-        estimator_gen_fn=factory,
-        search_space={"folder": hp_choice([str(started)]), "driver": hp_choice([os.getpid()])},
-        num_epochs=2,
-        observers=[Killer()],
-        verbose=0,
-    ).fit(Arrays({"features": features, "label": labels}))
+    space = {"folder": [str(started)], "driver": [os.getpid()]}
+    options = {"resources": {"devices_per_worker": devices}, "observers": [Killer()]}
+    result = search(tmp_path / "store", factory, space, classes(), 1, **options)
     assert [trial.status for trial in result.trials] == ["finished"]
     programs = [int(file.name) for file in started.iterdir()]
     assert len(programs) >= 2

@@ -211,9 +211,9 @@ def test_a_unit_of_a_run_that_is_over_is_nobodys_code(given: Given) -> None:
 def test_of_runs_that_ended_failed_or_were_cancelled_nothing_is_left(
     given: Given, double_buffering: bool
 ) -> None:
-    faults = dict.fromkeys(range(1, 60, 3), "raises")
+    faults = dict.fromkeys(range(1, 12, 3), "raises")
     made = given(ByteTrials((NBYTES,), faults=faults), double_buffering=double_buffering)
-    for visit in range(60):
+    for visit in range(12):
         made.open(visit)
         made.do(visit, LOAD, slabs())
         made.do(visit, F)

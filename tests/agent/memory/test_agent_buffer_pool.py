@@ -103,18 +103,6 @@ def test_reading_what_was_given_back_is_seen() -> None:
     assert torch.from_numpy(again).view(torch.float32).isnan().all()
 
 
-def test_memory_of_the_same_size_is_lent_again_and_no_other() -> None:
-    pool = BufferPool()
-    first = pool.lease(4096)
-    address = first.ctypes.data
-    del first
-    again = pool.lease(4096)
-    assert again.ctypes.data == address
-    del again
-    smaller = pool.lease(4000)
-    assert pool.nbytes == smaller.nbytes, "unused memory had to go, or sizes would add up"
-
-
 def test_memory_that_the_system_refuses_does_not_count_as_lent() -> None:
     pool = BufferPool()
     kept = pool.lease(4096)

@@ -121,11 +121,6 @@ def test_a_state_that_is_announced_anew_frees_the_segments_of_the_void_one() -> 
     assert list(shard_store.segments.digests()) == ["f"]
 
 
-def test_giving_up_needs_no_announcement() -> None:
-    with pytest.raises(TransferError, match="given up"):
-        empty_store().wait(1, 2, 0, lambda: True)
-
-
 # ---------------------------------------------------------------------- the home of a shard
 
 

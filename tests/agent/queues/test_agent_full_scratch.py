@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.agent.queues.full_scratch import DISK
+from tests.processes import run_python
 from tests.small_disk import on_small_disk
-
-CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def test_a_trial_without_room_on_disk_waits_for_others_or_says_what_to_do(tmp_path: Path) -> None:
     if not (around := on_small_disk(tmp_path, DISK)):
         pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
-    command = [*around, sys.executable, "-m", "tests.agent.queues.full_scratch", str(tmp_path)]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "tests.agent.queues.full_scratch", tmp_path, around=around)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["room for one"] == ["right", "right"]
     assert "begins again when nothing else trains here" in done.stderr

@@ -78,16 +78,6 @@ def test_a_trial_that_trains_otherwise_from_a_step_on_is_told_and_trained_uncut(
         made.check(1, made.result())
 
 
-def test_without_audits_it_is_not_found() -> None:
-    with bench(ByteTrials(SIZES, faults={0: "wrong"})) as made:
-        made.begin(1)
-        done = made.result()
-        assert isinstance(done, events.SubEpochDone)
-        assert done.audit_seconds == 0.0
-        with pytest.raises(AssertionError):
-            made.check(0, done)
-
-
 def test_an_attempt_that_is_cancelled_takes_its_audit_along() -> None:
     with audited(ByteTrials(SIZES, seconds=0.01), [4500]) as made:
         attempts = chosen(made)
