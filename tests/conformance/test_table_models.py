@@ -29,10 +29,10 @@ class TestImageAndTable(ModelCase):
 
 
 class TestTwoTasks(ModelCase):
-    """One loss per output, weighted."""
+    """One loss per output, weighted; and a column says what each row counts."""
 
     in_processes = False
-    columns = Columns(("features",), ("kind", "amount"))
+    columns = Columns(("features",), ("kind", "amount"), "weight")
     cuts = (2, 4)
 
     def recipe(self, shards: Shards) -> Recipe:
@@ -45,18 +45,8 @@ class TestTwoTasks(ModelCase):
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(rows, 6, generator=g)
         kind = torch.randint(3, (rows,), generator=g)
-        return (x,), (kind, torch.randn(rows, generator=g))
-
-
-class TestTwoTasksOfWeightedRows(TestTwoTasks):
-    """A column says what each row counts."""
-
-    columns = Columns(("features",), ("kind", "amount"), "weight")
-
-    def batch(self, rows: int, seed: int) -> Example:
-        features, labels = super().batch(rows, seed)
-        g = torch.Generator().manual_seed(seed)
-        return features, (*labels, torch.rand(rows, generator=g))
+        amount = torch.randn(rows, generator=g)
+        return (x,), (kind, amount, torch.rand(rows, generator=g))
 
 
 class TestRecommender(ModelCase):

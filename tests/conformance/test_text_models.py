@@ -36,6 +36,7 @@ def classes(rows: int, seed: int) -> Tensor:
     return torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.long
 class TestBERT(ModelCase):
     """Inputs by the names of their columns, a dataclass as output, the model's own loss."""
 
@@ -57,7 +58,6 @@ def trimmed(batch: Batch, training: bool) -> Batch:
     return {k: v[:, :longest] if v.dim() > 1 else v for k, v in batch.items()}
 
 
-@pytest.mark.long
 class TestBERTOfDynamicLength(TestBERT):
     """Batches differ in length too, because `collate` trims what every row pads."""
 
@@ -143,6 +143,7 @@ class TestLSTM(ModelCase):
         assert self.start(3, cut="export").admission.spec.at == ("recurrent@0", "head@0")
 
 
+@pytest.mark.long
 class TestGRU(TestLSTM):
     kind = nn.GRU
 
@@ -153,6 +154,7 @@ def shortened(batch: Batch, training: bool) -> Batch:
     return batch | {"tokens": batch["tokens"][:, :longest]}
 
 
+@pytest.mark.long
 class TestLSTMOfDynamicLength(TestLSTM):
     """Its graph holds for one length alone, so it is cut by modules only."""
 

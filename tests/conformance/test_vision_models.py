@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.testing.model_case import ModelCase, Shards
@@ -36,24 +35,7 @@ class TestMLP(ModelCase):
         return (x,), (torch.randint(3, (rows,), generator=g),)
 
 
-class TestMLPWithEveryRule(TestMLP):
-    """Accumulation over an uneven window, clipping, a schedule and a moving average together."""
-
-    def recipe(self, shards: Shards) -> Recipe:
-        model = vision.mlp(6, 16, 3)
-        return Recipe(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            nn.CrossEntropyLoss(),
-            ["accuracy"],
-            shards=shards,
-            accumulate=2,
-            clip_grad_norm=0.5,
-            lr_scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
-            ema=0.9,
-        )
-
-
+@pytest.mark.long
 class TestResNet18(ModelCase):
     cuts = (2, 4)
 
