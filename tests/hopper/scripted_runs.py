@@ -9,10 +9,6 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, par
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trials import MergeStates, News, NewTrial
-from cerebro_hydra.observe import (
-    Decision,
-    Record,
-)
 from cerebro_hydra.plan.hop.journal import comparable, fold
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig
@@ -21,6 +17,7 @@ from cerebro_hydra.plan.messages.instructions import CutFiner, Instruction
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
+from tests.end_to_end.runs import Tape
 from tests.hopper.scripted_agents import ScriptedLauncher
 
 
@@ -76,23 +73,6 @@ def document(partitions: int, epochs: int, order: str = "dynamic") -> RunDocumen
         validated=True,
         threads=1,
     )
-
-
-class Tape:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_record(self, record: Record) -> None:
-        self.records.append(record)
-
-    def instructions(self, kind: type) -> list[Any]:
-        told = (
-            each
-            for record in self.records
-            if isinstance(record, Decision)
-            for each in record.instructions
-        )
-        return [each for each in told if isinstance(each, kind)]
 
 
 class GivenTrials:

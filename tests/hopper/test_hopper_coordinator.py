@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from cerebro_hydra.observe import (
 )
 from cerebro_hydra.plan.hop.journal import comparable, fold
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.messages.instructions import Cancel, FinishTrial, StartSubEpoch
+from cerebro_hydra.plan.messages.instructions import Cancel, FinishTrial
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -41,8 +40,7 @@ def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> Non
         assert len(record.visit_log) == 6
     state.validate()
     assert [type(r) for r in (tape.records[0], tape.records[-1])] == [RunStarted, RunEnded]
-    started = [r for r in tape.records if isinstance(r, AgentStarted)]
-    assert sorted((r.worker, r.host, r.pid, r.gpus) for r in started) == [
+    assert sorted((r.worker, r.host, r.pid, r.gpus) for r in tape.of(AgentStarted)) == [
         (worker, "here", 7, (str(worker),)) for worker in range(3)
     ]
 
@@ -65,8 +63,7 @@ def test_a_long_journal_is_merged_while_the_run_goes_on_and_folds_to_the_same_st
     assert names[0] == "00000000-00000003.jsonl"
     assert all("-" in name for name in names[:-1])
     assert restored(folder) == comparable(state)
-    told = [record for record in tape.records if isinstance(record, Decision)]
-    assert [Decision.from_json(line) for line in journal(folder)[1]] == told
+    assert [Decision.from_json(line) for line in journal(folder)[1]] == tape.of(Decision)
 
 
 def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
@@ -85,35 +82,6 @@ def test_only_decisions_to_carry_out_make_a_segment_and_the_others_wait_for_it(
     log.close()
     assert [line["seq"] for line in journal(folder)[1]] == [0, 1, 2, 3]
     assert len(list(folder.read_segments())) == 1
-
-
-def test_a_trial_that_fails_fails_alone_with_its_traceback(tmp_path: Any) -> None:
-    def script(instruction: Any, incarnation: str) -> Any:
-        if isinstance(instruction, StartSubEpoch) and instruction.trial == 1:
-            return events.TaskFailed(instruction.attempt, incarnation, "Traceback: boom")
-        return None
-
-    folder, _, _ = run(tmp_path, ScriptedLauncher(2, script=script), described(3, 2, 1))
-    assert [read_trial(folder, t).status for t in range(3)] == ["finished", "failed", "finished"]
-
-
-def test_seeded_orders_are_the_same_in_every_run(tmp_path: Any) -> None:
-    logs = []
-    for name in ("a", "b"):
-        folder, _, _ = run(tmp_path / name, ScriptedLauncher(3), described(4, 3, 2, order="seeded"))
-        logs.append([read_trial(folder, trial).visit_log for trial in range(4)])
-    assert logs[0] == logs[1]
-
-
-def test_a_trial_with_patience_stops_early_and_its_best_state_is_the_result(tmp_path: Any) -> None:
-    folder, state, _ = run(
-        tmp_path, ScriptedLauncher(2), described(3, 2, 9, patience=3, keep="best")
-    )
-    for trial in range(3):  # its metric never changes, so that the first epoch stays the best
-        record = read_trial(folder, trial)
-        assert (record.status, record.result_state) == ("finished", 2)
-        assert sorted(record.metrics) == [0, 1, 2, 3]
-    assert restored(folder) == comparable(state)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +123,7 @@ def test_a_custom_metric_without_a_value_fails_its_trial_with_both_names(tmp_pat
     _, _, tape = run(
         tmp_path, ScriptedLauncher(1), of, merge_metrics=lambda *_: {"auc": 1.0, "f1": 1.0}
     )
-    (finish,) = tape.instructions(FinishTrial)
+    (finish,) = tape.of(FinishTrial)
     assert "the custom metrics are ['auc'], but ['auc', 'f1'] were measured" in finish.reason
 
 
@@ -173,30 +141,18 @@ def test_with_tls_the_run_is_the_same_and_neither_key_nor_secret_is_in_its_recor
         assert "PRIVATE KEY" not in text
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"worker": None}, "worker None is not one of 0..1"),
-        ({"worker": 7}, "worker 7 is not one of 0..1"),
-        ({"gpus": 3}, "the agent's hello can't be read: 'int' object is not iterable"),
-        ({"color": 3}, "the agent's hello can't be read: .*'color'"),
-        ({"uri": ...}, "the agent's hello can't be read: .*'uri'"),
-        ({"worker": ...}, "the agent's hello can't be read: .*'worker'"),
-    ],
-)
 def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
-    tmp_path: Any, changed: dict[str, Any], why: str
+    tmp_path: Any,
 ) -> None:
     refusals: list[str] = []
 
     def script(instruction: Any, incarnation: str) -> None:
         if not refusals:
             whole = AgentInfo("stranger", 0, 1, "tcp://127.0.0.1:1", "here", 7, (), {})
-            changed_hello = {**whole.to_json(), **changed}
-            hello = {name: value for name, value in changed_hello.items() if value is not ...}
             spec = launcher.spec
             assert spec is not None
             try:
+                hello = {**whole.to_json(), "worker": 7}
                 ControlClient(spec.control, spec.credentials, hello, print, print)
                 refusals.append("was welcomed")
             except ControlFailed as error:
@@ -205,4 +161,4 @@ def test_a_hello_that_can_not_be_used_is_refused_in_words_and_the_run_goes_on(
     launcher = ScriptedLauncher(2, script=script)
     _, state, _ = run(tmp_path, launcher, described(1, 2, 1))
     assert [trial.status for trial in state.trials.values()] == ["finished"]
-    assert re.search(why, refusals[0])
+    assert "worker 7 is not one of 0..1" in refusals[0]

@@ -14,7 +14,6 @@ from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper import agents
 from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, AgentStart, LossLimits
 from cerebro_hydra.observe import (
-    Decision,
     WorkersMissing,
 )
 from cerebro_hydra.plan.hop.journal import comparable
@@ -70,17 +69,10 @@ def test_trials_that_kill_agents_fail_alone_and_their_losses_end_no_run(tmp_path
     assert len(launcher.given_up) == 12 > LossLimits().max_failures  # all of the same worker
     for trial in range(6):
         assert read_trial(folder, trial).status == ("failed" if trial in lethal else "finished")
-    (reason,) = (each.reason for each in tape.instructions(FinishTrial) if each.trial == 3)
+    (reason,) = (each.reason for each in tape.of(FinishTrial) if each.trial == 3)
     assert "3 agents in a row were lost while trial 3 ran on them" in reason
     assert reason.count("worker 0 on here, training of epoch 1 on partition 0: ") == 3
     assert restored(folder) == comparable(state)
-
-
-def test_workers_that_never_come_are_named(tmp_path: Any) -> None:
-    launcher = ScriptedLauncher(3, present=0, limits=LossLimits(join_timeout=1.0))
-    said = r"none of 3 workers came within join_timeout=1 s: \[0, 1, 2\].*`cerebro-hydra doctor`"
-    with pytest.raises(SetupError, match=said):
-        run(tmp_path, launcher, described(1, 3, 1))
 
 
 def test_one_worker_that_came_does_the_work_of_all_and_waits_are_told(
@@ -90,7 +82,7 @@ def test_one_worker_that_came_does_the_work_of_all_and_waits_are_told(
     launcher = ScriptedLauncher(3, present=1, limits=LossLimits(join_timeout=1.0))
     _, state, tape = run(tmp_path, launcher, described(2, 3, 2))
     assert [trial.status for trial in state.trials.values()] == ["finished"] * 2
-    waits = [record for record in tape.records if isinstance(record, WorkersMissing)]
+    waits = tape.of(WorkersMissing)
     assert {(wait.workers, wait.limit) for wait in waits} == {((1, 2), 1.0)}
     assert len(waits) == 3
 
@@ -116,11 +108,7 @@ def test_a_worker_whose_agents_are_lost_again_and_again_is_given_up_and_the_othe
     # The other one may get further, which clears a suspect, before the third loss is heard of.
     assert len(broken) in (3, 4)
     # An agent that came before its worker was given up may still join, and be lost as well.
-    first, *_ = (
-        each.event
-        for each in tape.records
-        if isinstance(each, Decision) and isinstance(each.event, WorkerGivenUp)
-    )
+    first, *_ = tape.of(WorkerGivenUp)
     assert "worker 1 on here lost 3 agents in a row" in first.reason
 
 

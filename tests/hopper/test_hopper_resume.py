@@ -203,7 +203,7 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
     )
     with pytest.raises(StoreError, match="the end of the journal is not written"):
         coordinator.run()
-    assert [r.what for r in tape.records if isinstance(r, NotSaved)] == ["the journal"]
+    assert [each.what for each in tape.of(NotSaved)] == ["the journal"]
     view = RunView()
     for record in tape.records:
         view.apply(record)
@@ -213,30 +213,23 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
     assert state.finished
 
 
-def test_a_result_that_is_refused_for_long_fails_its_trial_and_no_other(tmp_path: Path) -> None:
-    def script(instruction: Any, me: str) -> Any:
-        if isinstance(instruction, Checkpoint) and instruction.trial == 0:
-            return CheckpointFailed(0, instruction.state, me, "the disk is full")
-        return None
-
-    _, state, tape = run(tmp_path, ScriptedLauncher(2, script=script), described(2, 2, 2))
-    assert {n: t.status for n, t in state.trials.items()} == {0: "failed", 1: "finished"}
-    view = RunView()
-    for record in tape.records:
-        view.apply(record)
-    assert "the disk is full" in view.trials[0].reason and len(view.trials[0].epochs) == 2
-    assert view.not_saved == {0: "the disk is full"}
-
-
-def test_a_result_that_could_not_be_saved_is_made_and_saved_after_a_resume(tmp_path: Path) -> None:
+def test_a_result_that_is_refused_for_long_fails_its_trial_and_is_saved_after_a_resume(
+    tmp_path: Path,
+) -> None:
     def script(instruction: Any, me: str) -> Any:
         if isinstance(instruction, Checkpoint) and instruction.trial == 0:
             return CheckpointFailed(0, instruction.state, me, "the disk is full")
         return None
 
     what = described(2, 2, 2)
-    folder, state, _ = run(tmp_path, ScriptedLauncher(2, script=script), what)
-    assert (state.trials[0].status, state.unsaved) == ("failed", [0])
+    folder, state, tape = run(tmp_path, ScriptedLauncher(2, script=script), what)
+    assert {n: t.status for n, t in state.trials.items()} == {0: "failed", 1: "finished"}
+    assert state.unsaved == [0]
+    view = RunView()
+    for record in tape.records:
+        view.apply(record)
+    assert "the disk is full" in view.trials[0].reason and len(view.trials[0].epochs) == 2
+    assert view.not_saved == {0: "the disk is full"}
     folder.write_json(RUN_FILE, what[0].to_json())
     for spec in what[1]:
         folder.write_trial(spec)

@@ -49,8 +49,7 @@ def test_each_agent_hears_of_a_trial_once_before_it_uses_it_and_at_its_end(tmp_p
 
 def test_observers_are_told_what_a_trial_is_before_the_decision_that_adds_it(tmp_path: Any) -> None:
     _, _, tape = run(tmp_path, ScriptedLauncher(2), described(3, 2, 1))
-    admitted = [record.spec for record in tape.records if isinstance(record, TrialAdmitted)]
-    assert admitted == described(3, 2, 1)[1]
+    assert [each.spec for each in tape.of(TrialAdmitted)] == described(3, 2, 1)[1]
     for before, record in zip(tape.records, tape.records[1:], strict=False):
         if isinstance(record, Decision) and isinstance(record.event, TrialAdded):
             assert isinstance(before, TrialAdmitted)

@@ -17,7 +17,7 @@ from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.hopper.trials import NewTrial
-from cerebro_hydra.observe import Decision, Record
+from cerebro_hydra.observe import Decision
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -29,27 +29,11 @@ from cerebro_hydra.tune.result import print_replays
 from cerebro_hydra.tune.searchers.searcher import CandidateList
 from cerebro_hydra.tune.searches import ListSearch
 from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
+from tests.end_to_end.runs import Tape
 from tests.tune import open_models
 from tests.tune.searchers import Rungs
 from tests.tune.test_tune_search import arguments, rows
 from tests.tune.trials.test_tune_admission import COLUMNS, examples
-
-
-class Tape:
-    """Keeps the decisions of a run, and says when a trial has trained."""
-
-    def __init__(self) -> None:
-        self.decisions: list[Decision] = []
-        self.trained = threading.Event()
-
-    def on_record(self, record: Record) -> None:
-        if isinstance(record, Decision):
-            self.decisions.append(record)
-            if isinstance(record.event, ev.SubEpochDone):
-                self.trained.set()
-
-    def of(self, *kinds: type) -> list[Any]:
-        return [each.event for each in self.decisions if isinstance(each.event, kinds)]
 
 
 def of_tape(path: Path, tape: Tape, **changes: Any) -> dict[str, Any]:
@@ -64,15 +48,16 @@ def of_tape(path: Path, tape: Tape, **changes: Any) -> dict[str, Any]:
 def test_the_first_trial_trains_while_the_others_are_admitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tape = Tape()
-    monkeypatch.setattr(open_models, "trained", tape.trained)
+    trained = threading.Event()
+    tape = Tape(lambda tape: trained.set() if tape.of(ev.SubEpochDone, last=True) else None)
+    monkeypatch.setattr(open_models, "trained", trained)
     space = {"number": hp_choice([0, 1, 2])}
     result = GridSearch(search_space=space, **of_tape(tmp_path, tape)).fit(rows(90))
     assert [(t.status, t.params["number"]) for t in result.trials] == [
         ("finished", 0), ("finished", 1), ("finished", 2)
     ]  # fmt: skip
     kinds = (ev.TrialProposed, ev.SearchClosed, ev.TrialAdded, ev.SubEpochDone)
-    found = [type(event) for event in tape.of(*kinds)]
+    found = [type(event) for event in tape.of(kinds)]
     assert found[:6] == [ev.TrialProposed] * 3 + [*kinds[1:]]
 
 
@@ -95,7 +80,7 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     count = [len(tape.of(kind)) for kind in (ev.TrialPaused, ev.BudgetExtended, ev.TrialResumed)]
     assert count == [6, 2, 2]
     assert len(tape.of(ev.TrialStopped)) == 4
-    records = [(each.event, each.instructions) for each in tape.decisions]
+    records = [(each.event, each.instructions) for each in tape.of(Decision)]
     paused = [isinstance(event, ev.TrialPaused) for event, _ in records].index(True)
     (first, *_) = AskAndTell(search.searcher(), 2, 2).replay(records[:paused])
     assert first == records[paused][0], "what was decided, and not journalled, is decided again"
@@ -236,11 +221,11 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
     tape = Tape()
     search, folder = begun(tmp_path, tape)
     ends = (ev.TrialAdded, ev.TrialRefused)
-    kinds = [type(each.event) for each in tape.decisions]
+    kinds = [type(each.event) for each in tape.of(Decision)]
     first = kinds.index(ev.TrialAdded) + 1
     manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
     assert manifest is not None
-    records = [(each.event, each.instructions) for each in tape.decisions[:first]]
+    records = [(each.event, each.instructions) for each in tape.of(Decision)[:first]]
     for ask_and_tell in (None, AskAndTell(search.searcher(), 1, 2)):
         admission = search._admission(folder, manifest)
         trials = SearchTrials(ask_and_tell, admission, folder, None, lambda line: None)
@@ -249,6 +234,6 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
         again = [next(found) for _ in range(3)]
         trials.close()
         said = [each.event if isinstance(each, NewTrial) else each for each in again]
-        expected = tape.of(*ends)[1:]
+        expected = tape.of(ends)[1:]
         assert [type(each) for each in said] == [type(each) for each in expected]
         assert [said[0], said[2]] == [expected[0], expected[2]]
