@@ -202,16 +202,6 @@ def test_prepared_data_is_found_again(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
-def test_changed_data_is_prepared_anew(
-    numbers: DataFrame, prepared: tuple[LocalStore, Manifest], store: LocalStore
-) -> None:
-    _, manifest = prepared
-    changed = numbers.withColumn("n", F.when(F.col("n") == 7, 700).otherwise(F.col("n")))
-    other = prepare(changed, store, 4, 0.3, COLUMNS)
-    assert other.fingerprint != manifest.fingerprint
-    assert 700 in [*columns_of(store, other, "train")["n"], *columns_of(store, other, "val")["n"]]
-
-
 def test_two_preparations_at_once_are_one(numbers: DataFrame, store: LocalStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda _: prepare(numbers, store, 2, None, ["n"]), range(2))

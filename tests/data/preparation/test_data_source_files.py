@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,19 +52,30 @@ def preparation(tmp_path: Path) -> Preparation:
     return Preparation(LocalStore(tmp_path / "store"))
 
 
-def test_rows_of_unchanged_files_are_not_read_again(
+def test_rows_are_read_for_other_arguments_and_queries_and_not_for_unchanged_files(
     spark: SparkSession, tmp_path: Path, preparation: Preparation
 ) -> None:
     write(spark, tmp_path / "rows", 50)
-    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
+
+    def read() -> DataFrame:
+        return spark.read.parquet(str(tmp_path / "rows"))
+
+    first = preparation(read().where("y < 40"))
     assert preparation.told[0] == "checking rows"
     assert not preparation.reported
-    again = preparation(spark.read.parquet(str(tmp_path / "rows")))
-    assert again == first
+    for df, spec in (
+        (read().where("y < 41"), SPEC),
+        (read().where("y < 40").withColumn("x", F.col("x") + 1), SPEC),
+        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], seed=1)),
+        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], validation=0.2)),
+    ):
+        preparation(df, spec)
+        assert preparation.told[0] == "checking rows"
+    assert preparation(read().where("y < 40")) == first
     assert not preparation.told
     (line,) = preparation.reported
     assert line.startswith("files unchanged since 20")
-    assert preparation(spark.read.parquet(str(tmp_path / "rows")), recheck=True) == first
+    assert preparation(read().where("y < 40"), recheck=True) == first
     assert preparation.told == ["checking rows"]
 
 
@@ -83,40 +93,16 @@ def add(spark: SparkSession, path: Path) -> None:
     settle(path)
 
 
-@pytest.mark.parametrize("change", [touch, rewrite, add])
 def test_files_of_another_time_size_or_number_are_read(
-    spark: SparkSession,
-    tmp_path: Path,
-    preparation: Preparation,
-    change: Callable[[SparkSession, Path], None],
-) -> None:
-    write(spark, tmp_path / "rows", 50)
-    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
-    change(spark, tmp_path / "rows")
-    second = preparation(spark.read.parquet(str(tmp_path / "rows")))
-    assert preparation.told[0] == "checking rows"
-    assert (second == first) == (change is touch)
-
-
-def test_other_arguments_and_queries_read_the_rows(
     spark: SparkSession, tmp_path: Path, preparation: Preparation
 ) -> None:
     write(spark, tmp_path / "rows", 50)
-
-    def read() -> DataFrame:
-        return spark.read.parquet(str(tmp_path / "rows"))
-
-    first = preparation(read().where("y < 40"))
-    for df, spec in (
-        (read().where("y < 41"), SPEC),
-        (read().where("y < 40").withColumn("x", F.col("x") + 1), SPEC),
-        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], seed=1)),
-        (read().where("y < 40"), DataSpec.checked(["x"], ["y"], validation=0.2)),
-    ):
-        preparation(df, spec)
+    first = preparation(spark.read.parquet(str(tmp_path / "rows")))
+    for change in (touch, add, rewrite):
+        change(spark, tmp_path / "rows")
+        second = preparation(spark.read.parquet(str(tmp_path / "rows")))
         assert preparation.told[0] == "checking rows"
-    assert preparation(read().where("y < 40")) == first
-    assert not preparation.told
+        assert (second == first) == (change is touch)
 
 
 def test_files_that_were_just_written_and_damaged_notes_are_read_again(
