@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,18 +32,14 @@ from tests.end_to_end import models
 from tests.end_to_end.drivers import flaky
 from tests.end_to_end.drivers.resumed_driver import SPACE, search
 from tests.end_to_end.runs import after_decisions, bits, classes, statuses
+from tests.processes import start_python
 
 pytestmark = pytest.mark.slow
-
-CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def killed(folder: Path, decisions: int) -> str:
     """Run a driver until it has taken so many decisions, kill it, and return the run's path."""
-    command = [sys.executable, "-m", "tests.end_to_end.drivers.resumed_driver", str(folder), "2"]
-    driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, start_new_session=True
-    )
+    driver = start_python("-m", "tests.end_to_end.drivers.resumed_driver", folder, 2)
     assert driver.stdout is not None
     try:
         assert all(driver.stdout.readline() for _ in range(decisions)), "it had ended before"

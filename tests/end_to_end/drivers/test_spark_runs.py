@@ -111,19 +111,22 @@ def test_many_losses_with_work_between_end_no_run_and_change_no_bit(
         assert_equal_bits(result, calm, trial)
 
 
-def test_a_cancelled_job_ends_the_run_with_one_sentence(
-    spark: Any, df: Any, tmp_path: Path
+def test_a_cancelled_job_ends_the_run_with_one_sentence_after_all_that_its_trial_said(
+    spark: Any, df: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cancel = threading.Thread(target=spark.sparkContext.cancelAllJobs).start
-    options = {"num_epochs": 1000, "observers": [after_decisions(30, cancel)]}
+    options = {"num_epochs": 1000, "observers": [after_decisions(30, cancel)], "verbose": 1}
     with pytest.raises(JobStopped) as caught:
-        search(spark, tmp_path, {"lr": [0.01]}, **options).fit(df)
+        search(spark, tmp_path, {"fault": ["none"]}, models.quarrelsome, **options).fit(df)
     (run,) = (tmp_path / "runs").iterdir()
     said = str(caught.value)
     assert said.startswith("somebody cancelled the agents' Spark job (Job ")
     assert said.endswith(f" before the run ended; `cerebro-hydra resume {run}` goes on")
     assert caught.value.__cause__ is None and "\n" not in said
     assert spark.range(100).count() == 100
+    out = capfd.readouterr().out
+    assert "[trial-000] hello from the loss" in out
+    assert "a warning from the loss" in out
 
 
 def endless(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -187,15 +190,6 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
     left = watcher.interrupted + 10.0 - time.monotonic()
     assert left > 0 and _gone(watcher.hung).wait(left), "an agent outlived the interrupt"
     assert spark.range(100).count() == 100
-
-
-def test_what_a_trial_prints_and_logs_reaches_the_driver(
-    spark: Any, df: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    search(spark, tmp_path, {"fault": ["none"]}, models.quarrelsome, verbose=1).fit(df)
-    out = capfd.readouterr().out
-    assert "[trial-000] hello from the loss" in out
-    assert "a warning from the loss" in out
 
 
 def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -> None:

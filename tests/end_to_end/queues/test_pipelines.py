@@ -19,7 +19,6 @@ from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end.queues.mixed_models import mixed
 from tests.end_to_end.queues.mixed_searches import TEXT
-from tests.end_to_end.queues.test_shard_queues import agent_of
 from tests.end_to_end.runs import PRELOADED, assert_replays, grid, statuses
 from tests.processes import ancestors_of, children_of
 
@@ -61,6 +60,13 @@ def kill_a_device(backend: LocalBackend) -> None:
                 time.sleep(1.0)
                 os.kill(devices[0], signal.SIGKILL)
                 return
+
+
+def agent_of(backend: LocalBackend) -> int | None:
+    try:
+        return backend.agents.pid(0)
+    except (KeyError, AssertionError):  # it is not there yet
+        return None
 
 
 def assert_pipelined(result: SearchResult, devices: int) -> None:

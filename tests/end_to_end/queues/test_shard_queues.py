@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +10,9 @@ from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import DeviceTotals
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end import models
-from tests.end_to_end.runs import PRELOADED, assert_replays, classes, grid, search, statuses
-from tests.processes import ancestors_of, children_of
+from tests.end_to_end.runs import assert_replays, classes, search, statuses
 
 pytestmark = pytest.mark.slow
 
@@ -52,32 +46,6 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
     assert_replays(result)
 
 
-def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
-    space = {"lr": [0.01, 0.02], "dropout": [0.3]}
-    backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=22_000)
-    killed, over = [], threading.Event()
-
-    def kill() -> None:
-        while not killed and not over.wait(0.02):
-            agent = agent_of(backend)
-            for server in children_of(agent) if agent else ():
-                devices = children_of(server)
-                if len(devices) == 2 and os.getpid() in ancestors_of(devices[0]):
-                    time.sleep(0.3)
-                    os.kill(devices[0], signal.SIGKILL)
-                    killed.append(devices[0])
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
-    over.set()
-    thread.join()
-    assert killed
-    assert statuses(result) == ["finished"] * 2
-    assert_replays(result)
-    assert len(devices_of(result)) == 2
-
-
 def devices_of(result: SearchResult) -> list[DeviceTotals]:
     """Return what each device told, which its lane has too."""
     view, timeline = read_run(RunFolder.open(result.run_path))
@@ -89,10 +57,3 @@ def devices_of(result: SearchResult) -> list[DeviceTotals]:
         assert 0 < device.utilisation <= 1
         assert device.promoted > 0 < device.spilled
     return found
-
-
-def agent_of(backend: LocalBackend) -> int | None:
-    try:
-        return backend.agents.pid(0)
-    except (KeyError, AssertionError):  # it is not there yet
-        return None
