@@ -178,14 +178,6 @@ def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before()
     assert of(ins.ChangeCut, run(run.recut(0, 1))) == [ins.ChangeCut(0, 1, 2, 4)]
 
 
-def test_an_answer_comes_again_without_effect() -> None:
-    run = LackingDriver()
-    run.lack_memory()
-    answer = run.recut(0)
-    run(answer)
-    assert run(answer) == []
-
-
 @settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate", "store", "driver", "memory"), order="seeded"), scripts)
 def test_finer_cuts_change_no_history_and_no_result(world, script) -> None:

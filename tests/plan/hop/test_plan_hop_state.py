@@ -195,15 +195,6 @@ def test_a_trial_is_finished_once_its_last_state_is_in_the_store() -> None:
     assert run(ev.Checkpointed(0, 1, "a")) == []
 
 
-def test_a_failing_trial_fails_alone() -> None:
-    run = Driver(trials=2, evaluate=False)
-    attempt = run.running["a"]
-    trial = run.state.attempts[attempt].trial
-    run(ev.TaskFailed(attempt, "a", "Traceback: boom"))
-    assert ins.FinishTrial(trial, "failed", "Traceback: boom", 0) in run.last
-    assert not run.state.trials[1 - trial].over and run.running
-
-
 def test_a_stopped_trial_saves_its_last_state_and_ends() -> None:
     run = Driver(evaluate=False)
     run.train(w1 := run.only)

@@ -22,16 +22,6 @@ def test_a_trial_trains_while_it_has_budget_and_goes_on_when_it_is_given_more() 
     assert (start.epoch, start.state) == (1, 3)
 
 
-def test_a_paused_trial_at_its_end_is_made_again_if_its_result_is_lost_before_it_is_saved() -> None:
-    run = open_search(partitions=1)
-    run(ev.TrialAdded(trial(0), 1))
-    run.train_one()
-    run(ev.TrialPaused(0))
-    run(ev.SearchClosed())
-    run(ev.WorkerLost("a", "killed"))
-    assert of(ins.StartSubEpoch, run(ev.WorkerJoined(0, "again", (0,))))
-
-
 def test_a_trial_at_its_budget_is_finished_when_the_search_is_closed() -> None:
     run = open_search(partitions=1)
     run(ev.TrialAdded(trial(0), 1))

@@ -44,11 +44,6 @@ def test_a_list_of_actions_round_trips_through_text(actions: list[Action]) -> No
     assert parse_actions(format_actions(actions)) == actions
 
 
-@given(computing | moving)
-def test_an_action_round_trips_through_text(action: Action) -> None:
-    assert parse_action(str(action)) == action
-
-
 def test_text_is_what_people_write() -> None:
     assert str(Action(3, 1, ActionKind.F, 0)) == "t3s1F0"
     assert parse_action("t3s1LOAD") == Action(3, 1, ActionKind.LOAD)
