@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.layout import aligned
 from cerebro_hydra.shards.mapped_memory import LEAST_MAPPED, MappedMemory
+from tests.processes import run_python
 
 SCRIPT = """
 from pathlib import Path
@@ -38,8 +38,7 @@ print(resident() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone is told to keep memory")
 def test_freed_blocks_stay_inside_and_go_back_outside() -> None:
-    printed = subprocess.check_output([sys.executable, "-c", SCRIPT], text=True)
-    inside, outside = map(int, printed.split())
+    inside, outside = map(int, run_python("-c", SCRIPT).stdout.split())
     assert inside > 280, f"of 320 MiB {inside} were kept"
     assert outside < 80, f"of 320 MiB {outside} were kept outside"
 
@@ -49,8 +48,7 @@ def test_freed_blocks_stay_inside_and_go_back_outside() -> None:
 def test_admission_needs_the_memory_of_a_few_shards_and_finds_the_same(
     tmp_path: Path, cut: str
 ) -> None:
-    command = [sys.executable, "-m", "tests.shards.admitted_on_disk", str(tmp_path), cut]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-m", "tests.shards.admitted_on_disk", tmp_path, cut)
     on_disk, in_memory = json.loads(done.stdout)
     assert on_disk["bits"] == in_memory["bits"]
     assert on_disk["peak"] < 3.2 * on_disk["shard"] < in_memory["peak"] / 4

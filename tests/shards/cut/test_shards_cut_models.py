@@ -250,17 +250,6 @@ class AssumesRows(zoo.Pair):
 # ---------------------------------------------------------------------- units, names and hooks
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 6)
-        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.3, batch_first=True)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, tokens):
-        return self.last(self.lstm(self.embed(tokens))[0][:, -1])
-
-
 class TwoPrecisions(zoo.Net):
     def add(self):
         self.b.double()
@@ -449,10 +438,6 @@ def of_batches(change: Callable[[Batch], Batch]) -> Callable[[], list[SubEpoch]]
     return lambda: [[[change(b) for b in window] for window in each] for each in two_sub_epochs()]
 
 
-def tokens_for(batch: Batch) -> Batch:
-    return replace(batch, features=zoo.tokens(batch.rows)[0].features)
-
-
 def one_crosses(trial: Trial) -> bool:
     """Only the activation crosses a cut: what is made of inputs alone is made again."""
     return all(len(graph.live_in) == 1 for graph in trial.cut_model.graphs.train[1:])
@@ -532,9 +517,6 @@ MODELS: dict[str, Cut] = {
         seeded(Branches, 3), "modules", 3, "export",
         r"the first operation whose output differs is aten.sigmoid.default in 'b'"
         r"[\s\S]*whose output is float32\[8, 6\], in step 0",
-    ),
-    "a recurrent layer": Cut(
-        seeded(Recurrent, 3), at=("lstm@0", "last@0"), sub_epochs=of_batches(tokens_for)
     ),
     "two precisions that are clipped": Cut(seeded(TwoPrecisions, 3, clip_grad_norm=0.1), at=3),
     "a sequence that can't be exported": no_graph(

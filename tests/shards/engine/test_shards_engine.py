@@ -78,13 +78,6 @@ def test_nothing_is_written_to_what_was_published():
         assert np.array_equal(live, then)
 
 
-def test_a_frozen_segment_may_be_read_only():
-    trial = trial_of()
-    content, _ = trial.need(0)
-    assert not content["frozen"].flags.writeable
-    trial.train(two_sub_epochs()[0])
-
-
 def test_each_step_reports_its_mean_loss():
     make = mlp_recipe(accumulate=2)
     windows = [zoo.vectors(8, 5), zoo.vectors(8, seed=1)]

@@ -21,17 +21,8 @@ from tests.shards.trials import (
     bound,
     by_groups,
     mlp_recipe,
-    recipe_of,
     two_sub_epochs,
 )
-
-
-@pytest.mark.parametrize(("shards", "cuts"), [(1, 1), (99, 4)])
-def test_any_number_of_shards_gives_the_same_bits(shards, cuts):
-    cut = "modules" if shards == 1 else "export"
-    trial = assert_equal_to_plain(mlp_recipe(shards=shards), two_sub_epochs(), cut)
-    assert trial.cut_model.num_shards == cuts
-
 
 SCHEDULERS = {
     "step": lambda o: lrs.StepLR(o, 2, gamma=0.5),
@@ -50,19 +41,6 @@ SCHEDULERS = {
 def test_one_scheduler_per_shard_is_one_scheduler(name, optimizer):
     make = mlp_recipe(optimizer, lr_scheduler=SCHEDULERS[name])
     assert_equal_to_plain(make, two_sub_epochs(), "modules")
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.tensor([0.2, 1.0, 3.0])),
-        nn.MultiMarginLoss(),
-        lambda outputs, labels: nn.functional.cross_entropy(outputs * 2, labels),
-    ],
-    ids=["smoothed and weighed by class", "margin", "function"],
-)
-def test_any_loss(loss):
-    assert_equal_to_plain(recipe_of(zoo.mlp, loss=loss, shards=3), two_sub_epochs())
 
 
 def cut_of(name: str):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import run_python
 from tests.shards.trials import ACCELERATED as MODELS
 
 AT_LOAD = 3
@@ -16,9 +15,7 @@ AT_LOAD = 3
 
 def waits(*cases: str) -> dict[str, dict[str, int]]:
     """Return where each case waited for the device, and how often."""
-    command = [sys.executable, "-m", "tests.shards.engine.pretended", *cases]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = run_python("-m", "tests.shards.engine.pretended", *cases)
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found.keys() == set(cases)
     assert all(each["there"] > 1000 for each in found.values()), "nothing ran on the device"
