@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-SHARED_TEXT = CHECKOUT.parent / "shared" / "data" / "wikitext2-test.txt"
 SESSION_GROUP = re.compile(r"mark\.spark\(group=\d\)")
-WORDS = ("the", "a", "of", "in", "and", "to", "was", "is", "for", "on", "shard", "model", "epoch")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,13 +72,3 @@ def spark() -> Iterator[SparkSession]:
     logging.getLogger("py4j").setLevel(logging.ERROR)
     yield session
     session.stop()
-
-
-@pytest.fixture(scope="session")
-def data_text() -> str:
-    """English text of at least 200,000 characters: WikiText-2 where it is at hand, else made up."""
-    if SHARED_TEXT.is_file():
-        return SHARED_TEXT.read_text(encoding="utf-8")
-    words = random.Random(0).choices(WORDS, weights=range(len(WORDS), 0, -1), k=70_000)
-    lines = (" ".join(words[start : start + 20]) for start in range(0, len(words), 20))
-    return " .\n".join(lines)

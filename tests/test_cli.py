@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +13,26 @@ from cerebro_hydra import cli
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.findings import Check, DoctorReport
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from cerebro_hydra.tune import SearchResult
+from tests.end_to_end.runs import classes, search
 from tests.journals import rewrite_journal
+from tests.processes import CHECKOUT, run_python
 from tests.tune import tune_models
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     """Two trials that finish and one that can't be built."""
-    random = np.random.default_rng(1)
-    labels = random.integers(0, 4, 80)
-    features = random.normal(size=(80, 16)).astype(np.float32)
-    return GridSearch(
-        backend=LocalBackend(2),
-        store=LocalStore(str(tmp_path_factory.mktemp("store"))),
-        estimator_gen_fn=tune_models.small,
-        search_space={"width": hp_choice([8, 6, -1])},
-        num_epochs=1,
-        verbose=0,
-    ).fit(Arrays({"features": features, "label": labels}))
+    store, space = tmp_path_factory.mktemp("store"), {"width": [8, 6, -1]}
+    return search(store, tune_models.small, space, classes(80), num_epochs=1)
 
 
-def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, cwd: Path = CHECKOUT, code: int = 0
+) -> subprocess.CompletedProcess[str]:
     """The installed command in a process of its own, which remembers no factory."""
-    root = Path(cerebro_hydra.__file__).resolve().parents[1]
-    code = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"},
-        cwd=cwd or root,
-        capture_output=True,
-        text=True,
-    )
+    program = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
+    return run_python("-P", "-c", program, *arguments, cwd=cwd, code=code, COLUMNS="200")
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +72,7 @@ def test_help_answers_without_heavy_imports() -> None:
         "except SystemExit:\n    pass\n"
         "print(sorted({'torch', 'pyspark', 'numpy', 'rich'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "replay" in done.stdout
 
@@ -121,8 +106,7 @@ def test_doctor_is_0_for_a_spark_without_problems(
 @pytest.mark.spark
 def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
     bad = ["--master", "local[2]", "--conf", "spark.speculation=true", "--import", "no_such_one"]
-    done = command("doctor", *bad)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = command("doctor", *bad, code=1)
     for words in (
         "'local[2]' retries no task",
         "spark.speculation",
@@ -135,7 +119,6 @@ def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
 @pytest.mark.slow
 def test_replay_gives_a_verdict_per_trial_and_0_if_all_agree(trained: SearchResult) -> None:
     done = command("replay", trained.run_path, "--trust")
-    assert done.returncode == 0, done.stderr
     factory, *lines = done.stdout.splitlines()
     assert factory == "factory: 'tests.tune.tune_models:small', as the run records it"
     assert "identical, every bit" in lines[0]
@@ -158,14 +141,12 @@ def test_replay_asks_for_a_word_before_it_imports_what_a_run_names(
         code = f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\nraise SystemExit\n"
         Path(folder.path, f"{module}.py").write_text(code)
     for given in ([], ["--trial", "trial-001"]):
-        done = command("replay", folder.path, *given, cwd=Path(folder.path))
-        assert (done.returncode, done.stdout) == (1, "")
+        done = command("replay", folder.path, *given, cwd=Path(folder.path), code=1)
+        assert done.stdout == ""
         assert "records the factory 'of_an_attacker:build'" in done.stderr
         assert "--trust" in done.stderr and "--factory module:name" in done.stderr
-    done = command(
-        "replay", folder.path, "--factory", "tests.tune.tune_models:small", cwd=Path(folder.path)
-    )
-    assert done.returncode == 0, done.stderr
+    given = ["--factory", "tests.tune.tune_models:small"]
+    command("replay", folder.path, *given, cwd=Path(folder.path))
     assert not (tmp_path / "it-ran").exists()
 
 
@@ -176,7 +157,6 @@ def test_replay_of_one_trial_with_a_factory_from_the_current_folder(
     (tmp_path / "my_models.py").write_text("from tests.tune.tune_models import small as build\n")
     given = ["--trial", "trial-001", "--factory", "my_models:build"]
     done = command("replay", trained.run_path, *given, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("trial-001  identical")
     assert "1 of 1 replayed trials" in done.stdout
 

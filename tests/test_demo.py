@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,27 +13,17 @@ import pytest
 from cerebro_hydra import demo as module
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
+from tests.processes import run_python
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def demo(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from cerebro_hydra.cli import main; sys.exit(main(['demo', *sys.argv[1:]]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "COLUMNS": "300"},
-        cwd=temporary,
-        capture_output=True,
-        text=True,
-    )
+DEMO = "import sys; from cerebro_hydra.cli import main; sys.exit(main(['demo', *sys.argv[1:]]))"
 
 
 @pytest.mark.long
 @pytest.mark.spark
 def test_demo_shows_hops_the_winner_and_a_verdict_for_every_trial(tmp_path: Path) -> None:
     store = tmp_path / "kept"
-    done = demo(tmp_path, "--epochs", "3", "--keep", str(store))
-    assert done.returncode == 0, done.stdout + done.stderr
+    told = {"TMPDIR": str(tmp_path), "COLUMNS": "300"}
+    done = run_python("-c", DEMO, "--epochs", "3", "--keep", store, cwd=tmp_path, **told)
     hops = re.search(r"(\d+) hops between workers moved \S+ [kMG]B", done.stdout)
     assert hops is not None
     assert "were not sent, because the receiver had the same bytes" in done.stdout

@@ -8,15 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
-from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.foreign_text import LONGEST_TEXT, error_text, traceback_text
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from tests.end_to_end import models
+from tests.end_to_end.runs import classes, search
 
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202egnol"
 FAULTS = ("none", "mute", "huge", "huge at once")
@@ -60,18 +58,8 @@ def controls(text: str) -> set[str]:
 def test_errors_without_words_or_with_too_many_cost_their_trial_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(7)
-    labels = random.integers(0, 4, 600)
-    features = random.normal(size=(600, 16)).astype(np.float32)
-    driver = {"driver": hp_choice([os.getpid()])}
-    result = GridSearch(
-        backend=LocalBackend(1),
-        store=LocalStore(str(tmp_path)),
-        estimator_gen_fn=factory,
-        search_space={"fault": hp_choice([*FAULTS]), "note": hp_choice([ESCAPE]), **driver},
-        num_epochs=1,
-        verbose=1,
-    ).fit(Arrays({"features": features, "label": labels}))
+    space = {"fault": FAULTS, "note": [ESCAPE], "driver": [os.getpid()]}
+    result = search(tmp_path, factory, space, classes(600), 1, num_epochs=1, verbose=1)
     told = {trial.params["fault"]: trial.error or "" for trial in result.trials}
     assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 3]
     assert "Mute" in told["mute"] and "in raising" in told["mute"]

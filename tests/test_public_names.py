@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import cerebro_hydra
-
-CHECKOUT = Path(__file__).resolve().parents[1]
-
-
-def run_fresh(code: str) -> str:
-    """What `code` prints in a new interpreter, where nothing has been imported yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from tests.processes import run_python
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'pyspark', 'petastorm', 'pyarrow', 'numpy', 'pandas', 'rich'}"
     code = f"import sys, cerebro_hydra; dir(cerebro_hydra); print({heavy} & set(sys.modules))"
-    assert run_fresh(code) == "set()"
+    assert run_python("-c", code).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name", cerebro_hydra.__all__)
@@ -39,21 +27,28 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = cerebro_hydra.GridSerach
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import cerebro_hydra",
-        "import cerebro_hydra.replay",
-        "import cerebro_hydra.replay.compare, cerebro_hydra",
-        "import cerebro_hydra; cerebro_hydra.replay; import cerebro_hydra.replay.replay_trial",
-    ],
-)
-def test_replay_reaches_the_reference_in_every_import_order(imports: str, tmp_path: Path) -> None:
-    code = f"""{imports}
-from cerebro_hydra.errors import CerebroHydraError
-try:
-    cerebro_hydra.replay({str(tmp_path / "no-run")!r}, "trial-000")
-except CerebroHydraError as error:
-    print(error)
+ORDERS = [
+    "import cerebro_hydra",
+    "import cerebro_hydra.replay",
+    "import cerebro_hydra.replay.compare, cerebro_hydra",
+    "import cerebro_hydra; cerebro_hydra.replay; import cerebro_hydra.replay.replay_trial",
+]
+
+
+def test_replay_reaches_the_reference_in_every_import_order(tmp_path: Path) -> None:
+    """Each order is that of a fork, whose parent has imported torch alone, which takes seconds."""
+    code = f"""
+import os, torch
+for imports in {ORDERS}:
+    if os.fork() == 0:
+        exec(imports)
+        from cerebro_hydra.errors import CerebroHydraError
+        try:
+            cerebro_hydra.replay({str(tmp_path / "no-run")!r}, "trial-000")
+        except CerebroHydraError as error:
+            print(repr(error), flush=True)
+        os._exit(0)
+    os.wait()
 """
-    assert "no-run" in run_fresh(code)
+    said = run_python("-c", code).stdout.splitlines()
+    assert ["no-run" in line for line in said] == [True] * len(ORDERS)

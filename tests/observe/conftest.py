@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, RunView, TrialAdmitted
@@ -15,8 +14,9 @@ from cerebro_hydra.plan.messages.events import TrialAdded
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import SearchResult
+from tests.end_to_end.runs import classes, grid
 from tests.observe import hostile
 
 EPOCHS, PARTITIONS = 3, 2
@@ -133,23 +133,10 @@ def simulate() -> Simulate:
 @pytest.fixture(scope="session")
 def result(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     """A real run of two workers, one of them killed; of four trials two finish."""
-    random = np.random.default_rng(7)
-    labels = random.integers(0, 4, 600)
-    features = random.normal(size=(600, 16)) + labels.reshape(-1, 1) / 3
-    backend = LocalBackend(2)
-    return GridSearch(
-        backend=backend,
-        store=LocalStore(str(tmp_path_factory.mktemp("store"))),
-        estimator_gen_fn=hostile.factory,
-        search_space={
-            "fault": hp_choice(["none", "raises", "refused", "no"]),
-            "note": hp_choice([hostile.HOSTILE]),
-        },
-        num_epochs=3,
-        evaluation_metric="accuracy",
-        verbose=0,
-        observers=[hostile.Killer(backend, after=5)],
-    ).fit(Arrays({"features": features.astype(np.float32), "label": labels}))
+    backend, place = LocalBackend(2), tmp_path_factory.mktemp("store")
+    space = {"fault": ["none", "raises", "refused", "no"], "note": [hostile.HOSTILE]}
+    options = {"num_epochs": 3, "observers": [hostile.Killer(backend, after=5)]}
+    return grid(backend, place, hostile.factory, space, **options).fit(classes(600))
 
 
 @pytest.fixture(scope="session")
