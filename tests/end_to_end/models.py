@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
+from tests.shards.zoo import LongSkips
 
 
 def feed_forward(params: dict[str, Any]) -> Recipe:
@@ -51,44 +52,9 @@ def wide(params: dict[str, Any]) -> Recipe:
     )
 
 
-class Block(nn.Module):
-    """Convolution with BatchNorm and a skip connection, in place where it can be."""
-
-    def __init__(self, channels: int, dropout: float) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(self.dropout(y)))
-        y += x
-        return self.relu(y)
-
-
-class LongSkips(nn.Module):
-    """A residual net whose stem's output is needed again at the very end."""
-
-    def __init__(self, channels: int = 8, blocks: int = 4, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels))
-        self.blocks = nn.ModuleList([Block(channels, dropout) for _ in range(blocks)])
-        self.head = nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = y = self.stem(x)
-        for block in self.blocks:
-            y = block(y)
-        return self.head((y + first).mean((2, 3)))
-
-
 def long_skips(params: dict[str, Any]) -> Recipe:
     """Dropout, BatchNorm, long skips, clipping, accumulation and an LR schedule together."""
-    model = LongSkips()
+    model = LongSkips(width=8, blocks=4, classes=10)
 
     def schedule(optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(

@@ -34,12 +34,12 @@ class Block(nn.Module):
 class LongSkips(nn.Module):
     """A small ResNet whose stem output and first block reach the end of the network too."""
 
-    def __init__(self, width: int = 4, blocks: int = 3) -> None:
+    def __init__(self, width: int = 4, blocks: int = 3, classes: int = 3) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width))
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(width, 3)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         stem = first = y = self.stem(x)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cerebro_hydra
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ReplayError, StoreError
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -100,3 +100,8 @@ def test_one_batch_repeated_in_place_of_another_is_seen(tmp_path: Path) -> None:
     report = cerebro_hydra.replay(result.run_path, "trial-000")
     assert not report.identical
     assert "the run has" in report.first_difference
+
+
+def test_an_unknown_trial_is_named(run_path: str) -> None:
+    with pytest.raises(ReplayError, match="no trial 'trial-007'"):
+        cerebro_hydra.replay(run_path, "trial-007")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from tests.end_to_end.models import LongSkips, next_token_loss
+from tests.end_to_end.models import next_token_loss
+from tests.shards.zoo import LongSkips
 
 TOKENS, VOCABULARY, CLASSES, LAYERS = 16, 32, 10, 8
 
@@ -105,7 +106,7 @@ def mixed(params: dict[str, Any]) -> Recipe:
         case "mlp" | "graph":
             model = perceptron(0.2 if name == "mlp" else 0.0)
         case "resnet" | "accumulated":
-            model = Scaled((1, 4, 4), LongSkips(channels=8, blocks=6))
+            model = Scaled((1, 4, 4), LongSkips(width=8, blocks=6, classes=CLASSES))
         case _:
             model = transformer(name)
     speaks = name in ("gpt2", "llama")
