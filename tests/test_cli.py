@@ -140,11 +140,14 @@ def test_replay_asks_for_a_word_before_it_imports_what_a_run_names(
     for module in ("of_an_attacker", "xxhash", "jinja2", "pandas"):
         code = f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\nraise SystemExit\n"
         Path(folder.path, f"{module}.py").write_text(code)
-    for given in ([], ["--trial", "trial-001"]):
-        done = command("replay", folder.path, *given, cwd=Path(folder.path), code=1)
-        assert done.stdout == ""
-        assert "records the factory 'of_an_attacker:build'" in done.stderr
-        assert "--trust" in done.stderr and "--factory module:name" in done.stderr
+    replays = (
+        f"from cerebro_hydra.cli import main; run = {folder.path!r}; "
+        "print(main(['replay', run]), main(['replay', run, '--trial', 'trial-001']))"
+    )
+    done = run_python("-P", "-c", replays, cwd=Path(folder.path), COLUMNS="200")
+    assert done.stdout == "1 1\n"
+    assert done.stderr.count("records the factory 'of_an_attacker:build'") == 2
+    assert "--trust" in done.stderr and "--factory module:name" in done.stderr
     given = ["--factory", "tests.tune.tune_models:small"]
     command("replay", folder.path, *given, cwd=Path(folder.path))
     assert not (tmp_path / "it-ran").exists()

@@ -17,6 +17,7 @@ import cerebro_hydra
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, ReplayError, StoreError
+from cerebro_hydra.plan.messages.events import TrialProposed
 from cerebro_hydra.storage import LocalStore, RunFolder, estimator_factories
 from cerebro_hydra.storage.digest import decode_document, encode_document
 from cerebro_hydra.storage.run_document import TRIAL_FILE
@@ -29,6 +30,7 @@ from cerebro_hydra.tune import (
     hp_loguniform,
     hp_uniform,
 )
+from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.trial import all_failed
 from tests.golden import assert_golden, refusal
 from tests.tune import tune_models
@@ -347,16 +349,11 @@ def test_candidates_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert first == searching(tmp_path).candidates()
     assert first == searching(tmp_path, num_models=5).candidates()[:3]
     assert first != searching(tmp_path, seed=1).candidates()
+    begun = AskAndTell(searching(tmp_path).searcher(), 2, 2).begin()
+    assert [each.params for each in begun if isinstance(each, TrialProposed)] == first
 
 
 @pytest.mark.parametrize("number", [0, 2.0, True, None])
 def test_a_number_of_models_that_is_none_is_refused(tmp_path: Path, number: object) -> None:
     with pytest.raises(ConfigurationError, match=f"num_models is {number!r}; it is a whole"):
         searching(tmp_path, num_models=number)
-
-
-@pytest.mark.slow
-def test_draws_are_trained_and_replay(tmp_path: Path) -> None:
-    result = searching(tmp_path).fit(rows())
-    assert [trial.params for trial in result.trials] == searching(tmp_path).candidates()
-    assert cerebro_hydra.replay(result.run_path, "trial-002").identical

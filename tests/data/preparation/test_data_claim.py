@@ -117,13 +117,12 @@ def test_one_program_waits_for_the_other(kind: str, tmp_path: Path, waiting: Wai
     assert_whole(store, manifest, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["local"])
 def test_program_that_is_killed_blocks_nobody(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared, "CLAIM_SECONDS", 0.3)
-    store = STORES[kind](tmp_path)
-    with half_way(kind, tmp_path, 0.3) as first:
+    store = STORES["local"](tmp_path)
+    with half_way("local", tmp_path, 0.3) as first:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
         (fingerprint,) = store.list(f"{store.prefix}/data")
@@ -230,13 +229,12 @@ def test_what_others_put_among_claims_is_no_claim_and_stays(tmp_path: Path) -> N
     assert store.list(f"{folder}/{CLAIMS}") == ["notes.txt"]
 
 
-@pytest.mark.parametrize("kind", ["remote"])
 def test_program_that_is_held_up_does_no_harm_afterwards(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared, "CLAIM_SECONDS", 0.3)
-    store = STORES[kind](tmp_path)
-    with half_way(kind, tmp_path, 0.3) as first:
+    store = STORES["remote"](tmp_path)
+    with half_way("remote", tmp_path, 0.3) as first:
         os.kill(first.pid, signal.SIGSTOP)
         manifest = write_dataset(store, ROWS, 3, 0.3)
         os.kill(first.pid, signal.SIGCONT)

@@ -36,10 +36,9 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [None, by_groups], ids=["adamw", "groups"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_one_scheduler_per_shard_is_one_scheduler(name, optimizer):
-    make = mlp_recipe(optimizer, lr_scheduler=SCHEDULERS[name])
+def test_one_scheduler_per_shard_is_one_scheduler(name):
+    make = mlp_recipe(by_groups, lr_scheduler=SCHEDULERS[name])
     assert_equal_to_plain(make, two_sub_epochs(), "modules")
 
 
