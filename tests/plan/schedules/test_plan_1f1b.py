@@ -7,21 +7,11 @@ from dataclasses import replace
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from cerebro_hydra.plan.messages.actions import Action, ActionKind, format_actions
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
-from tests.plan.schedules.test_plan_gpipe import GOLDEN, F, U, given, simulate, spec_of
+from tests.plan.schedules.test_plan_gpipe import F, U, passes, simulate, spec_of
 
 SIZES = [(2, 4), (3, 4), (4, 8), (3, 1), (4, 2)]
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-def test_the_lists_are_the_golden_ones_and_what_the_queues_do(devices: int) -> None:
-    lists = one_forward_one_backward(TaskGraph(devices, 4, 4), 0, 0, devices)
-    placed = [[task.on(device) for task in tasks] for device, tasks in enumerate(lists)]
-    assert "\n".join(map(format_actions, placed)) == (GOLDEN / f"1f1b_{devices}x4.txt").read_text()
-    timeline = simulate([replace(spec_of(devices, 4), schedule="1f1b")], devices)
-    assert [given(timeline, device) for device in range(devices)] == placed
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 4), (4, 8), (4, 4)])
@@ -35,17 +25,7 @@ def test_the_passes_are_those_of_torch(devices: int, microbatches: int) -> None:
     for rank, ours in enumerate(lists):
         # torch numbers the forwards of the last rank from 1, where it has no use for the number.
         late = rank == devices - 1
-        passes = [
-            Action(
-                0,
-                each.stage_index,
-                ActionKind(each.computation_type.value),
-                each.microbatch_index - (late and each.computation_type.value == "F"),
-            )
-            for each in order[rank]
-            if each is not None and each.computation_type.value in "FB"
-        ]
-        assert [task for task in ours if task.kind is not U] == passes
+        assert [task for task in ours if task.kind is not U] == passes(order[rank], first=late)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

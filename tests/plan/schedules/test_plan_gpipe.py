@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleGPipe
@@ -16,6 +19,7 @@ from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 
@@ -58,25 +62,45 @@ def given(timeline: WorkerTimeline, device: int) -> list[Action]:
     return [each for each in actions if each.kind.computes and each.device == device]
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_the_lists_are_the_golden_ones(devices: int) -> None:
-    graph = TaskGraph(devices, 4, 4)
-    lists = gpipe(graph, 0, 0, devices)
+LISTS = sorted(
+    path.stem
+    for path in GOLDEN.glob("*.txt")
+    if path.stem.split("_")[0] in SCHEDULES.keys() - {"sequential"}
+)
+"""The golden lists of each schedule, with the numbers of devices, of ranges on each, and of
+microbatches in their names."""
+
+
+def test_every_schedule_has_golden_lists() -> None:
+    assert {name.split("_")[0] for name in LISTS} == SCHEDULES.keys() - {"sequential"}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_lists_are_the_golden_ones_and_what_the_queues_do(name: str) -> None:
+    schedule, sizes = name.split("_")
+    devices, *ranges, microbatches = map(int, sizes.split("x"))
+    shards = devices * prod(ranges)
+    graph = TaskGraph(shards, microbatches, microbatches)
+    lists = SCHEDULES[schedule](graph, 0, 0, devices)
     placed = [[task.on(device) for task in tasks] for device, tasks in enumerate(lists)]
-    text = (GOLDEN / f"gpipe_{devices}x4.txt").read_text()
+    text = (GOLDEN / f"{name}.txt").read_text()
     assert "\n".join(map(format_actions, placed)) == text
     assert parse_actions(text) == [task for tasks in placed for task in tasks]
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-def test_the_queues_do_the_golden_lists_and_the_validator_agrees(devices: int) -> None:
-    timeline = simulate([spec_of(devices, 4)], devices)
-    golden = parse_actions((GOLDEN / f"gpipe_{devices}x4.txt").read_text())
-    done = [task for device in range(devices) for task in given(timeline, device)]
-    assert done == golden
+    spec = replace(spec_of(shards, microbatches), schedule=schedule, devices=devices)
+    timeline = simulate([spec], devices)
+    assert [given(timeline, device) for device in range(devices)] == placed
     given_to_all = [each for each in timeline.given if isinstance(each, Action)]
     computed = [each for each in given_to_all if each.kind.computes]
-    validate(computed, shards=devices, microbatches=4, barrier=False)
+    validate(computed, shards=shards, microbatches=microbatches, barrier=False)
+
+
+def passes(order: Iterable[Any], first: int = 0) -> list[Action]:
+    """Return the passes of torch's for a rank, whose forwards have numbers from `first` on."""
+    return [
+        Action(0, each.stage_index, ActionKind(kind), each.microbatch_index - first * (kind == "F"))
+        for each in order
+        if each is not None and (kind := each.computation_type.value) in "FB"
+    ]
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 4), (4, 8), (3, 1), (4, 2)])
@@ -85,15 +109,9 @@ def test_the_passes_are_those_of_torch(devices: int, microbatches: int) -> None:
     theirs._num_stages, theirs._n_microbatches = devices, microbatches
     order = theirs._get_pipeline_order()
     assert order is not None
-    kinds = {"F": F, "B": B}
     lists = gpipe(TaskGraph(devices, microbatches, microbatches), 0, 0, devices)
     for rank, ours in enumerate(lists):
-        passes = [
-            Action(0, each.stage_index, kinds[each.computation_type.value], each.microbatch_index)
-            for each in order[rank]
-            if each is not None and each.computation_type.value in kinds
-        ]
-        assert [task for task in ours if task.kind is not U] == passes
+        assert [task for task in ours if task.kind is not U] == passes(order[rank])
 
 
 @pytest.mark.parametrize("recompute", [True, False])
