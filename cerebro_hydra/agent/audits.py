@@ -7,27 +7,29 @@ clipping, and a model that was built anew with one that has trained.
 
 An audit is a visit of its own, of one step, by a model that the factory builds anew: the plain
 trainer trains it where a device has room for the whole, else its own forward runs shard by shard.
-The queues bring its shards like those of any other visit, so that it keeps to every budget. It may
-be any step: each shard is copied before its first task of that step. Where memory has no room for
-the copies it is the first step, from the state before, which stays until the sub-epoch is
-committed. The limits of a task hold for its audit, too: code that hangs there can't be told from
-slow code.
+The queues bring its shards like those of any other visit, so that it keeps to every budget. Any
+step is as likely to be drawn: each shard is copied before its first task of it. Where memory has no
+room for the copies it is the first step, from the state before, which stays until the sub-epoch is
+committed. What the step changed that hops with no shard, such as attributes, is compared, too.
+The limits of a task hold for its audit, too: code that hangs there can't be told from slow code.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cerebro_hydra.agent.device.messages import Done, FailureKind
 from cerebro_hydra.agent.device.process import WorkerDevice
-from cerebro_hydra.agent.device.task_watch import Task, located
+from cerebro_hydra.agent.device.task_watch import located
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.visit import Visit
+from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
-from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget, drawn_window
+from cerebro_hydra.shards.admission.late_effects import history_told
 from cerebro_hydra.shards.engine.layout import Bytes
 
 STEPS_OF_AN_AUDIT = 4
@@ -53,7 +55,7 @@ class AuditRoom:
     """Holds the memory that was found for the shards of a visit as they are before a step.
 
     Args:
-        copies: for each shard, if a step is left to begin; None if there is no room.
+        copies: for each shard, unless the step is the first one; None if there is no room.
         seconds: what it took to find it.
     """
 
@@ -67,8 +69,8 @@ class AuditRoom:
         sizes = [shard.trainable for shard in visit.profile.shards]
         try:
             if segments.has_room(sum(sizes)):
-                left = visit.begun_windows < visit.spec.graph.windows
-                copies = {k: segments.allocate(n) for k, n in enumerate(sizes)} if left else {}
+                copied = enumerate(sizes) if visit.drawn else ()
+                copies = {k: segments.allocate(n) for k, n in copied}
         except (MemoryError, OSError) as error:
             what = "trial %d is audited by the first step of a sub-epoch on worker %d, for want of "
             _log.warning(f"{what}room for a copy: %s", visit.task.trial, visit.task.worker, error)
@@ -88,12 +90,15 @@ class Audits:
         self._impossible: set[int] = set()  # the trials that can't be audited here
         self._spares: set[tuple[WorkerDevice, int]] = set()  # trials built a second time, and where
 
-    def watches(self, task: Task, profile: TrialProfile) -> bool:
-        """Return whether a step of a visit may be audited."""
+    def watch(self, visit: Visit) -> None:
+        """Draw the step of a visit that may be audited, if one may."""
+        task = visit.task
         if not isinstance(task, StartSubEpoch) or task.trial in self._impossible:
-            return False
-        seconds = profile.build_seconds + self._seconds.get(task.trial, 0.0)
-        return bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
+            return
+        seconds = visit.profile.build_seconds + self._seconds.get(task.trial, 0.0)
+        visit.watched = bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
+        windows = visit.spec.graph.windows
+        visit.drawn = drawn_window(task.trial, task.epoch, task.partition, windows)
 
     def opens(self, visit: Visit, device: WorkerDevice) -> None:
         """Note that a device opens a visit, for which it may have to build its model again."""
@@ -112,16 +117,33 @@ class Audits:
         elif visit.spec.graph.training:
             self.budget.trained += done.seconds
 
-    def is_due(self, visit: Visit) -> bool:
-        """Return whether a step of a visit is to be audited from now on, which has done one."""
+    def is_due(self, visit: Visit, unit: Sequence[Action]) -> bool:
+        """Return whether the step that was drawn begins with a unit, and is to be audited."""
         chosen = visit.choosing or visit.audited is not None
-        if not visit.watched or chosen or not visit.step_is_over(0):
+        if visit.over or not visit.watched or chosen or not visit.begins_drawn_step(unit):
             return False
+        return self._affords(visit)
+
+    def begins(self, visit: Visit) -> int | None:
+        """Return the window whose audit begins now, None if none does.
+
+        If time has become short meanwhile, the visit has no audit.
+        """
+        if not visit.can_be_audited:
+            return None
+        if not self._affords(visit):
+            visit.audit_ended = True
+            visit.given.clear()
+            return None
+        return visit.audited
+
+    def _affords(self, visit: Visit) -> bool:
+        """Return whether there is time for an audit, as far as it is known what that takes."""
         seconds = self._seconds.get(visit.task.trial, STEPS_OF_AN_AUDIT * visit.first_seconds)
         return self.budget.allows(seconds, visit.task.epoch == 0)
 
     def choose(self, visit: Visit, room: AuditRoom) -> None:
-        """Choose the step of a visit that is audited: the next one, if memory has room for copies.
+        """Choose the step of a visit that is audited: the one drawn, if memory has room for copies.
 
         Else it is the first step, from the state before the visit. Where devices compute in the
         agent's memory, which has no room for that step either, it is taken in mapped files.
@@ -130,7 +152,7 @@ class Audits:
             room.copies or {},
             visit.resident and room.copies is None,
         )
-        visit.audited = visit.begun_windows if visit.copies else 0
+        visit.audited = visit.drawn if visit.copies else 0
         self.budget.spent += room.seconds
 
     def ended(self, audit: Visit) -> str | None:
@@ -142,6 +164,18 @@ class Audits:
         if found is None:
             visit.audit_seconds = audit.first_seconds
         return _told(visit, found)
+
+    def side_effect(self, audit: Visit) -> str | None:
+        """Return what a visit's step leaves otherwise, though no bit differs, and hops with no
+        shard.
+
+        Such a trial is not exact in one piece, either.
+        """
+        visit = audit.audits
+        assert visit is not None and visit.audited is not None
+        step = visit.steps[visit.audited]
+        found = None if step.difference(audit.steps[0]) else step.side_effect(audit.steps[0])
+        return _told(visit, found and history_told(found))
 
     def failed(self, audit: Visit, kind: FailureKind, why: str) -> str | None:
         """Return what differs if an audit met no finite loss; else audit its trial no more.

@@ -230,7 +230,7 @@ class QueueTrainer:
             profile = self._entrance.profiles[task.trial]
             spec = self._planner.visit_spec(next(self._numbers), task, profile)
             visit = self._add_visit(task, profile, spec)
-            visit.watched = self._audits.watches(task, profile)
+            self._audits.watch(visit)
             visit.announce(self._shard_store)
 
     def _add_visit(
@@ -302,10 +302,8 @@ class QueueTrainer:
 
     def _begin_audit(self, visit: Visit) -> None:
         """Let the uncut model take a step of a visit, too, once all is there that it needs."""
-        if visit.can_be_audited:
-            assert visit.audited is not None
-            asked = next(self._numbers), visit.spec, visit.audited, visit.profile
-            spec = self._planner.audit_spec(*asked)
+        if (window := self._audits.begins(visit)) is not None:
+            spec = self._planner.audit_spec(next(self._numbers), visit.spec, window, visit.profile)
             visit.give_to(self._add_visit(replace(visit.task), visit.profile, spec, audits=visit))
 
     def _copied(self, visit: Visit, shard: int, home: ShardHome) -> None:
@@ -313,7 +311,6 @@ class QueueTrainer:
         if visit.resident:
             visit.given[shard] = home
             return
-
         window = visit.audited
 
         def away(done: Future[None]) -> None:
@@ -382,6 +379,8 @@ class QueueTrainer:
             self._compute(self._visits[unit[0].trial], unit)
 
     def _compute(self, visit: Visit, tasks: list[Action]) -> None:
+        if self._audits.is_due(visit, tasks):
+            self._choose_audit(visit)
         if self._gate.holds(tasks):
             return
         if any(map(visit.begins_last_step, tasks)):
@@ -495,8 +494,6 @@ class QueueTrainer:
         for done in tasks:
             if (home := visit.copied(done)) is not None:
                 self._copied(visit, done.action.shard, home)
-        if self._audits.is_due(visit):
-            self._choose_audit(visit)
         self._begin_audit(visit)
         losses = [number for done in tasks for number in done.losses]
         if losses and visit.audits is None and self._progress.is_due():
@@ -609,6 +606,8 @@ class QueueTrainer:
             return
         if visit.audits is not None:
             self._end_early(visit)
+            if (found := self._audits.side_effect(visit)) is not None:
+                self._fail(visit.audits, FailureKind.OTHER, found)
             self._go_on(visit.audits, self._audits.ended(visit))
         else:
             visit.closed = True

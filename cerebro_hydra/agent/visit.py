@@ -62,11 +62,12 @@ class Visit:
         resident: whether its device computes in the agent's memory, from which nothing leaves.
         mapped: whether what it changes and makes lies in mapped files, for want of memory.
         watched: whether one of its steps may be audited.
+        drawn: the window which that step is, if memory has room for copies.
         audits: the visit of which this one takes a step again with the uncut model, if it does.
         audit: the visit that does so with this one.
         audit_ended: whether it is known what that found.
         choosing: whether room is looked for, on which depends which step that is.
-        audited: the window which that step is, once that is chosen.
+        audited: the window which that step is, once it is chosen.
         audit_is_mapped: whether the uncut model takes it in mapped files.
         copies: memory for the shards as they are before that step, until they are copied.
         given: homes of shards that are not looked for, because they were copied.
@@ -99,6 +100,7 @@ class Visit:
     nbytes: dict[int, int] = field(default_factory=dict)
     closed: bool = False
     watched: bool = False
+    drawn: int = 0
     audits: Visit | None = None
     audit: Visit | None = None
     audit_ended: bool = False
@@ -108,7 +110,6 @@ class Visit:
     copies: dict[int, Bytes] = field(default_factory=dict)
     given: dict[int, ShardHome] = field(default_factory=dict)
     steps: dict[int, StepResult] = field(default_factory=dict)
-    begun_windows: int = 0
     first_seconds: float = 0.0
     audit_seconds: float = 0.0
 
@@ -141,7 +142,6 @@ class Visit:
         self.copies.clear()
         self.given.clear()
         self.steps.clear()
-        self.begun_windows = 0
         self.first_seconds = self.audit_seconds = 0.0
 
     def order(self, cursor: Mapping[str, Any] | None) -> VisitOrder:
@@ -154,7 +154,7 @@ class Visit:
             self.task,
             self.start_step,
             self.recompute,
-            self.watched,
+            self.drawn if self.watched else None,
             None if self.audits is None else self.audits.audited,
             self.spec.task_bytes if self.limited else None,
             self.spec.moves,
@@ -166,9 +166,6 @@ class Visit:
         """Return the order to do a unit."""
         graph = self.spec.graph
         order = Compute(tuple(tasks)) if self.boundary is None else self.boundary.order(tasks)
-        self.begun_windows = max(
-            self.begun_windows, 1 + max(task.microbatch or 0 for task in tasks) // graph.window
-        )
         if self.watched or self.audits is not None:
             ends = (graph.window_of(n * graph.window)[-1] for n in {0, self.audited or 0})
             order = replace(order, watched=tuple(ends))
@@ -239,6 +236,11 @@ class Visit:
         if done.action.kind is not ActionKind.F or done.cursor is None or k not in self.copies:
             return None
         return ShardHome.of_copy(self.homes[k], self.copies.pop(k), done.cursor)
+
+    def begins_drawn_step(self, tasks: Sequence[Action]) -> bool:
+        """Return whether a unit has the first task of the step that may be audited."""
+        first = self.drawn * self.spec.graph.window
+        return any((t.kind, t.shard, t.microbatch) == (ActionKind.F, 0, first) for t in tasks)
 
     @property
     def awaits_audit(self) -> bool:

@@ -93,6 +93,7 @@ def run_in_process(
         accumulate=recipe.accumulate,
         steps=steps,
         shards=_write_state(folder, trial, 0),
+        attributes=trial.admission.attributes,
     )
     document = RunDocument(
         run_id=folder.run_id,

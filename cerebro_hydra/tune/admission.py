@@ -238,6 +238,7 @@ class Admission:
             **_structure(cut),
             shards=states[0].digests,
             recompute=True,
+            attributes=cut.attributes,
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
             finer=asked.inherited and spec.finer,
         )
@@ -328,6 +329,7 @@ class Admission:
             recompute=asked_recompute(recipe),
             tasks=profile.tasks.to_json() if profile is not None and profile.tasks else None,
             finer=finer,
+            attributes=admission.attributes,
         )
         if profile is not None:
             with _refusing():

@@ -168,7 +168,7 @@ class Agent:
     def _budget(self, part: float) -> int:
         runtime = self.builder.get(0).runtime
         profile = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, None)
-        need = profile.training(0, 1, self.spec.accumulate, part >= 1).device_need
+        need = profile.training(0, 1, self.spec.accumulate, part < 1).device_need
         state = sum(shard.frozen + shard.trainable + shard.gradients for shard in profile.shards)
         return max(int(part * state), need)
 

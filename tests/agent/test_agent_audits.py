@@ -180,18 +180,15 @@ def test_a_graph_that_differs_from_its_modules_is_found(
     check_found(agent, failed, "the loss is .*")
 
 
-def test_a_break_in_the_last_step_is_caught_after_it_was_published(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", [None, 2])
+@pytest.mark.parametrize("step", [0, 5, ROWS // BATCH - 1])
+def test_the_step_that_is_drawn_is_audited_and_the_last_one_after_it_was_published(
+    make_agent: Make, step: int, device: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    last = ROWS // BATCH - 1
-    is_due = agent.audits.is_due
-    monkeypatch.setattr(
-        agent.audits, "is_due", lambda run: run.begun_windows == last and is_due(run)
-    )
-    monkeypatch.setattr("cerebro_hydra.agent.attempts.RESIDENT_UNIT_SECONDS", 0.0)
-    broken_from(monkeypatch, last, lambda p: p[0].mul_(1.5))
-    failed = agent.train()
-    check_found(agent, failed, r"parameter '7\.bias'", last)
+    agent = make_agent("modules", width=WIDE, device=device)
+    monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: step)
+    broken_from(monkeypatch, step, lambda p: p[0].mul_(1.5), "14.bias")
+    check_found(agent, agent.train(), r"parameter '14\.bias'", step)
 
 
 def test_an_engine_that_breaks_is_not_caught_without_audits(

@@ -95,6 +95,11 @@ class TrialBuilder:
         """Take in what a trial is, before anything else is asked of it."""
         self._specs[spec.trial] = spec
 
+    @property
+    def audit_share(self) -> float:
+        """Return how much of the training time may be taken to compare it with plain training."""
+        return self._document.audit_share
+
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
         self._specs.pop(trial, None)

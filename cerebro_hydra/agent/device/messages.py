@@ -30,7 +30,7 @@ class VisitOrder:
         task: what the coordinator asked for.
         start_step: the optimizer steps that the trial has done before.
         recompute: whether a backward computes its forward again.
-        watched: whether one of its steps may be audited.
+        watched: the window that may be audited, None if none may.
         audits: the window that the uncut model takes alone, to audit another visit.
         task_bytes: what tasks of each shard may have beside their shards; None for any amount.
         moves: whether microbatches go from device to device between two units.
@@ -43,7 +43,7 @@ class VisitOrder:
     task: StartSubEpoch | Evaluate
     start_step: int
     recompute: bool
-    watched: bool = False
+    watched: int | None = None
     audits: int | None = None
     task_bytes: tuple[int, ...] | None = None
     moves: bool = False
@@ -176,7 +176,8 @@ class Done:
         cursor: of a shard that was written back, or copied.
         has_gradients: whether its gradients were written back too.
         losses: the mean loss and the rows of microbatches that have ended, by their numbers.
-        digests: those of a shard's tensors, after an update that is watched.
+        digests: those of a shard's tensors, after an update that is watched; beside those of shard
+            0 are the values that the step changed and that hop with no shard.
         record: says what a unit has left of its microbatch in the memory that it was given.
     """
 

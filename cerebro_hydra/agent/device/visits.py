@@ -21,6 +21,7 @@ from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
@@ -28,6 +29,7 @@ from cerebro_hydra.recipe.randomness import (
     compute_deterministically,
     random_numbers_kept,
 )
+from cerebro_hydra.shards.admission.late_effects import LateEffects
 from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
@@ -95,6 +97,7 @@ class TrialVisits:
         self._reserved = reserved
         self._scratch = scratch
         self._spares: dict[int, Recipe | Exception] = {}  # for the next audit of each trial
+        self._looks = AuditBudget(builder.audit_share)  # for what training leaves that can't hop
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
@@ -119,7 +122,7 @@ class TrialVisits:
             splits = self._decoded([partition])
             self._builder.add_partitions(splits["train"], splits["val"])
         audits = order.audits is not None
-        if order.watched or audits:
+        if order.watched is not None or audits:
             self._build_spare(task.trial)
         trial = self._builder.get(task.trial).runtime
         if audits:
@@ -141,14 +144,19 @@ class TrialVisits:
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:
             windows = islice(windows, 1)
-        memory = _Memory(trial.layout, order, self._reserved, self._scratch)
+        memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks)
+        effects = LateEffects(trial, order.trial.attributes, self._looks)
+        if not audits and self._looks.share and self._looks.allows(0.0, first_epoch=True):
+            effects.begin()
+        steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
         if (audits or task.uncut) and not order.recompute:
-            return PlainVisit(trial, first, windows, metrics, memory)
+            return PlainVisit(trial, first, windows, metrics, memory, effects, steps)
         sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,
             resident=order.resident, moves=order.moves,
         )  # fmt: skip
-        return TrainingVisit(sub_epoch, trial.layout, not order.recompute or order.resident, memory)
+        stays = not order.recompute or order.resident
+        return TrainingVisit(sub_epoch, trial.layout, stays, memory, effects, steps)
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no visit uses its model.
@@ -183,8 +191,10 @@ class _Memory:
         order: VisitOrder,
         reserved: Callable[[int], AbstractContextManager[object]],
         scratch: str | None,
+        looks: AuditBudget,
     ) -> None:
         self.resident = order.resident
+        self._looks = looks
         self._layout = layout
         self._audits = order.audits is not None
         self._slots: dict[int, Segments] = {}
@@ -227,8 +237,11 @@ class _Memory:
     def computing(self) -> Iterator[None]:
         """Let the body do tasks; now and then the heap is trimmed after it."""
         kept = random_numbers_kept() if self._audits else nullcontext()
+        begun = time.perf_counter()
         with kept, self._mapped or nullcontext():
             yield
+        if not self._audits:
+            self._looks.trained += time.perf_counter() - begun
         if self.resident and time.monotonic() > self._trims:
             trim_heap(self._beside)
             self._trims = time.monotonic() + TRIM_SECONDS
@@ -239,11 +252,53 @@ class _Memory:
         self._stack.close()
 
 
+class _ComparedSteps:
+    """Tells what a step that is audited leaves in attributes, and what it leaves there uncut.
+
+    A step is compared if all of it was done here, by the modules' own code.
+    """
+
+    def __init__(self, effects: LateEffects, order: VisitOrder, accumulate: int) -> None:
+        self._effects = effects
+        self._window = None if order.moves else order.watched
+        self._audits = order.audits is not None
+        self._accumulate = accumulate
+        self._done = 0
+
+    def begin(self, microbatch: int) -> None:
+        """Note that a microbatch begins."""
+        window, place = divmod(microbatch, self._accumulate)
+        if window == self._window:
+            if place == 0:
+                self._done = 0
+                self._effects.begin_step(window)
+            self._done += 1
+
+    def end(self, microbatch: int) -> TensorDigests:
+        """Return what the step that ended with a microbatch is compared by."""
+        if self._audits:
+            return self._effects.all_values()
+        window, place = divmod(microbatch, self._accumulate)
+        if window != self._window or self._done != place + 1:
+            return {}
+        return self._effects.of_step(window)
+
+
 class TrainingVisit:
     """Trains a trial on a device."""
 
-    def __init__(self, visit: VisitRun, layout: TrialLayout, stays: bool, memory: _Memory) -> None:
+    def __init__(
+        self,
+        visit: VisitRun,
+        layout: TrialLayout,
+        stays: bool,
+        memory: _Memory,
+        effects: LateEffects,
+        steps: _ComparedSteps,
+    ) -> None:
         self.stays = stays
+        self._effects, self._steps = effects, steps
+        self._latest = 0  # microbatch of a task that was done
         self.resident = memory.resident
         self._marks = [len(GradientLayout.of(shard).entries) for shard in layout.shards]
         self._visit = visit
@@ -271,11 +326,14 @@ class TrainingVisit:
 
         def following(ended: Action) -> Action:
             assert then is not None
+            self._latest = ended.microbatch or 0
             return then(Done(ended))
 
+        if task.kind is ActionKind.F and task.shard == 0:
+            self._steps.begin(task.microbatch or 0)
         with self._memory.computing():
             last = self._visit.perform(task, then=following)
-        number = last.microbatch or 0
+        number = self._latest = last.microbatch or 0
         if last.kind is ActionKind.B and last.shard == 0:
             return Done(last, losses={number: self._visit.losses[number]})
         return Done(last)
@@ -285,8 +343,9 @@ class TrainingVisit:
         return self._visit.cursor(shard)
 
     def digests(self, shard: int) -> TensorDigests:
-        """Return the digests of a shard's tensors."""
-        return self._memory.digests(shard)
+        """Return the digests of a shard's tensors, with what the step left elsewhere."""
+        effects = {} if shard else self._steps.end(self._latest)
+        return {**self._memory.digests(shard), **effects}
 
     def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
         """Begin a unit of a microbatch that moves."""
@@ -302,6 +361,7 @@ class TrainingVisit:
             self._visit.close()
         finally:
             self._memory.close()
+        self._effects.check(self._visit.optimizers)
 
     def cancel(self) -> None:
         """End the visit where it stands."""
@@ -376,8 +436,12 @@ class PlainVisit:
         windows: Iterator[Window],
         epoch_metrics: Mapping[str, float] | None,
         memory: _Memory,
+        effects: LateEffects,
+        steps: _ComparedSteps,
     ) -> None:
         self._trial = trial
+        self._effects, self._steps = effects, steps
+        self._latest = 0  # microbatch of a task that was done
         self._start_step = start_step
         self._windows = enumerate(windows)
         self._at: tuple[int, Window] = (-1, ())
@@ -385,6 +449,7 @@ class PlainVisit:
         self._memory = memory
         self._cursors: dict[int, dict[str, Any] | None] = {}
         self._training: UncutTraining | None = None  # while all shards are there
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._stack = ExitStack()
 
     def moved(self, slots: Segments) -> Segments:
@@ -408,6 +473,9 @@ class PlainVisit:
         place, window = divmod(number, self._trial.recipe.accumulate)[::-1]
         while self._at[0] < window:
             self._at = next(self._windows)
+        self._latest = number
+        if task.kind is ActionKind.F and task.shard == 0:
+            self._steps.begin(number)
         last_of_all = place == len(self._at[1]) - 1 and task.shard == self._trial.num_shards - 1
         if task.kind is not ActionKind.B or not last_of_all:
             return Done(task)
@@ -432,6 +500,7 @@ class PlainVisit:
                     self._trial, [self._memory[k] for k in numbers], cursor, step, metrics
                 )
             )
+            self._optimizers.append(self._training.trainer.recipe.optimizer)
         losses = self._training.step(window)
         self._cursors = dict.fromkeys(numbers, self._training.cursor())
         return losses
@@ -448,8 +517,9 @@ class PlainVisit:
         return self._cursors[shard]
 
     def digests(self, shard: int) -> TensorDigests:
-        """Return the digests of a shard's tensors."""
-        return self._memory.digests(shard)
+        """Return the digests of a shard's tensors, with what the step left elsewhere."""
+        effects = {} if shard else self._steps.end(self._latest)
+        return {**self._memory.digests(shard), **effects}
 
     def close(self) -> None:
         """End the visit."""
@@ -457,6 +527,7 @@ class PlainVisit:
             self._end_training()
         finally:
             self._memory.close()
+        self._effects.check(self._optimizers)
 
     def cancel(self) -> None:
         """End the visit where it stands."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cerebro_hydra.plan.seeds import seed_of
+
 LATER_SHARE = 0.2
 """The part of the share that audits after a trial's first epoch may bring it to."""
 
@@ -29,3 +31,8 @@ class AuditBudget:
         """
         share = self.share if first_epoch else self.share * LATER_SHARE
         return self.spent + seconds <= share * self.trained
+
+
+def drawn_window(trial: int, epoch: int, partition: int, windows: int) -> int:
+    """Return which optimizer step of a sub-epoch is audited if one is: any is as likely."""
+    return seed_of("audit", trial, epoch, partition) % windows

@@ -64,6 +64,8 @@ class AdmittedCut:
     layout: TrialLayout
     profile: TrialProfile | None = None
     """What the queues of workers must know; None if nobody asked for it."""
+    attributes: tuple[str, ...] = ()
+    """The attributes that the first steps changed, which depend on no history."""
 
 
 def memory_needed(recipe: Recipe) -> int:
@@ -183,7 +185,7 @@ def _admit(
         if difference is None:
             report = CutReport.of(cut_model, layout, choice.why, choice.note, attempts)
             profile = None if profiler is None else profiled(choice.spec)
-            return AdmittedCut(choice.spec, report, template, layout, profile)
+            return AdmittedCut(choice.spec, report, template, layout, profile, check.attributes)
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))

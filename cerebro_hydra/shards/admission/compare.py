@@ -100,6 +100,8 @@ class CutCheck:
     """What its forwards on the largest example showed of each unit."""
     written: tuple[str, ...]
     """The buffers and frozen parameters to which it wrote in these steps."""
+    attributes: tuple[str, ...]
+    """The attributes that these steps changed; see `SideEffects`."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -126,7 +128,7 @@ class CutCheck:
                 measured = profile.measured(model) if example is largest else nullcontext()
                 with told_with_batch(trainer, example), measured:
                     losses.append(trainer.train([_window(example, times)]))
-                effects.after_step()
+                effects.after_step(trainer.recipe.optimizer)
             counts.check()
             trained, written = trainer.tensors(), writes.names()
             check_averaged(recipe, written)
@@ -136,8 +138,9 @@ class CutCheck:
             effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
-            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written
-        )
+            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written,
+            tuple(sorted(effects.written)),
+        )  # fmt: skip
 
     @property
     def rows(self) -> tuple[int, ...]:

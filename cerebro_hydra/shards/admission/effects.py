@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import types
 from collections import deque
@@ -22,13 +23,22 @@ from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.bound_model import bound_model
 from cerebro_hydra.shards.engine.microbatch import Microbatch
+from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 from cerebro_hydra.storage.digest import digest
 
 _Attributes = dict[str, Any]
 
-_REGISTERED = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+_OF_TORCH = vars(nn.Module()).keys()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_OPTIMIZERS = {*NOT_CLONED, "defaults", "_zero_grad_profile_name"}
+NOTHING = ("NoneType", "None")
+"""What is read of None."""
+
+_OURS = __name__.partition(".")[0]
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
-_KEYS = (tuple, torch.device, torch.dtype)
+_KEYS = (torch.device, torch.dtype)
+_HELD_BY_CLASSES = (int, float, list, dict, set, deque, itertools.count, Tensor)
+_LIBRARIES = ("torch", "builtins", "typing", "abc")
 _LONGEST = 1000
 """Of a longer collection, the length alone is read."""
 
@@ -127,11 +137,18 @@ class SideEffects:
         self._recipe = recipe
         self._buffers = {name for name, _ in recipe.model.named_buffers()}
         self._seen: list[_Attributes] = []
+        self._latest = self._read() | read_optimizer(recipe.optimizer, recipe.model)
+        self.written: set[str] = set()
+        """What steps have changed; that later ones do so, too, says nothing about their history."""
 
-    def after_step(self) -> None:
-        """Look at the attributes after one of the first two steps, both on the same example."""
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the attributes after a step; the first two are on the same example."""
+        found = self._read()
         if len(self._seen) < 2:
-            self._seen.append(self._read())
+            self._seen.append(found)
+        found = found | read_optimizer(optimizer, self._recipe.model)
+        self.written |= changed(self._latest, found)
+        self._latest = found
 
     def check(
         self,
@@ -189,33 +206,86 @@ class SideEffects:
             return self._read()
 
     def _read(self) -> _Attributes:
-        functions = {"loss": self._recipe.losses, "collate": self._recipe.collate}
-        return read_attributes(self._recipe.model, functions, self._buffers)
+        return read_attributes(self._recipe, self._buffers)
 
 
-def read_attributes(
-    model: nn.Module, functions: Mapping[str, Any], buffers: Collection[str]
-) -> dict[str, Any]:
-    """Return what a model and functions hold, in tuples, dicts and sets of plain values.
+def read_attributes(recipe: Recipe, buffers: Collection[str]) -> dict[str, Any]:
+    """Return what a model, its losses and collate hold, in tuples, dicts and sets of plain values.
 
     Each value goes by a description of its attribute. Objects are read if their class is from a
-    package of the model's; somebody else's logger is not.
+    package of the model's or of these functions; somebody else's logger is not.
 
     Args:
-        functions: the recipe's functions by their names.
         buffers: the names of those that hop; others are read as attributes are.
     """
+    model = recipe.model
     others = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
-    reader = _Reader(model, others.values())
+    reader = _Reader(model, others.values(), (*recipe.losses, recipe.collate))
     found = {
         f"attribute {name!r} of {_described(module_name, module)}": reader.read(value)
         for module_name, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _REGISTERED
+        for name, value in _own_attributes(module)
     }
-    found |= {f"a value of the {name}": reader.read(f) for name, f in functions.items()}
+    found |= {
+        f"attribute {name!r} of class {kind.__module__}.{kind.__qualname__}": reader.read(value)
+        for kind in dict.fromkeys(k for module in model.modules() for k in type(module).__mro__)
+        if _package(kind) not in _LIBRARIES
+        for name, value in vars(kind).items()
+        if isinstance(value, _HELD_BY_CLASSES) and not name.startswith("__")
+    }
+    functions = []
+    for number, loss in enumerate(recipe.losses):
+        which = f"loss {number}" if len(recipe.losses) > 1 else "the loss"
+        if isinstance(loss, nn.Module):
+            found |= _held_by_loss(which, loss, reader)
+        else:
+            functions.append(loss)
+    found["a value of the loss"] = reader.read(functions)
+    found["a value of the collate"] = reader.read(recipe.collate)
     made = "buffer {!r}, which the first forward makes"
     return found | {made.format(name): reader.read(buffer) for name, buffer in others.items()}
+
+
+def _held_by_loss(which: str, loss: nn.Module, reader: _Reader) -> dict[str, Any]:
+    attributes = {
+        f"attribute {'.'.join(filter(None, (place, name)))!r} of {which}": reader.read(value)
+        for place, module in loss.named_modules()
+        for name, value in _own_attributes(module)
+    }
+    buffers = loss.named_buffers()
+    return attributes | {f"buffer {name!r} of {which}": reader.read(b) for name, b in buffers}
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return what an optimizer holds beside its param groups and state, as attributes are read."""
+    reader, kind = _Reader(model, (), (optimizer,)), type(optimizer).__name__
+    return {
+        f"attribute {name!r} of optimizer {kind}": reader.read(value)
+        for name, value in vars(optimizer).items()
+        if name not in _OF_OPTIMIZERS and not name.startswith("_optimizer_")
+    }
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Return the names of attributes that were made, deleted or changed between two readings."""
+    kept = before.keys() & after.keys()
+    return (before.keys() ^ after.keys()) | {name for name in kept if before[name] != after[name]}
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's attributes, and the user's hooks."""
+    for name, value in vars(module).items():
+        if name in _HOOKS:
+            if hooks := [hook for hook in value.values() if not _is_ours(hook)]:
+                yield name, hooks
+        elif name not in _OF_TORCH:
+            yield name, value
+
+
+def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(f"{_OURS}.")
 
 
 def _described(name: str, module: nn.Module) -> str:
@@ -225,17 +295,18 @@ def _described(name: str, module: nn.Module) -> str:
 class _Reader:
     """Reads values beside the model's own modules, parameters and buffers."""
 
-    def __init__(self, model: nn.Module, others: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[Tensor], beside: Iterable[Any]) -> None:
         modules = list(model.modules())
         self._known = {id(each) for each in (*modules, *model.parameters(), *model.buffers())}
         self._known -= {id(tensor) for tensor in others}
-        self._packages = {_package(type(module)) for module in modules} - {"torch"}
+        self._packages = {_package(type(each)) for each in (*modules, *beside)}
+        self._packages -= {*_LIBRARIES, "functools"}
         self._read: dict[int, tuple[Any, Any]] = {}  # with the value, which keeps its id
 
     def read(self, value: Any) -> Any:
         """Return a plain value; what refers to itself is read once."""
         if isinstance(value, _ATOMS):
-            return type(value), repr(value)
+            return type(value).__qualname__, repr(value)
         if id(value) in self._known:
             return ()
         if id(value) not in self._read:
@@ -248,6 +319,8 @@ class _Reader:
             return str(value.dtype), tuple(value.shape), _digest(value)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return str(value.dtype), value.shape, digest(np.ascontiguousarray(value).data)
+        if isinstance(value, itertools.count):
+            return repr(value)
         if (state := _generator_state(value)) is not None:
             return self.read(state)
         if isinstance(value, Collection) and len(value) > _LONGEST:
@@ -274,6 +347,8 @@ class _Reader:
 
 
 def _key(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_key, value))})"
     return repr(value) if isinstance(value, (*_ATOMS, *_KEYS)) else type(value).__qualname__
 
 

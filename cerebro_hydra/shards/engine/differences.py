@@ -136,6 +136,9 @@ def first_operation(uncut: Recorder, cut: Recorder) -> str | None:
 TensorDigests = Mapping[str, str]
 """The digest of each tensor of a shard that trains, by its name in the segment."""
 
+EFFECT = "effect:"
+"""Begins what is told of an attribute beside the tensors of shard 0."""
+
 _KINDS = {"param": "parameter", "buffer": "buffer", "ema": "moving average of"}
 
 
@@ -161,8 +164,15 @@ class StepResult:
             return f"the loss is {self.loss!r}, not {uncut.loss!r}"
         for shard, digests in sorted(self.shards.items()):
             for name, found in digests.items():
-                if found != uncut.shards[shard][name]:
+                if not name.startswith(EFFECT) and found != uncut.shards[shard][name]:
                     return _described(name)
+        return None
+
+    def side_effect(self, uncut: StepResult) -> str | None:
+        """Return which value that hops with no shard the step changed to another one than uncut."""
+        for name, found in self.shards.get(0, {}).items():
+            if name.startswith(EFFECT) and found != uncut.shards[0].get(name):
+                return name
         return None
 
 

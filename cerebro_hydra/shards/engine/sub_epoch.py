@@ -5,6 +5,8 @@ Clipping goes shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
@@ -22,6 +25,7 @@ from cerebro_hydra.shards.engine.bound_model import (
     check_released,
     storages,
 )
+from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
@@ -31,6 +35,14 @@ from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_c
 Cursor = dict[str, Any]
 Norms = Mapping[str, float]
 """The 2-norm of each gradient of a shard, by parameter."""
+
+MOST_TRIED = 1 << 20
+"""Bytes of the largest parameter with which it is tried whether an optimizer is separable."""
+
+LARGE = 1e6
+"""An element of a gradient that any rule about all gradients takes for large."""
+
+_CONTAINERS = (dict, list, set, deque)
 
 
 class SubEpoch:
@@ -290,6 +302,28 @@ class SubEpoch:
         self._steps[k] = self.step + 1
         self._updated.add(k)
 
+    def check_separable(self, k: int) -> None:
+        """Check, before a shard's update, that its optimizer would not look at other shards.
+
+        Raises:
+            StepDiffers: what it does with one parameter depends on the gradients of others.
+        """
+        optimizer = self._optimizers[k][0]
+        if self._cut_model.num_shards == 1 or _is_known(optimizer):
+            return
+        if (found := other_gradients_matter(optimizer)) is not None:
+            (name,) = (name for name, p in self._states[k].params.items() if p is found)
+            raise StepDiffers(
+                f"in step {self.step}, the optimizer updates parameter {name!r} otherwise if "
+                "another one has a large gradient; so it needs the gradients of all shards, and "
+                "has those of one"
+            )
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of all shards that were here."""
+        return [optimizer for optimizer, _ in self._optimizers.values()]
+
     def cursor(self, k: int = 0) -> Cursor:
         """Return the cursor of a shard with its last update."""
         return make_cursor(self._steps[k], *self._optimizers[k])
@@ -361,3 +395,52 @@ def _grads_by_dtype(params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         if parameter.grad is not None:
             groups.setdefault(parameter.grad.dtype, {})[name] = parameter.grad
     return list(groups.values())
+
+
+def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
+
+    None is returned if there is none. It is tried with copies of the smallest parameter, before a
+    step is taken; the optimizer stays as it is.
+    """
+    given = [p for group in optimizer.param_groups for p in group["params"] if _is_dense(p.grad)]
+    smallest = min(given, key=lambda p: p.nbytes, default=None)
+    if smallest is None or smallest.nbytes > MOST_TRIED:
+        return None
+    with random_numbers_kept():
+        alone = _updated(optimizer, smallest, beside=False)
+    with random_numbers_kept():
+        beside = _updated(optimizer, smallest, beside=True)
+    return None if same_bits(alone, beside) else smallest
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is torch's own, which is separable if it is not refused."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0
+
+
+def _updated(optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool) -> Tensor:
+    """Return a copy of a parameter after a step, alone or beside a copy with large gradients."""
+    mine = nn.Parameter(parameter.detach().clone())
+    assert parameter.grad is not None
+    mine.grad = parameter.grad.detach().clone()
+    clone = clone_optimizer(optimizer, {id(parameter): mine})
+    held = vars(clone)  # what it shares with the original stays as it is
+    held.update((name, copy.copy(v)) for name, v in tuple(held.items()) if type(v) in _CONTAINERS)
+    if beside:
+        other = nn.Parameter(mine.detach().clone())
+        largest = torch.finfo(mine.grad.dtype).max / 8
+        other.grad = torch.full_like(mine.grad, min(LARGE, largest))
+        if mine in clone.state:
+            clone.state[other] = copy.deepcopy(clone.state[mine])
+        (group,) = (g for g in clone.param_groups if g["params"])
+        group["params"].append(other)
+        if "param_names" in group:
+            group["param_names"].append(f"beside {group['param_names'][0]}")
+    clone.step()
+    return mine

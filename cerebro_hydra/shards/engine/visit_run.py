@@ -175,6 +175,11 @@ class VisitRun:
         """Return the cursor of a shard that was loaded, with its last update."""
         return self._sub_epoch.cursor(k)
 
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the optimizers of all shards that were here."""
+        return self._sub_epoch.optimizers
+
     def _will_return_to(self, k: int) -> bool:
         if self._next is None:
             return False
@@ -246,9 +251,12 @@ class VisitRun:
         return task.microbatch
 
     def _update(self, task: Action, number: int) -> None:
-        self._sub_epoch.update(task.shard)
-        if self._at is not None and self._at[0] == number // self._accumulate and self._at[1][1]:
+        at = self._at
+        last = at is not None and at[0] == number // self._accumulate and at[1][1]
+        if last:
             self._updated_last.add(task.shard)
+            self._sub_epoch.check_separable(task.shard)
+        self._sub_epoch.update(task.shard)
 
     def _in_one_call(self, task: Action, number: int, then: Then) -> Action:
         """Do all tasks of a microbatch, from its first one on, and the updates between them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_visits import ByteTrials
@@ -45,16 +46,21 @@ def test_a_device_that_dies_meanwhile_changes_no_byte() -> None:
 
 
 def chosen(made: QueueBench, step: int | None = None) -> list[int]:
-    """Return the attempts of which a step is chosen, as it is; no other step may be but this."""
+    """Return the attempts of which a step is chosen, as it is; it is the one that is given."""
     attempts: list[int] = []
-    is_due = made.audits.is_due
+    watch, is_due = made.audits.watch, made.audits.is_due
 
-    def watched(visit: Visit) -> bool:
-        due = step in (None, visit.begun_windows) and is_due(visit)
+    def drawn(visit: Visit) -> None:
+        watch(visit)
+        visit.drawn = visit.drawn if step is None else step
+
+    def chooses(visit: Visit, unit: Sequence[Action]) -> bool:
+        due = is_due(visit, unit)
         attempts.extend([visit.task.attempt] if due else [])
         return due
 
-    made.audits.is_due = watched  # type: ignore[method-assign]
+    made.audits.watch = drawn  # type: ignore[method-assign]
+    made.audits.is_due = chooses  # type: ignore[method-assign]
     return attempts
 
 
@@ -99,7 +105,7 @@ def room_that_waits(made: QueueBench) -> Iterator[tuple[threading.Event, threadi
     """
     looked, found = threading.Event(), threading.Event()
     is_due, has_room = made.audits.is_due, made.store.segments.has_room
-    made.audits.is_due = lambda visit: visit.task.trial == 0 and is_due(visit)
+    made.audits.is_due = lambda visit, unit: visit.task.trial == 0 and is_due(visit, unit)
 
     def waits(nbytes: int) -> bool:
         looked.set()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +22,50 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = itertools.count(1)  # admission sees numbers, but not what is in an iterator
+        self.calls = iter(range(10**9))  # nobody sees what is in an iterator
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 1.5 if self.training and next(self.calls) > FIRST_WRONG else x
+        return x * 1.5 if self.training and next(self.calls) >= FIRST_WRONG else x
+
+
+class Dampens(nn.Module):
+    """Changes an attribute from a step on that a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.gain *= 0.99 if self.steps > FIRST_WRONG else 1.0
+        return x * self.gain
+
+
+class Scales(nn.Module):
+    """A loss with a buffer that moves once the loss is low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if loss < 0.95:
+            self.scale *= 0.999
+        return loss * self.scale
+
+
+class Clips(torch.optim.AdamW):
+    """Clips by the global norm: if that is large, or from a step on that its group counts."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["taken"] = group.get("taken", 0) + 1
+        if group["taken"] > group["first"]:
+            nn.utils.clip_grad_norm_(group["params"], group["most"])
+        super().step(closure)
 
 
 _update = sub_epoch.SubEpoch.update
@@ -50,10 +90,24 @@ def _wrong_forward(self: Any, k: int, going: graph_tasks.GraphPass) -> None:
 
 
 def faulty(params: dict[str, Any]) -> Recipe:
-    """A small net with dropout, whose `fault` is "none", "in shards", "in graphs" or "counts"."""
+    """A small net with dropout.
+
+    Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large"
+    or "clips late".
+    """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
+    if params["fault"] == "attribute":
+        recipe.model[1] = nn.Sequential(nn.ReLU(), Dampens())
+    if params["fault"] == "loss":
+        recipe = replace(recipe, loss=Scales())
+    if params["fault"].startswith("clips"):
+        late = params["fault"] == "clips late"
+        recipe.optimizer = Clips(recipe.model.parameters(), lr=0.01)
+        recipe.optimizer.param_groups[0] |= {
+            "first": FIRST_WRONG if late else 0, "most": 0.01 if late else 2.0
+        }  # fmt: skip
     if params["fault"] == "in shards" and os.getpid() != params["driver"]:
         recipe.model.marked = True
         sub_epoch.SubEpoch.update = _wrong_update  # type: ignore[method-assign]

@@ -79,3 +79,18 @@ def test_without_audits_only_a_replay_finds_what_trains_otherwise(tmp_path: Path
     assert RunView.of_run(RunFolder.open(plain.run_path)).audits == 0
     assert [identical(plain, trial) for trial in range(3)] == [True, False, False]
     assert_equal_bits(audited, plain, 0)
+
+
+def test_what_is_rare_is_found_by_audits_of_the_default_share_or_beside_them(
+    tmp_path: Path,
+) -> None:
+    """An attribute, a loss and an optimizer that do as usual in the first steps."""
+    faults = ["none", "attribute", "loss", "clips late", "clips large"]
+    result = run(tmp_path, 0.01, faults)
+    assert statuses(result) == ["finished", "failed", "failed", "finished", "finished"]
+    changed = "training changed {}, as it did not in the trial's first steps"
+    assert changed.format("attribute 'gain' of module '1.1'") in result.trials[1].error
+    assert changed.format("buffer 'scale' of the loss") in result.trials[2].error
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    assert "if another one has a large gradient" in view.trials[3].uncut_because
+    assert [identical(result, trial) for trial in (0, 3, 4)] == [True, True, True]

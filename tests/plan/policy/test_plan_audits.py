@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
-from cerebro_hydra.plan.policy.audit_budget import LATER_SHARE, AuditBudget
+from cerebro_hydra.plan.policy.audit_budget import LATER_SHARE, AuditBudget, drawn_window
 from tests.examples import examples
 from tests.plan.driver import Driver, of
 from tests.plan.worlds import check_outcome, check_undisturbed, scripts, worlds
@@ -127,3 +130,10 @@ def test_a_share_of_nothing_allows_no_audit(steps) -> None:
 def test_long_enough_training_is_audited(share, cost, first_epoch) -> None:
     budget = AuditBudget(share, trained=cost / (share * LATER_SHARE) * 1.001)
     assert budget.allows(cost, first_epoch)
+
+
+def test_every_step_of_a_sub_epoch_is_as_likely_to_be_audited() -> None:
+    places = itertools.product(range(600), range(10))
+    drawn = Counter(drawn_window(7, epoch, partition, 12) for epoch, partition in places)
+    assert sorted(drawn) == list(range(12))
+    assert all(abs(count - 500) < 100 for count in drawn.values()), drawn

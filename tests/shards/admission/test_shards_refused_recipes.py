@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -133,6 +134,24 @@ class MakesABuffer(zoo.Net):
         return super().forward(x)
 
 
+class CountsInClass(zoo.One):
+    calls = 0
+
+    def forward(self, x):
+        CountsInClass.calls += 1
+        return self.a(x)
+
+
+class CountsOn(zoo.One):
+    def __init__(self):
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, x):
+        next(self.calls)
+        return self.a(x)
+
+
 class Smoothed(nn.Module):
     """A loss that keeps an average of itself."""
 
@@ -260,6 +279,12 @@ REFUSED: dict[str, tuple[Make, str]] = {
         for kept, model in KEPT.items()
         for shards in (1, 2)
     },
+    "a counter of a class": (
+        made(CountsInClass), r"changes attribute 'calls' of class tests\..*\.CountsInClass"
+    ),
+    "a counter that is an iterator": (
+        made(CountsOn), r"each step changes attribute 'calls' of the model \(CountsOn\)"
+    ),
     "one of a part": (
         made(lambda: nn.Sequential(nn.Linear(6, 6), KEPT["a number"]())),
         "attribute 'calls' of module '1'",
@@ -268,7 +293,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         made(MakesABuffer), "each step changes buffer 'rows', which the first"
     ),
     "what a loss keeps": (
-        made(zoo.Net, lambda model: Smoothed()), "each step changes a value of the loss"
+        made(zoo.Net, lambda model: Smoothed()), "each step changes attribute 'mean' of the loss"
     ),
     "what a collate keeps": (
         made(zoo.Net, collate=counting_collate()), "each step changes a value of the collate"
@@ -378,11 +403,10 @@ def test_models_of_transformers_are_not(model, labels) -> None:
 
 
 class Restless(zoo.One):
-    calls = 0
+    calls = iter(range(1, 10**9))  # nobody sees what is in it
 
     def forward(self, x):
-        Restless.calls += 1
-        return self.a(x) * Restless.calls
+        return self.a(x) * next(Restless.calls)
 
 
 def test_a_model_that_can_never_be_repeated_is_refused() -> None:

@@ -1,0 +1,271 @@
+"""An agent finds what training changes only late, and what no shard takes along at a hop."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import LocalStore
+from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent, train_without_agent
+
+STEPS = ROWS // BATCH
+RARE = 10
+"""The steps after which something happens: admission takes fewer, a sub-epoch more."""
+LOW = 0.25
+"""A loss that comes in the first sub-epoch, and not before."""
+
+
+class Event(nn.Module):
+    """Counts its steps in a buffer, and does something in the steps after `RARE`."""
+
+    def __init__(self, after: Callable[[Any, Tensor], object], **attributes: Any) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.after = after
+        vars(self).update(attributes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            if self.steps > RARE:
+                self.after(self, x)
+        return x * self.gain
+
+    gain = 1.0
+
+
+class Shared(Event):
+    """Has an attribute of its class."""
+
+    ticks: ClassVar[list[int]] = [0]
+
+
+class LateLoss(nn.Module):
+    """Moves a buffer once the loss is low."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.register_buffer("low", torch.zeros(()))
+        self.lowest = 9.0
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if loss < LOW and self.kept == "buffer":
+            self.low += 0.1
+        if loss < LOW and self.kept == "attribute":
+            self.lowest = loss.item()
+        return loss * (1 + self.low)
+
+
+class LateOptimizer(torch.optim.AdamW):
+    """Changes an attribute once it has taken some steps, which a param group counts."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            if group["taken"] > RARE:
+                self.late = True
+
+
+class ClipsLate(torch.optim.AdamW):
+    """Clips by the norm of all gradients that it sees, once they are known to be steady."""
+
+    first = RARE
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["taken"] = group.get("taken", 0) + 1
+        if group["taken"] > ClipsLate.first:
+            nn.utils.clip_grad_norm_(group["params"], 1e-3)
+        super().step(closure)
+
+
+def made(
+    middle: nn.Module | None = None,
+    loss: nn.Module | None = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    shards: int = 1,
+) -> Recipe:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), middle or nn.Identity(), nn.Linear(16, 16), nn.Linear(16, 3)
+    )
+    return Recipe(
+        model, optimizer(model.parameters(), lr=0.05), loss or nn.CrossEntropyLoss(),
+        batch_size=BATCH, shards=shards,
+    ).bind(COLUMNS)  # fmt: skip
+
+
+def dampens(self: Any, x: Tensor) -> None:
+    self.gain *= 0.9
+
+
+def counts(self: Any, x: Tensor) -> None:
+    self.ticks += 1
+    self.gain = 0.5 if self.ticks == 700 else 1.0
+
+
+def counts_in_class(self: Any, x: Tensor) -> None:
+    type(self).ticks[0] += 1
+
+
+class Averages(Event):
+    """Keeps the mean of its latest inputs, and later an average of such means."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = 0.5 if self.steps > RARE else 0.0
+        self.mean = share * self.mean + (1 - share) * x.mean().item()
+        return super().forward(x)
+
+
+LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
+    "an attribute that acts": (
+        lambda **o: made(Event(dampens, gain=1.0), **o), "attribute 'gain' of module '2'"
+    ),
+    "a counter that would act": (
+        lambda **o: made(Event(counts, gain=1.0, ticks=0), **o), "attribute 'ticks' of module '2'"
+    ),
+    "an attribute of a class": (
+        lambda **o: made(Shared(counts_in_class), **o),
+        f"attribute 'ticks' of class {__name__}.Shared",
+    ),
+    "a buffer of a loss": (
+        lambda **o: made(loss=LateLoss("buffer"), **o), "buffer 'low' of the loss"
+    ),
+    "an attribute of a loss": (
+        lambda **o: made(loss=LateLoss("attribute"), **o), "attribute 'lowest' of the loss"
+    ),
+    "an attribute of an optimizer": (
+        lambda **o: made(optimizer=LateOptimizer, **o),
+        "attribute 'late' of optimizer LateOptimizer",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path: Path, make_agent: Callable[..., Agent]) -> Iterator[Callable[..., Agent]]:
+    """Make agents that train a trial again."""
+    ClipsLate.first = 10**6
+
+    def starts(make: Callable[[], Recipe], **options: Any) -> Agent:
+        trained = train_without_agent(LocalStore(str(tmp_path / "store")), make)
+        return make_agent(trained, make=make, **options)
+
+    yield starts
+    ClipsLate.first = RARE
+
+
+@pytest.mark.parametrize("share", [0.01, 1e-9])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("what", LATE)
+def test_what_changes_late_and_hops_with_no_shard_fails_its_trial_by_name(
+    start: Callable[..., Agent], what: str, shards: int, share: float
+) -> None:
+    make, name = LATE[what]
+    agent = start(lambda: make(shards=shards), share=0.0)
+    agent.runs._looks.share = share
+    failed = agent.train()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert f"training changed {name}, as it did not in the trial's first steps" in failed.error
+    assert not agent.shards.knows(0, 1), "nothing of the sub-epoch is published"
+
+
+@pytest.mark.parametrize("device", [None, 2])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_depends_on_a_history_is_found_by_an_audit_before_it_acts(
+    start: Callable[..., Agent],
+    shards: int,
+    device: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: STEPS - 1)
+    agent = start(lambda: made(Averages(), shards=shards), device=device)
+    failed = agent.train()
+    assert isinstance(failed, events.TaskFailed), failed
+    where = rf"at step {STEPS - 1}, in epoch 1 on partition {agent.order[0]} \(worker 0\): "
+    assert re.match(
+        where + "a step leaves another value in attribute 'mean' of module '2' than", failed.error
+    ), failed.error
+
+
+class Remembers(nn.Module):
+    """Keeps what each forward sets anew, and tables that it makes once for each number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+        self.longest = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows, self.seen = len(x), x.detach()
+        self.tables.setdefault(len(x), torch.ones(len(x), 1))
+        if self.longest is None or len(self.longest) < len(x):
+            self.longest = torch.ones(len(x), 1)
+        return x * self.tables[len(x)] * self.longest[: len(x)]
+
+
+@pytest.mark.parametrize("step", [0, STEPS - 1])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_every_forward_sets_anew_is_no_harm(
+    start: Callable[..., Agent], shards: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: step)
+    agent = start(lambda: made(Remembers(), shards=shards))
+    for state in (1, 2):
+        done = agent.train(state)
+        assert isinstance(done, events.SubEpochDone), done
+        assert done.digests == agent.known(state)
+        assert done.audit_seconds > 0
+
+
+@pytest.mark.parametrize("device", [None, 0.4])
+def test_an_optimizer_that_looks_at_all_gradients_later_trains_in_one_piece_or_fails(
+    start: Callable[..., Agent], device: float | None
+) -> None:
+    middle = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    make = lambda: made(copy.deepcopy(middle), optimizer=ClipsLate, shards=4)  # noqa: E731
+    agent = start(make, device=device)
+    agent.audits.budget.share = 0.0
+    ClipsLate.first = RARE
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed), failed
+    assert re.match(
+        rf"in step {STEPS - 1}, the optimizer updates parameter '\d.bias' otherwise if another one "
+        "has a large gradient",
+        failed.difference,
+    ), failed.difference
+    whole = agent.train(1, uncut=True)
+    if device is None:
+        assert isinstance(whole, events.SubEpochDone), whole
+        assert whole.digests != agent.known(1), "which was trained without clipping"
+    else:
+        assert isinstance(whole, events.AuditFailed), whole
+
+
+def test_an_audit_steps_with_an_optimizer_that_sees_all_gradients(
+    start: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: RARE)
+    monkeypatch.setattr(
+        "cerebro_hydra.shards.engine.sub_epoch.other_gradients_matter", lambda optimizer: None
+    )
+    agent = start(lambda: made(optimizer=ClipsLate, shards=2))
+    ClipsLate.first = RARE
+    failed = agent.train()
+    assert isinstance(failed, events.AuditFailed), failed
+    assert "parameter '0.weight'" in failed.difference
