@@ -1,5 +1,7 @@
 """Measures what audits of the demo's trials take, and how many fit into their share of the time.
 
+Beside them it measures, in one process, what a sub-epoch spends to find state that does not hop.
+
 PYTHONPATH=. python benchmarks/audits/run.py
 """
 
@@ -7,16 +9,28 @@ from __future__ import annotations
 
 import argparse
 import logging
+import statistics
+import time
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 from sklearn.datasets import load_digits
 
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.demo import estimator_gen_fn
 from cerebro_hydra.observe.records import Decision, records_of
 from cerebro_hydra.plan.messages.events import SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.recipe import Columns, PlainTrainer, build_recipe
+from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.admission.late_effects import LateEffects
+from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
@@ -53,6 +67,38 @@ def sub_epochs(share: float, times: int, epochs: int) -> list[tuple[StartSubEpoc
         return done
 
 
+def looks() -> str:
+    """Tell what the looks before and after a sub-epoch of the demo's net take, beside a step."""
+    torch.set_num_threads(1)
+    params = {"lr": 1e-3, "batch_size": 32, "freeze_first": False}
+    recipe = build_recipe(estimator_gen_fn, params, 0, Columns(("features",), ("label",)))
+    rows = torch.rand(32, 64), torch.randint(10, (32,))
+    admitted = admit(recipe, [((rows[0],), (rows[1],))], 0)
+    cut_model = CutModelCache().get(
+        recipe.model, admitted.spec, Sample.of(recipe, ((rows[0],), (rows[1],)))
+    )
+    trial = TrialRuntime(recipe, cut_model, admitted.layout, 0, 1)
+    plain = PlainTrainer(recipe, 0, 1)
+    budget = AuditBudget(0.01)
+
+    def look() -> None:
+        effects = LateEffects(trial, admitted.attributes, budget)
+        effects.begin()
+        effects.check([recipe.optimizer] * cut_model.num_shards)
+
+    step = _median(lambda: plain.step([Batch((rows[0],), (rows[1],), 32)]))
+    return f"looks of a sub-epoch: {1e3 * _median(look):.3f} ms; a step: {1e3 * step:.2f} ms"
+
+
+def _median(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(50):
+        begun = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
 def main() -> None:
     """Print a row per length of the run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,6 +122,7 @@ def main() -> None:
             f"| {1797 * times} | {training:.1f} | {len(audits)} of {len(done)} sub-epochs "
             f"| {sum(first)} of {len(first)} | {each:.0f} | {sum(audits) / training:.2%} |"
         )
+    print(looks())
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ from cerebro_hydra.plan.messages.events import (
     WorkerJoined,
 )
 from cerebro_hydra.plan.messages.instructions import Checkpoint, StartSubEpoch
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.recipe import BatchTensors, Columns, Evaluation, Recipe, Window
 from cerebro_hydra.shards.admission.admit import AdmittedCut
+from cerebro_hydra.shards.admission.late_effects import LateEffects
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
@@ -188,7 +190,13 @@ class CutTrial:
         ]
 
     def train(self, windows: Sequence[Window]) -> TrainTotals:
-        """Train a sub-epoch, then hop."""
+        """Train a sub-epoch, then hop.
+
+        Raises:
+            ConfigurationError: training changed what does not hop.
+        """
+        effects = LateEffects(self.runtime(), self.admission.attributes, AuditBudget(1.0))
+        effects.begin()
         totals = self.engine().train(
             windows,
             self.step,
@@ -196,6 +204,7 @@ class CutTrial:
             self.publish,
             lambda _, loss: self.losses.append(loss),
         )
+        effects.check([self.recipe.optimizer])
         self.step += totals.steps
         return totals
 

@@ -37,8 +37,7 @@ NOTHING = ("NoneType", "None")
 _OURS = __name__.partition(".")[0]
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
 _KEYS = (torch.device, torch.dtype)
-_HELD_BY_CLASSES = (int, float, list, dict, set, deque, itertools.count, Tensor)
-_LIBRARIES = ("torch", "builtins", "typing", "abc")
+_LIBRARIES = {"torch", "builtins", "functools"}
 _LONGEST = 1000
 """Of a longer collection, the length alone is read."""
 
@@ -226,13 +225,6 @@ def read_attributes(recipe: Recipe, buffers: Collection[str]) -> dict[str, Any]:
         for module_name, module in model.named_modules()
         for name, value in _own_attributes(module)
     }
-    found |= {
-        f"attribute {name!r} of class {kind.__module__}.{kind.__qualname__}": reader.read(value)
-        for kind in dict.fromkeys(k for module in model.modules() for k in type(module).__mro__)
-        if _package(kind) not in _LIBRARIES
-        for name, value in vars(kind).items()
-        if isinstance(value, _HELD_BY_CLASSES) and not name.startswith("__")
-    }
     functions = []
     for number, loss in enumerate(recipe.losses):
         which = f"loss {number}" if len(recipe.losses) > 1 else "the loss"
@@ -300,7 +292,7 @@ class _Reader:
         self._known = {id(each) for each in (*modules, *model.parameters(), *model.buffers())}
         self._known -= {id(tensor) for tensor in others}
         self._packages = {_package(type(each)) for each in (*modules, *beside)}
-        self._packages -= {*_LIBRARIES, "functools"}
+        self._packages -= _LIBRARIES
         self._read: dict[int, tuple[Any, Any]] = {}  # with the value, which keeps its id
 
     def read(self, value: Any) -> Any:

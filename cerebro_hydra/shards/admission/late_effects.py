@@ -72,11 +72,11 @@ class LateEffects:
         """
         if self._before is None:
             return
-        (attributes, of_optimizer), now = self._before, self._read()
+        (before, of_optimizer), after = self._before, self._read()
         found = {
             name
-            for name in changed(attributes, now)
-            if not (_is_shared(name) and _has_grown(attributes.get(name), now.get(name)))
+            for name in changed(before, after)
+            if not (_is_shared(name) and _has_grown(before.get(name), after.get(name)))
         }
         for optimizer in optimizers:
             found |= changed(of_optimizer, self._read_optimizer(optimizer))
@@ -114,7 +114,7 @@ class LateEffects:
 
 def _is_shared(name: str) -> bool:
     """Return whether trials may share what has an attribute, so that their first steps found it."""
-    return any(holder in name for holder in (" of class ", " of the loss", " of loss ", " collate"))
+    return any(holder in name for holder in (" of the loss", " of loss ", " of the collate"))
 
 
 def _has_grown(before: Any, after: Any) -> bool:
