@@ -115,11 +115,14 @@ def _difference(
 
     windows = specimen.sub_epochs()[0]
     stays, hops, recomputes = start("keep"), start("keep"), start("recompute")
-    trained = {
-        "stay": [stays.train(windows).loss_sum],
-        "hop": [hops.train([window]).loss_sum for window in windows],
-        "recompute": [recomputes.train([window]).loss_sum for window in windows],
-    }
+    try:
+        trained = {
+            "stay": [stays.train(windows).loss_sum],
+            "hop": [hops.train([window]).loss_sum for window in windows],
+            "recompute": [recomputes.train([window]).loss_sum for window in windows],
+        }
+    except ConfigurationError as error:
+        return str(error)
     for name, found in trained.items():
         if found not in (list(sums), [sum(sums)]):
             return f"{name}: the losses are {found}, not {sums}"

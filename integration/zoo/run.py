@@ -14,6 +14,7 @@ import warnings
 from integration.zoo import import_torchvision  # noqa: F401, before transformers and timm
 from integration.zoo.architecture import Architecture
 from integration.zoo.measure import WAYS, Measured, measure
+from integration.zoo.of_rare_events import EVENTS, is_found
 from integration.zoo.of_timm import ARCHITECTURES as OF_TIMM
 from integration.zoo.of_torchvision import ARCHITECTURES as OF_TORCHVISION
 from integration.zoo.of_transformers import ARCHITECTURES as OF_TRANSFORMERS
@@ -41,7 +42,9 @@ def main(arguments: argparse.Namespace) -> int:
     as_asked = sum(all(c.as_asked for c in r.cuts if c.way == "modules") for r in every)
     exact = all(c.differs is None for r in every for c in r.cuts)
     print(f"{as_asked} of {len(every)} architectures are cut by modules into the shards asked for")
-    return 0 if exact else 1
+    found = all(is_found(measure(event, ["modules"]), by) for event, by in EVENTS)
+    print(f"rare events are {'found' if found else 'NOT FOUND'} in every cut")
+    return 0 if exact and found else 1
 
 
 def _keys(architectures: tuple[Architecture, ...]) -> list[tuple[str, str]]:

@@ -240,6 +240,24 @@ def test_audits_wait_until_training_has_taken_long_enough(agent: Agent) -> None:
     assert len(agent.built) == 1
 
 
+@pytest.mark.parametrize("device", [None, 2])
+def test_an_audit_for_which_time_has_become_short_is_not_made(
+    make_agent: Make, device: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = make_agent("modules", device=device)
+    monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: 5)
+    choose = agent.audits.choose
+
+    def chosen(*args: Any) -> None:
+        choose(*args)
+        agent.audits.budget.spent = 1e9  # as if the audit of another trial had lasted long
+
+    monkeypatch.setattr(agent.audits, "choose", chosen)
+    done = agent.train()
+    assert (done.digests, done.audit_seconds) == (agent.known(1), 0.0)
+    assert len(agent.built) == 2, "its model was built for nothing"
+
+
 def test_a_factory_that_fails_the_second_time_ends_no_trial_and_is_told_once(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from integration.zoo.architecture import Architecture
 from integration.zoo.measure import WAYS, Measured, measure
+from integration.zoo.of_rare_events import EVENTS, is_found
 from integration.zoo.of_transformers import ARCHITECTURES
 from integration.zoo.results import PAGE, page_with_table, read_results
 
@@ -45,3 +47,10 @@ def test_of_sixty_architectures_fifty_seven_are_cut_as_asked_and_all_are_exact()
 def test_the_table_of_models_is_that_of_the_results() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == page_with_table(page, read_results()), "the table is old; run make zoo"
+
+
+@pytest.mark.parametrize(("event", "by"), EVENTS, ids=[event.name for event, _ in EVENTS])
+def test_a_rare_event_is_found_in_every_cut(event: Architecture, by: str) -> None:
+    measured = measure(event, ["modules"])
+    assert [cut.got for cut in measured.cuts] == [cut.asked for cut in measured.cuts]
+    assert is_found(measured, by), measured.cuts
