@@ -98,7 +98,7 @@ class Audits:
         seconds = visit.profile.build_seconds + self._seconds.get(task.trial, 0.0)
         visit.watched = bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
         windows = visit.spec.graph.windows
-        visit.drawn = drawn_window(task.trial, task.epoch, task.partition, windows)
+        visit.drawn = drawn_window(task.trial, task.epoch, task.partitions[0], windows)
 
     def opens(self, visit: Visit, device: WorkerDevice) -> None:
         """Note that a device opens a visit, for which it may have to build its model again."""
