@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
+from cerebro_hydra.agent.memory.fetch import StateAltered
 from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.plan.hop.checkpoints import wait_after
@@ -23,8 +24,8 @@ def write_segments(
 
     Raises:
         TransferError: some of the state is not on this agent.
-        StoreError: the store refuses a file, or one would not be what was published; those that are
-            there are whole.
+        StateAltered: a file would not be what was published.
+        StoreError: the store refuses a file; those that are there are whole.
     """
     entries = []
     for number in range(shard_store.num_shards(trial, state)):
@@ -33,7 +34,7 @@ def write_segments(
             if folder.has_object(digest):
                 continue
             if (found := content_digest(buffer)) != digest:
-                raise StoreError(
+                raise StateAltered(
                     f"segment {name!r} of shard {number} was written to after it was published: it "
                     f"has digest {found}, announced was {digest}"
                 )
@@ -54,7 +55,7 @@ class CheckpointWriter:
     """Writes states one after the other on a thread of its own.
 
     One that the store refuses is tried again later, as `plan/hop/checkpoints.py` says, and does not
-    hold up the others.
+    hold up the others. One that code of its trial has written to is not, because it stays so.
 
     Args:
         incarnation: names this agent.
@@ -116,7 +117,8 @@ class CheckpointWriter:
                 failures = write.failures + 1
                 wait = wait_after(failures) if isinstance(error, StoreError) else None
                 if wait is None:
-                    self._report(CheckpointFailed(*state, self._incarnation, str(error)))
+                    altered = isinstance(error, StateAltered)
+                    self._report(CheckpointFailed(*state, self._incarnation, str(error), altered))
                 else:
                     self._put(write._replace(due=monotonic() + wait, failures=failures))
             else:

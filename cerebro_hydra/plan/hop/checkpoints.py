@@ -122,6 +122,10 @@ class Checkpoints:
         self._tables.failed_writes[event.trial] = failed
         self._tables.log(event.trial, f"state {event.state} could not be written: {event.error}")
 
+    def withdraw(self, index: int, state: int, place: str) -> bool:
+        """End a write that is in vain; return whether it was under way."""
+        return self._end(index, (state, place))
+
     def forget_writers(self, index: int, lost: Collection[str]) -> None:
         """Forget what a lost agent was writing."""
         copy = self._tables.saving.get(index)

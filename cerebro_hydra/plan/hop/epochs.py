@@ -235,6 +235,21 @@ class TrialCourse:
         reason = f"state {state} can't be fetched from anywhere: {error}"
         return told + self._void_state(index, trial, state, reason)
 
+    def write_altered(self, index: int, state: int, place: str, error: str) -> Instructions:
+        """Go back before a state that can't be written, because its bytes were altered.
+
+        Tasks may have begun with these bytes, so what came of the state is void wherever it is.
+        """
+        trial = self._tables.trials[index]
+        if not self._checkpoints.withdraw(index, state, place) or trial.over:
+            return []
+        reason = f"state {state} can't be written by {place}: {error}"
+        self._tables.log(index, reason)
+        told = self._drop_everywhere(index, state)
+        if self._retention.intact(index, trial):
+            return told
+        return told + self._void_state(index, trial, state, reason)
+
     def _void_state(
         self, index: int, trial: TrialProgress, state: int, reason: str
     ) -> Instructions:

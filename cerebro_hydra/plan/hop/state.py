@@ -375,8 +375,11 @@ class HopState:
         return Applied((event.trial,))
 
     def _hear_not_written(self, event: CheckpointFailed) -> Applied:
+        index, at = event.trial, (event.state, event.incarnation)
+        if event.altered:
+            return Applied((index,), self._course.write_altered(index, *at, event.error))
         self._checkpoints.failed(event)
-        return Applied((event.trial,))
+        return Applied((index,))
 
     def _fail(self, event: ForkFailed | RecutRefused) -> Applied:
         over = self.trials[event.trial].over

@@ -251,12 +251,16 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """``state`` could not be written to the store, in spite of several tries."""
+    """``state`` could not be written to the store, in spite of several tries.
+
+    Where its bytes were ``altered`` after they were published, the agent holds it no more.
+    """
 
     trial: int
     state: int
     incarnation: str
     error: str
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.memory.checkpoint import write_segments
+from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter, write_segments
+from cerebro_hydra.agent.memory.fetch import StateAltered
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore
-from cerebro_hydra.errors import StoreError, TransferError
+from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan.messages.events import CheckpointFailed
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -192,6 +195,21 @@ def test_what_was_written_to_after_it_was_published_is_not_stored(tmp_path: Path
     assert store.altered(state) == []
     words["trainable"][0] = 7
     assert store.altered(state) == [0]
-    with pytest.raises(StoreError, match="'trainable' of shard 0 was written to after it was"):
+    with pytest.raises(StateAltered, match="'trainable' of shard 0 was written to after it was"):
         write_segments(folder, store, 0, 3)
     assert not folder.has_object(segments["trainable"][0])
+
+
+def test_what_was_written_to_is_told_at_once_and_not_tried_again(tmp_path: Path) -> None:
+    """It stays as it is; a store that refuses a file is asked again for a minute."""
+    folder, store = RunFolder(LocalStore(str(tmp_path)), "run"), empty_store()
+    word = np.zeros(8, np.uint8)
+    segments = {name: (digest(word), word) for name in ("frozen", "trainable")}
+    store.put(store.expect(0, 3, 1), 0, Shard(segments, {"step": 1}))
+    word[0] = 7
+    told: queue.Queue[CheckpointFailed] = queue.Queue()
+    writer = CheckpointWriter("a", folder, store, lambda message: None, told.put)
+    writer.write(0, 3)
+    failed = told.get(timeout=20)
+    writer.close()
+    assert failed.altered and "was written to after it was published" in failed.error

@@ -19,7 +19,7 @@ from tests.plan.fake_agents import FakeAgent
 from tests.plan.world import World
 from tests.plan.worlds import scripts
 
-KINDS = ("transfer", "altered", "write", "kill", "audit", "memory", "task")
+KINDS = ("transfer", "altered", "write", "altered write", "kill", "audit", "memory", "task")
 SICK = 0
 
 
@@ -66,7 +66,12 @@ class SickWorld(World):
         return fetch
 
     def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
-        self.broken_writes += self.strikes(key[0], "write") is not None
+        kind = self.strikes(key[0], "write", "altered write")
+        if kind == "altered write":
+            agent.half_saved.discard(agent.saves.popleft())
+            agent.outbox.append(ev.CheckpointFailed(*key, agent.incarnation, "other bytes", True))
+            return
+        self.broken_writes += kind is not None
         super().save(agent, key)
 
     def progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> None:
@@ -167,6 +172,26 @@ def test_an_owner_that_says_that_its_bytes_were_altered_is_not_asked_again(alter
     begun = [each for each in world.instructions if isinstance(each, ins.StartSubEpoch)]
     from_agents = [e for e in begun if e.source.state == 1 and e.source.incarnation]
     assert len(from_agents) == MOST_VOID_STATES * (1 if altered else 3)
+
+
+def test_a_state_that_was_altered_is_written_no_second_time() -> None:
+    """A store that refuses a file is asked again and again; bytes that changed stay as they are."""
+    trials = tuple(TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),)) for t in range(2))
+    config = HopConfig(1, order="seeded", evaluate=False, checkpoint="end")
+    kinds = frozenset({"altered write"})
+    search = ClosedSearch(config, trials, 1)
+    world = SickWorld(search, [(0,)], Counter(), kinds=kinds, share=1.0, seed=0)
+    world.run([])
+    check_others(world)
+    (finish,) = (
+        each
+        for each in world.instructions
+        if isinstance(each, ins.FinishTrial) and each.trial == SICK
+    )
+    assert finish.status == "failed"
+    assert finish.reason.count("can't be written by") == MOST_VOID_STATES
+    assert "other bytes" in finish.reason and "hooks and threads" in finish.reason
+    assert world.injected["altered write"] == MOST_VOID_STATES
 
 
 def test_a_trial_that_kills_agents_only_in_what_it_does_again_fails_too() -> None:
