@@ -135,6 +135,7 @@ def broken_from(
 
     def wrong(self: Any, k: int) -> None:
         update(self, k)
+        self._marks.pop(k, None)  # else it is found as what the trial's code writes
         if self.step >= step and parameter in self._states[k].params:
             with torch.no_grad():
                 change(self._states[k].params[parameter])

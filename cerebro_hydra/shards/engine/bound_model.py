@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.cut.values import absent_value
-from cerebro_hydra.shards.engine.differences import checksum, same_bits
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
 from cerebro_hydra.shards.engine.state import ShardState
+
+TensorKey = tuple[Literal["parameter", "buffer"], str]
+"""The kind of a tensor and its name in the model."""
 
 
 @contextmanager
@@ -136,20 +142,40 @@ class BoundModel:
         self._bound.clear()
         self._away = dict(self._data)
         self._put({name: self._own[name] for name in self._lent})
+        for name, lent in self._lent.items():  # whoever kept it must not write to what is published
+            lent.data = self._own[name].data
         self._lent.clear()
 
-    def collect_written(self) -> None:
-        """Copy what the forward assigned anew into the memory that was lent."""
-        for name, memory in self._bound.items():
-            parameter = self._params[name]
+    def collect_written(self, state: ShardState | None = None) -> None:
+        """Copy what the trial's code assigned anew into the memory that was lent.
+
+        Args:
+            state: the shard whose tensors are collected; None collects those of all.
+        """
+        for name in self._bound if state is None else self._bound.keys() & state.values.keys():
+            parameter, memory = self._params[name], self._bound[name]
             if parameter.data_ptr() != memory.data_ptr():
                 memory.copy_(parameter.data)
                 parameter.data = memory
-        for name, lent in self._lent.items():
-            found = self._current(name)
+        for name in self._lent if state is None else self._lent.keys() & state.buffers.keys():
+            lent, found = self._lent[name], self._current(name)
             if found is not lent:
                 lent.copy_(found.detach())
                 self._put({name: lent})
+
+    def keys_of(self, state: ShardState, buffers: bool = True) -> Iterator[TensorKey]:
+        """Yield which tensors a shard has, but parameters that training leaves alone.
+
+        Args:
+            buffers: whether buffers are wanted, too.
+        """
+        yield from (("parameter", name) for name in state.values if name not in state.constant)
+        yield from (("buffer", name) for name in state.buffers if buffers)
+
+    def current(self, key: TensorKey) -> Tensor:
+        """Return the tensor that the model has at present."""
+        kind, name = key
+        return self._params[name] if kind == "parameter" else self._current(name)
 
     def check_unwritten(self) -> None:
         """Check that training wrote to no tensor that it did not write to in the first steps.
@@ -221,6 +247,114 @@ class BoundModel:
                 module._buffers[leaf] = tensor
 
 
+@dataclass(slots=True)
+class TensorMark:
+    """Knows a tensor as it was, and tells whether somebody has written to it since.
+
+    Its version counts what operations of torch write, to it or to a view of it. It does not count
+    what is written by `.data`, by NumPy or by other libraries; only the content shows that.
+    """
+
+    tensor: Tensor
+    version: int
+    place: int
+
+    @classmethod
+    def on(cls, tensor: Tensor) -> TensorMark:
+        """Mark a tensor as it is."""
+        return cls(tensor, tensor._version, tensor.data_ptr())
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether the tensor has been written to, or got other memory."""
+        return self.tensor._version != self.version or self.tensor.data_ptr() != self.place
+
+
+def contents(tensors: Mapping[TensorKey, Tensor]) -> dict[TensorKey, str | int]:
+    """Return what tells the contents of tensors: digests, or checksums of those on a device."""
+    found: dict[TensorKey, str | int] = {
+        key: tensor_digest(each) for key, each in tensors.items() if each.is_cpu
+    }
+    elsewhere = {key: each for key, each in tensors.items() if not each.is_cpu}
+    return found | dict(zip(elsewhere, checksums(elsewhere.values()), strict=True))
+
+
+class ShardMarks:
+    """Knows what a model has of a shard, from when its tasks are done until others of it come.
+
+    What is written to it in between would be lost, or would come in another order than in plain
+    training.
+
+    Args:
+        held: the names of those of which there are copies, which are the shard's again when it
+            comes back.
+        gone: copies of buffers that the model had before.
+        content: whether bytes are looked at, too.
+    """
+
+    def __init__(
+        self,
+        bound: BoundModel,
+        keys: Iterable[TensorKey],
+        held: Collection[str],
+        gone: Mapping[str, Tensor],
+        content: bool,
+    ) -> None:
+        self._bound = bound
+        self._marks = {key: TensorMark.on(bound.current(key)) for key in keys}
+        self._held = {key for key in self._marks if key[1] in held}
+        self._gone: dict[TensorKey, TensorMark] = {
+            ("buffer", name): TensorMark.on(each) for name, each in gone.items()
+        }
+        self._contents = contents(self._tensors(self._marks)) if content else {}
+        self._gone_contents = contents(self._tensors(self._gone)) if content else {}
+
+    @staticmethod
+    def _tensors(marks: Mapping[TensorKey, TensorMark]) -> dict[TensorKey, Tensor]:
+        """Return tensors that have memory."""
+        return {key: m.tensor for key, m in marks.items() if 0 not in m.tensor.stride()}
+
+    def left(self) -> None:
+        """Mark the parameters anew, whose shard has left."""
+        for key in self._marks:
+            if key[0] == "parameter":
+                self._marks[key] = TensorMark.on(self._bound.current(key))
+                self._contents.pop(key, None)
+
+    def come_back(self) -> None:
+        """Look at copies no more, because their shard has what is written to them."""
+        for key in self._held:
+            del self._marks[key]
+            self._contents.pop(key, None)
+        self._held.clear()
+
+    def written(self) -> str | None:
+        """Return in words which tensor was written to, or None."""
+        found = (
+            self._first_written(self._marks, self._contents)
+            or self._first_written(self._gone, self._gone_contents)
+            or next(
+                (key for key, mark in self._marks.items() if self._is_replaced(key, mark)), None
+            )
+        )
+        return None if found is None else f"{found[0]} {found[1]!r}"
+
+    def _is_replaced(self, key: TensorKey, mark: TensorMark) -> bool:
+        return key[0] == "buffer" and self._bound.current(key) is not mark.tensor
+
+    @staticmethod
+    def _first_written(
+        marks: Mapping[TensorKey, TensorMark], before: Mapping[TensorKey, str | int]
+    ) -> TensorKey | None:
+        for key, mark in marks.items():
+            if mark.is_written:
+                return key
+        if not before:
+            return None
+        now = contents({key: marks[key].tensor for key in before})
+        return next((key for key, content in before.items() if now[key] != content), None)
+
+
 class HeldTensors:
     """Holds copies of shared parameters and of all buffers for the time of a microbatch.
 
@@ -249,9 +383,9 @@ class HeldTensors:
         """Return what is held of a shard."""
         return self.copies.keys() & (state.values.keys() | state.buffers.keys())
 
-    def drop(self, names: Iterable[str]) -> list[str]:
-        """Hold the copies of these names no more, and return those that there were."""
-        return [name for name in names if self.copies.pop(name, None) is not None]
+    def drop(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Hold the copies of these names no more, and return them."""
+        return {name: self.copies.pop(name) for name in names if name in self.copies}
 
     def write_back(self, state: ShardState) -> None:
         """Copy to a shard's memory what the forward wrote to the copies.

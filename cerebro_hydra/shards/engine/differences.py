@@ -6,7 +6,7 @@ What one step gave is kept so that the same step can be compared, taken otherwis
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def checksum(tensor: Tensor) -> int:
     """Return the sum of a tensor's bytes in words, which almost no change leaves as it is."""
     return int(_words(tensor).sum(dtype=torch.int64))
+
+
+def checksums(tensors: Collection[Tensor]) -> list[int]:
+    """Return the checksum of each tensor, for which a device is waited for once."""
+    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _words(tensor: Tensor) -> Tensor:

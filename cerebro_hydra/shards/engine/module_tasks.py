@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.errors import Cancelled, StepDiffers
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import generators, unit_hooks
@@ -31,6 +33,28 @@ from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
 from cerebro_hydra.shards.engine.bound_model import BoundModel
 from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
+
+_SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
+"""What torch says of a write to values without memory, which a shard leaves behind."""
+
+
+@contextmanager
+def _told_writes_to_absent() -> Iterator[None]:
+    """Tell of code in a backward that writes to a parameter whose shard has left.
+
+    Raises:
+        StepDiffers: the body does so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _SEVERAL not in error_text(error):
+            raise
+        *_, place = traceback.extract_tb(error.__traceback__)
+        raise StepDiffers(
+            "a parameter was written to after its shard had left, by what runs in the backward of "
+            f"another layer: {place.line} ({place.filename}, line {place.lineno})"
+        ) from error
 
 
 def _unasked(kind: Literal["F", "B"], shard: int) -> None:
@@ -88,7 +112,8 @@ class ModuleTasks:
         batch.finish_forward(loss)
         self._go_backward(self._last)
         loss = loss if batch.weight is None else loss * batch.weight
-        loss.backward()  # type: ignore[no-untyped-call]
+        with _told_writes_to_absent():
+            loss.backward()  # type: ignore[no-untyped-call]
         self._go_backward(0)
 
     def _entered(self, unit: str) -> None:

@@ -21,6 +21,7 @@ from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
+    ShardMarks,
     bound_model,
     check_released,
     storages,
@@ -76,6 +77,8 @@ class SubEpoch:
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
         self._updated: set[int] = set()  # in this window
+        self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
+        self.in_last_window = False
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
@@ -113,14 +116,25 @@ class SubEpoch:
             self._recipe.model.train()  # the forward may have left a module in evaluation
 
     def end_window(self) -> None:
-        """Check that no parameter got a gradient after its update, which the next would take.
+        """Check that no shard was changed after its update, nor got a gradient for the next one.
 
         Raises:
-            StepDiffers: one did, so the uncut model takes this step otherwise.
+            StepDiffers: one was, so the uncut model takes this step otherwise.
         """
         for k in self._updated:
-            self._check_no_late_gradient(k)
+            self._check_left_alone(k)
         self._updated.clear()
+        self._marks.clear()
+
+    def _check_left_alone(self, k: int) -> None:
+        if (marks := self._marks.get(k)) is not None and (written := marks.written()) is not None:
+            done = "the update of its shard" if k in self._updated else "its shard had left"
+            raise StepDiffers(
+                f"in step {self.step}, {written} was written to after {done}, so the write is lost "
+                "or comes too late; a backward hook of another layer, or a thread, writes to it"
+            )
+        if k in self._updated:
+            self._check_no_late_gradient(k)
 
     def _check_no_late_gradient(self, k: int) -> None:
         for name, parameter in self._params[k].items():
@@ -141,7 +155,14 @@ class SubEpoch:
             self._hold(self._states[k])
 
     def end_microbatch(self) -> None:
-        """Hold copies no more."""
+        """Hold copies no more.
+
+        Raises:
+            StepDiffers: copies were written to whose shard had left.
+        """
+        for k in self._marks.keys() - self._updated:
+            self._check_left_alone(k)
+            del self._marks[k]
         for k in self._states.keys() & self._holding:
             self._end_hold(self._states[k])
         self._holding = ()
@@ -156,13 +177,18 @@ class SubEpoch:
         if self._bound is not None:
             self._bound.use_copies(copies)
 
-    def _end_hold(self, state: ShardState) -> None:
-        """Let a shard's memory have what is held of it, and hold it no more."""
+    def _end_hold(self, state: ShardState) -> dict[str, Tensor]:
+        """Let a shard's memory have what is held of it, and hold it no more.
+
+        Returns:
+            The copies of its buffers.
+        """
         assert self._held is not None
         self._write_back(state)
-        names = self._held.drop(self._held.names_of(state))
+        copies = self._held.drop(self._held.names_of(state))
         if self._bound is not None:
-            self._bound.end_copies(names, state)
+            self._bound.end_copies(copies.keys(), state)
+        return {name: copy for name, copy in copies.items() if name in state.buffers}
 
     def _write_back(self, state: ShardState) -> None:
         assert self._held is not None
@@ -180,9 +206,11 @@ class SubEpoch:
         gradients: Memory | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
-        if k in self._updated:
-            self._check_no_late_gradient(k)
-            self._updated.remove(k)
+        if (marks := self._marks.get(k)) is not None and k not in self._updated:
+            marks.come_back()
+        self._check_left_alone(k)
+        self._marks.pop(k, None)
+        self._updated.discard(k)
         shard = self._layout.shards[k]
         if self._bound is None:
             state = ShardState(shard, segments, self._params.get(k))
@@ -234,8 +262,7 @@ class SubEpoch:
         """
         state = self._states[k]
         assert self._held is not None
-        if k in self._updated:
-            self._check_no_late_gradient(k)
+        self._check_left_alone(k)
         self._write_back(state)
         norms: Norms | None = None
         if self._recipe.clip_grad_norm is not None and k not in self._updated:
@@ -246,6 +273,7 @@ class SubEpoch:
             if last:
                 self._bound.check_frozen(state.constant & state.values.keys())
             self._bound.unbind(state, self._held.copies)
+            self._mark_what_left(k, self._bound, state)
         else:
             for parameter in state.params.values():
                 parameter.data = absent_value(parameter)
@@ -275,9 +303,11 @@ class SubEpoch:
         Raises:
             ValueError: the norms of a shard's gradients are not known, by which they are clipped.
         """
-        state = self._states[k]
+        state, copies = self._states[k], {}
         if self._held is not None:
-            self._end_hold(state)
+            copies = self._end_hold(state)
+        elif self._bound is not None:
+            self._bound.collect_written(state)  # what a backward hook has assigned
         limit = self._recipe.clip_grad_norm
         if limit is not None:
             if self._coefficient is None:  # the first update after the barrier
@@ -301,6 +331,29 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
+        if self._bound is not None and k > 0 and limit is None:  # else no backward comes after it
+            self._mark_updated(k, self._bound, state, copies)
+
+    def _mark_updated(
+        self, k: int, bound: BoundModel, state: ShardState, copies: Mapping[str, Tensor]
+    ) -> None:
+        """Mark a shard that the backwards of other shards must leave alone from now on.
+
+        Where shards stay, the next window finds what is written to buffers, as in plain training;
+        the last one has none after it.
+        """
+        last = self.in_last_window
+        keys = bound.keys_of(state, buffers=last or self._held is not None)
+        self._marks[k] = ShardMarks(bound, keys, (), copies, last)
+
+    def _mark_what_left(self, k: int, bound: BoundModel, state: ShardState) -> None:
+        """Mark what the model has of a shard that is away: values without memory, and copies."""
+        assert self._held is not None
+        if (marks := self._marks.get(k)) is not None:
+            marks.left()
+        elif k not in self._updated:
+            keys, held = bound.keys_of(state), self._held.copies.keys()
+            self._marks[k] = ShardMarks(bound, keys, held, {}, self.in_last_window)
 
     def check_separable(self, k: int) -> None:
         """Check, before a shard's update, that its optimizer would not look at other shards.
@@ -342,6 +395,7 @@ class SubEpoch:
             optimizer.param_groups.clear()
         self._states.clear()
         self._params.clear()
+        self._marks.clear()
         self._gradients.clear()
         if self._held is not None:
             self._held.copies.clear()

@@ -340,6 +340,7 @@ class VisitRun:
             self._at = next(self._windows, None)
             if self._at is None:
                 raise ValueError(f"the sub-epoch has no microbatch {number}")
+            self._sub_epoch.in_last_window = self._at[1][1]
         batches, _ = self._at[1]
         return self._maker.make(batches, place, self._sub_epoch.step), batches[place].rows
 

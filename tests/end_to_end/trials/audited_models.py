@@ -74,6 +74,7 @@ _update = sub_epoch.SubEpoch.update
 def _wrong_update(self: Any, k: int) -> None:
     """Update as the engine does, and then flip the last bit of a weight of a marked model."""
     _update(self, k)
+    self._marks.pop(k, None)  # else it is found as what the trial's code writes
     if self.step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
         for parameter in self._states[k].params.values():
             parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)

@@ -546,7 +546,7 @@ MODELS: dict[str, Cut] = {
         by_modules(ArgumentTorch), asked="export", says="by export: a step failed: "
     ),
     "a mask in training": by_modules(lambda: masked("in place")),
-    "a mask that is assigned": replace(by_modules(lambda: masked("anew")), at=1),
+    "a mask that is assigned": by_modules(lambda: masked("anew")),
     "DataParallel": by_modules(lambda: nn.DataParallel(zoo.mlp())),
     "double precision": replace(by_modules(lambda: zoo.mlp().double()), cut="export"),
     "regression in double precision": Cut(
