@@ -355,6 +355,26 @@ class ShardMarks:
         return next((key for key, content in before.items() if now[key] != content), None)
 
 
+class IdleModel:
+    """Watches a model whose graph trains apart from it, so that what is written to it is lost."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {key: (each, each._version) for key, each in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[TensorKey, Tensor]]:
+        yield from ((("parameter", name), each) for name, each in self._model.named_parameters())
+        yield from ((("buffer", name), each) for name, each in self._model.named_buffers())
+
+    def written(self) -> str | None:
+        """Return in words which tensor was written to, as versions tell, or None."""
+        for key, each in self._tensors():
+            before, version = self._before.get(key, (None, 0))
+            if each is not before or each._version != version:
+                return f"{key[0]} {key[1]!r}"
+        return None
+
+
 class HeldTensors:
     """Holds copies of shared parameters and of all buffers for the time of a microbatch.
 

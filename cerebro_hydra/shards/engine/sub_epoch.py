@@ -21,6 +21,7 @@ from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
+    IdleModel,
     ShardMarks,
     bound_model,
     check_released,
@@ -83,6 +84,7 @@ class SubEpoch:
         self._coefficient: Tensor | None = None
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
+        self._idle: IdleModel | None = None
         self.step = start_step
         self._holding: Collection[int] = ()  # the shards of which copies are held if they come
 
@@ -92,6 +94,7 @@ class SubEpoch:
         recipe, cut_model = self._recipe, self._cut_model
         try:
             if cut_model.graphs is not None:
+                self._idle = IdleModel(recipe.model)
                 yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
                 return
             with bound_model(recipe.model) as self._bound:
@@ -384,9 +387,18 @@ class SubEpoch:
     # ------------------------------------------------------------------ the end
 
     def check_unwritten(self) -> None:
-        """Check that training wrote to nothing that does not hop; see `BoundModel`."""
+        """Check that training wrote to nothing that does not hop; see `BoundModel`.
+
+        Raises:
+            StepDiffers: code beside the model's graph wrote to the model.
+        """
         if self._bound is not None:
             self._bound.check_unwritten()
+        elif self._idle is not None and (written := self._idle.written()) is not None:
+            raise StepDiffers(
+                f"up to step {self.step}, {written} was written to by code beside the model's "
+                "graph, such as its loss or a thread, and the graph has another copy of it"
+            )
 
     def _let_go(self) -> None:
         """Refer to no segment any more: an optimizer and its scheduler refer to one another."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.engine import Engine, Mode
@@ -241,6 +241,52 @@ def test_a_hook_may_write_to_its_own_layer() -> None:
             self.c.register_full_backward_hook(lambda *_: by_assignment(self))
 
     Cut(made(Own), "modules", at=2).prove()
+
+
+def test_a_pipeline_refuses_a_model_whose_hook_writes() -> None:
+    always = hooked(in_place, hook=in_place)
+    windows = [[batch for window in WINDOWS for batch in window]]
+    with pytest.raises(ConfigurationError, match="'gpipe', and the model's graph can't be cut"):
+        start(made(always, schedule="gpipe", accumulate=3)(), windows)
+
+
+class Grows(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("g", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            self.g.add_(0.001)
+        return super().forward(x) + self.g
+
+
+class Lagging(zoo.Net):
+    """Its loss writes to a buffer once it is told to, which the graph of the model has, too."""
+
+    late = False
+
+    def add(self):
+        self.c = Grows(6, 3)
+
+
+def lagging_loss(model: Lagging) -> Callable[..., torch.Tensor]:
+    def loss(outputs, labels):
+        if model.late:
+            model.c.g += 0.5
+        return nn.functional.cross_entropy(outputs, labels)
+
+    return loss
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_write_beside_the_graph_is_found(executor: str) -> None:
+    trial = start(made(Lagging, lagging_loss, cut="export")(), WINDOWS)
+    assert trial.admission.spec.mode == "export" and trial.cut_model.num_shards == 2
+    profile = described(trial, WINDOWS)
+    trial.recipe.model.late = True
+    with pytest.raises(StepDiffers, match=r"buffer 'c\.g' was written to by code beside"):
+        EXECUTORS[executor](trial, profile)
 
 
 def test_a_buffer_that_code_has_kept_is_no_way_to_what_was_published() -> None:
