@@ -24,6 +24,7 @@ from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -198,6 +199,10 @@ class VisitPlanner:
 
     def visit_spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         """Describe a task as a visit."""
+        source = StateName(task.trial, task.source.state)
+        return replace(self._spec(number, task, profile), source=source)
+
+    def _spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         trial, (partition,) = self._trials[task.trial], task.partitions
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
@@ -218,7 +223,8 @@ class VisitPlanner:
         self._audits.add(number)
         graph = audited.graph
         microbatches = graph.window_of(window * graph.window)
-        return self._uncut(number, len(microbatches), graph.window, profile)
+        spec = self._uncut(number, len(microbatches), graph.window, profile)
+        return spec if window else replace(spec, source=audited.source)  # else it has copies
 
     def end_audit(self, number: int) -> None:
         """Note that an audit is over."""

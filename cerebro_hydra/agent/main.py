@@ -121,12 +121,20 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()
-        self._resources = start.resources
-        slabs = Slabs() if start.resources.has_own_processes else None
+        self._resources = resources = start.resources
+        planner = VisitPlanner.of(spec.manifest, resources)
+        queues = WorkerState(
+            [resources.device_memory] * resources.devices,
+            resources.queued_memory,
+            planner.rule,
+            double_buffering=not resources.computes_in_place,
+        )
+        slabs = Slabs() if resources.has_own_processes else None
         segments = SegmentStore(
-            start.resources.host_memory or budget_of(0),
+            resources.host_memory or budget_of(0),
             start.scratch,
             BufferPool() if slabs is None else BufferPool(allocate=slabs.allocate),
+            queues,
         )
         self._shard_store = ShardStore(segments)
         self._main = Lane("main")
@@ -179,7 +187,8 @@ class _Agent:
             self._fail(error)
             raise
         self._builder = TrialBuilder(spec.document, factory, splits["train"], splits["val"])
-        self._trainer = self._queue_trainer(_AgentSetup(spec, start, factory, own, slabs))
+        setup = _AgentSetup(spec, start, factory, own, slabs)
+        self._trainer = self._queue_trainer(setup, planner, queues)
         self._checkpoints = CheckpointWriter(
             self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
@@ -194,20 +203,16 @@ class _Agent:
         )
         self._ready.set()
 
-    def _queue_trainer(self, given: _AgentSetup) -> QueueTrainer:
-        document, resources = given.spec.document, self._resources
-        planner = VisitPlanner.of(given.spec.manifest, resources)
+    def _queue_trainer(
+        self, given: _AgentSetup, planner: VisitPlanner, queues: WorkerState
+    ) -> QueueTrainer:
+        document = given.spec.document
         known_seconds = BatchSeconds()
         limits = document.batch_seconds, document.sub_epoch_seconds
         trainer = QueueTrainer(
             self._incarnation,
             self._device_starts(given),
-            WorkerState(
-                [resources.device_memory] * resources.devices,
-                resources.queued_memory,
-                planner.rule,
-                double_buffering=not resources.computes_in_place,
-            ),
+            queues,
             planner,
             self._shard_store,
             self._fetch_manager,
@@ -272,7 +277,7 @@ class _Agent:
     def _follow(self, request: ShardRequest) -> Look:
         if request.incarnation != self._incarnation:
             raise TransferError(f"{request} was asked for, but here is {self._incarnation}")
-        return self._shard_store.follow(request.trial, request.state)
+        return self._shard_store.follow(request.trial, request.state, takes=not request.verify)
 
     def _fail(self, error: Exception) -> None:
         """End the run, because a new agent in this one's place would meet the same error."""

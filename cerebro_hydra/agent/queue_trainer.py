@@ -77,7 +77,6 @@ from cerebro_hydra.plan.queues.events import (
     VisitAdded,
     VisitCancelled,
     VisitEnded,
-    VisitReleased,
     VisitRestarted,
 )
 from cerebro_hydra.plan.queues.events import Answer as Decision
@@ -96,7 +95,7 @@ class QueueTrainer:
     Args:
         incarnation: names this agent.
         starts: each starts one device of the worker, again after it died.
-        state: the queues, which know the same devices.
+        state: the queues, which know the same devices, and what ``shard_store`` keeps.
         planner: describes visits to the queues.
         report: takes an event for the coordinator.
         send: takes a message of progress for it.
@@ -128,7 +127,8 @@ class QueueTrainer:
         self._incarnation = incarnation
         self._state = state
         self._activity = DeviceLog(state, lambda visit: self._visits[visit].task.trial)
-        self._loop = WorkerLoop(state, self._activity, self._carry_out, broken, self._check_times)
+        lock, tick = shard_store.segments.lock, self._check_times
+        self._loop = WorkerLoop(state, lock, self._activity, self._carry_out, broken, tick)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
@@ -184,7 +184,6 @@ class QueueTrainer:
     def drop(self, trial: int, state: int) -> None:
         """Forget a state, which nobody needs from here any more."""
         self._fetch_manager.drop(trial, state)
-        self._loop.put(partial(self._release, trial, state))
 
     def look_again(self) -> None:
         """Look whether shards have arrived; returns at once."""
@@ -264,11 +263,6 @@ class QueueTrainer:
                 self._end_early(visit)
                 if not (was_over or visit.audits):
                     self._leave(visit)
-
-    def _release(self, trial: int, state: int) -> None:
-        for visit in self._visits.values():
-            if visit.state is not None and (visit.task.trial, visit.state.state) == (trial, state):
-                self._loop.tell(VisitReleased(visit.number))
 
     def _forget(self, trial: int) -> None:
         self._planner.forget(trial)
@@ -533,7 +527,7 @@ class QueueTrainer:
         """End a visit where it stands, with its audit, and take back what it published."""
         visit.over = True
         visit.retract(self._shard_store)
-        self._loop.tell(VisitCancelled(visit.number), VisitReleased(visit.number))
+        self._loop.tell(VisitCancelled(visit.number))
         self._stop(visit)
         self._look()
         self._end_audit(visit)

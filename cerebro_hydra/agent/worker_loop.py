@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from cerebro_hydra.plan.messages.actions import Action
@@ -22,6 +23,7 @@ class WorkerLoop:
 
     Args:
         state: the queues.
+        lock: of the queues, which other threads ask what leaves DRAM.
         log: is told what happens, and looks at the queues after each decision.
         carry_out: begins what they decide, with the tasks of a unit as a list.
         broken: takes an error that ends the loop.
@@ -31,12 +33,13 @@ class WorkerLoop:
     def __init__(
         self,
         state: WorkerState,
+        lock: AbstractContextManager[object],
         log: DeviceLog,
         carry_out: Callable[[Answer | list[Action]], object],
         broken: Callable[[Exception], object],
         tick: Callable[[], object],
     ) -> None:
-        self._state, self._log = state, log
+        self._state, self._lock, self._log = state, lock, log
         self._carry_out = carry_out
         self._broken = broken
         self._tick = tick
@@ -86,7 +89,8 @@ class WorkerLoop:
                 while self._events:
                     events, self._events = self._events, []
                     self._log.hear(time.monotonic(), events)
-                    decisions = self._state.handle(events)
+                    with self._lock:
+                        decisions = self._state.handle(events)
                     self._log.look()
                     for decision in with_units(decisions):
                         self._carry_out(decision)

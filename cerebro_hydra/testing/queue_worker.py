@@ -135,7 +135,7 @@ class QueueWorker:
         self._spec_of = spec_of
         self._lane = lane
         pool = pool or BufferPool(poison=poison, allocate=self.slabs.allocate)
-        self.store = ShardStore(SegmentStore(memory, self._scratch.name, pool))
+        self.store = ShardStore(SegmentStore(memory, self._scratch.name, pool, state))
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
         self.state = state

@@ -14,6 +14,8 @@ import pytest
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
+from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 
@@ -23,7 +25,13 @@ SECONDS = 60.0
 
 def empty_store(budget: int = 1 << 30) -> ShardStore:
     """Return a store whose memory shows whoever reads it too late."""
-    return ShardStore(SegmentStore(budget, tempfile.gettempdir(), BufferPool(poison=True)))
+    pool = BufferPool(poison=True)
+    return ShardStore(SegmentStore(budget, tempfile.gettempdir(), pool, idle_queues()))
+
+
+def idle_queues() -> WorkerState:
+    """Return the queues of a worker that has nothing to do."""
+    return WorkerState([None], None, oldest_first)
 
 
 def shard(frozen: str, trainable: str, size: int = 8) -> Shard:

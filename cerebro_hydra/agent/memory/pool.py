@@ -240,6 +240,7 @@ class ScratchFile:
     """
 
     def __init__(self, folder: str, content: Bytes) -> None:
+        self.nbytes = content.nbytes
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             if self._file.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:

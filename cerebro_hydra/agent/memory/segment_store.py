@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cerebro_hydra.agent.memory.pool import BufferPool, ScratchFile
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan.queues.ledger import StateName
+from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.shards.heap import trim_heap
 from cerebro_hydra.storage.digest import digest as digest_of
@@ -37,31 +39,35 @@ class _Segment:
     """Holds the bytes of a segment in memory, in a file, or in both."""
 
     digest: str
-    nbytes: int
     buffer: Bytes | None
     file: ScratchFile | None = None
 
 
 class SegmentStore:
-    """Keeps segments within a budget by spilling those that were longest unused. Thread-safe.
+    """Keeps segments within a budget by spilling those that the plan names. Thread-safe.
 
     A spilled segment lies in a file without a name, which vanishes with this process, and is read
     back when somebody wants it. What is being read or trained is not spilled. Where the disk takes
     no more, segments stay in memory.
 
+    Whoever needs memory asks the plan on its own thread, and moves there what the plan says; so
+    nobody waits for the loop of the queues.
+
     Args:
         budget: the bytes of memory for segments and for what training needs beside them.
         scratch: a folder on a disk of this machine.
         pool: gives the memory.
+        state: the queues of the worker; they are told what is kept, and say what goes.
     """
 
-    def __init__(self, budget: int, scratch: str, pool: BufferPool) -> None:
+    def __init__(self, budget: int, scratch: str, pool: BufferPool, state: WorkerState) -> None:
         self.pool = pool
+        self._state = state
         self._budget = budget
         self._scratch = scratch
-        self._lock = threading.Lock()  # of the table
+        self.lock = threading.Lock()  # of the table and the queues; nobody has it while bytes move
         self._moving = threading.RLock()  # of what is moved between memory and disk; taken first
-        self._segments: dict[str, _Segment] = {}  # the longest unused first
+        self._segments: dict[str, _Segment] = {}
         self._reserved = 0
         self._disk_is_full = False
 
@@ -98,16 +104,29 @@ class SegmentStore:
             with self._moving:
                 self._reserved -= nbytes
 
-    def add(self, digest: str, buffer: Bytes) -> None:
-        """Keep a segment, unless an equal one is here."""
-        with self._lock:
-            self._segments.setdefault(digest, _Segment(digest, buffer.nbytes, buffer[:]))
-            self._touch(digest)
+    def keep(self, name: StateName, shard: int, segments: Mapping[str, tuple[str, Bytes]]) -> None:
+        """Keep the segments of a shard of a state, but for those of which equal ones are here."""
+        sizes = {part: (digest, buffer.nbytes) for part, (digest, buffer) in segments.items()}
+        with self.lock:
+            for digest, buffer in segments.values():
+                self._segments.setdefault(digest, _Segment(digest, buffer[:]))
+            self._state.ledger.keep(name, shard, sizes)
+
+    def take(self, name: StateName, shard: int) -> None:
+        """Note that another worker takes a shard of a state, which seldom is needed again then."""
+        with self.lock:
+            self._state.ledger.take(name, shard)
+
+    def forget_state(self, name: StateName) -> None:
+        """Forget that segments make up a state; they stay until they are discarded."""
+        with self.lock:
+            self._state.ledger.forget_state(name)
 
     def discard(self, digest: str) -> None:
         """Forget a segment; whoever reads it may go on."""
-        with self._lock:
+        with self.lock:
             self._segments.pop(digest, None)
+            self._state.ledger.drop_kept(digest)
         self._trim()
 
     def get(self, digest: str) -> Bytes | None:
@@ -116,10 +135,10 @@ class SegmentStore:
         Raises:
             TransferError: the disk did not keep what was spilled.
         """
-        with self._lock:
+        with self.lock:
             if (segment := self._segments.get(digest)) is None:
                 return None
-            self._touch(digest)
+            self._state.ledger.use(digest)
             if (buffer := segment.buffer) is not None:
                 return buffer[:]
         with self._moving:
@@ -127,7 +146,7 @@ class SegmentStore:
 
     def is_altered(self, digest: str) -> bool:
         """Return whether somebody has written to a segment that is in memory."""
-        with self._lock:
+        with self.lock:
             segment = self._segments.get(digest)
             buffer = None if segment is None else segment.buffer
         return buffer is not None and digest_of(buffer) != digest
@@ -144,29 +163,25 @@ class SegmentStore:
 
     def digests(self) -> set[str]:
         """Return the digests of all segments."""
-        with self._lock:
+        with self.lock:
             return set(self._segments)
-
-    def _touch(self, digest: str) -> None:
-        self._segments[digest] = self._segments.pop(digest)
 
     def _trim(self) -> None:
         self.pool.trim(self._budget - self._reserved)
 
     def _make_room(self, nbytes: int) -> None:
-        while self.pool.leased + self._reserved + nbytes > self._budget:
-            segment = self._longest_unused()
-            if segment is None or not self._spill(segment):
+        while (lacking := self.pool.leased + self._reserved + nbytes - self._budget) > 0:
+            with self.lock:
+                idle = {each.digest for each in self._segments.values() if self._is_idle(each)}
+                going = [self._segments[name] for name in self._state.evict_kept(lacking, idle)]
+            if not (going and all(map(self._spill, going))):
                 return
 
-    def _longest_unused(self) -> _Segment | None:
-        with self._lock:
-            for segment in self._segments.values():
-                if segment.buffer is None or segment.nbytes < LEAST_SPILLED:
-                    continue
-                if not self.pool.is_shared(segment.buffer):
-                    return segment
-            return None
+    def _is_idle(self, segment: _Segment) -> bool:
+        """Return whether a segment is in memory, may go to disk, and is read by nobody."""
+        if segment.buffer is None or segment.buffer.nbytes < LEAST_SPILLED:
+            return False
+        return not self.pool.is_shared(segment.buffer)
 
     def _spill(self, segment: _Segment) -> bool:
         """Let a segment go to disk; return whether the disk has taken it."""
@@ -179,14 +194,21 @@ class SegmentStore:
                 self._disk_is_full = True
                 return False
             self._disk_is_full = False
-        segment.buffer = None
+        self._place(segment, None)
         return True
+
+    def _place(self, segment: _Segment, buffer: Bytes | None) -> None:
+        """Have a segment in memory, or on disk alone."""
+        with self.lock:
+            segment.buffer = buffer
+            if self._segments.get(segment.digest) is segment:
+                self._state.ledger.move_kept(segment.digest, in_dram=buffer is not None)
 
     def _read_back(self, segment: _Segment) -> Bytes:
         if segment.buffer is not None:  # another thread was first
             return segment.buffer[:]
         assert segment.file is not None, "a segment without a buffer has a file"
-        buffer = self.allocate(segment.nbytes)
+        buffer = self.allocate(segment.file.nbytes)
         try:
             segment.file.read_into(buffer)
         except OSError as error:
@@ -194,5 +216,5 @@ class SegmentStore:
             raise TransferError(why) from error
         if (found := digest_of(buffer)) != segment.digest:
             raise TransferError(f"segment {segment.digest} has digest {found} on scratch disk")
-        segment.buffer = buffer[:]
+        self._place(segment, buffer[:])
         return buffer

@@ -15,6 +15,7 @@ from typing import Any
 from cerebro_hydra.agent.memory.pool import ScratchFile
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.digest import digest as content_digest
 
@@ -111,18 +112,21 @@ class ShardStore:
         with self._changed:
             if self._states.get((state.trial, state.state)) is not state:
                 return
-            for name, (digest, buffer) in shard.segments.items():
-                self.segments.add(digest, buffer)
-                if name == "frozen":
-                    self._frozen.setdefault(state.trial, set()).add(digest)
+            self.segments.keep(StateName(state.trial, state.state), number, shard.segments)
+            self._frozen.setdefault(state.trial, set()).add(shard.digests[0])
             names = {name: digest for name, (digest, _) in shard.segments.items()}
             state.shards[number] = HeldShard(names, shard.cursor, self.segments)
             self.wake()
 
-    def follow(self, trial: int, state: int) -> Callable[[int], HeldShard | None]:
+    def follow(
+        self, trial: int, state: int, *, takes: bool = False
+    ) -> Callable[[int], HeldShard | None]:
         """Return what looks for a shard of a state, announced or not: None while it isn't there.
 
         What is returned raises TransferError if the state that it saw first was withdrawn.
+
+        Args:
+            takes: whether another worker takes what is found.
         """
         seen: State | None = None
 
@@ -140,6 +144,8 @@ class ShardStore:
                         f"state {state} of trial {trial} has no shard {number}, only "
                         f"{len(found.shards)} of them"
                     )
+                if takes and found.shards[number] is not None:
+                    self.segments.take(StateName(trial, state), number)
                 return found.shards[number]
 
         return look
@@ -200,6 +206,7 @@ class ShardStore:
             found = self._states.pop((trial, state), None)
             if found is None:
                 return
+            self.segments.forget_state(StateName(trial, state))
             self._discard(_digests(found))
             self.wake()
 
@@ -250,15 +257,13 @@ class ShardHome:
         self._stored = {name: buffer for name, (_, buffer) in held.segments.items()}
         self._own: dict[str, Bytes] = {}
         self._files: dict[str, ScratchFile] = {}
-        self._sizes: dict[str, int] = {}
 
     @classmethod
     def of_copy(cls, home: ShardHome, trainable: Bytes, cursor: Mapping[str, Any]) -> ShardHome:
         """Return the home of a shard that was copied from another one's device."""
         copied = copy.copy(home)
         copied.cursor = cursor
-        copied._stored, copied._own = {}, {"trainable": trainable}
-        copied._files, copied._sizes = {}, {}
+        copied._stored, copied._own, copied._files = {}, {"trainable": trainable}, {}
         return copied
 
     def own_trainable(self) -> None:
@@ -289,7 +294,7 @@ class ShardHome:
     @property
     def bytes_on_disk(self) -> int:
         """Return the bytes of the shard's files, which are what moves between disk and DRAM."""
-        return sum(self._sizes[name] for name in self._files)
+        return sum(file.nbytes for file in self._files.values())
 
     def room_for(self, sizes: Mapping[str, int]) -> Mapping[str, Bytes]:
         """Return slabs that a device may write the shard's changes to."""
@@ -314,13 +319,12 @@ class ShardHome:
         """
         for name, slab in self._own.items():
             self._files[name] = ScratchFile(self._scratch, slab)
-            self._sizes[name] = slab.nbytes
         self.leave_dram()
 
     def to_dram(self) -> None:
         """Bring back what `leave_dram` let go."""
         for name, file in self._files.items():
-            slab = self._own[name] = self._segments.allocate(self._sizes[name])
+            slab = self._own[name] = self._segments.allocate(file.nbytes)
             file.read_into(slab)
         for name in self._names:
             if name not in self._own:

@@ -48,13 +48,6 @@ class VisitCancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class VisitReleased:
-    """What a finished visit has published is safe elsewhere, so the worker needs it no longer."""
-
-    visit: int
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceLost:
     """A device died with all that was in its memory, and what it was writing is torn."""
 
@@ -68,23 +61,15 @@ class DeviceJoined:
     device: int
 
 
-WorkerEvent = (
-    VisitAdded
-    | ShardArrived
-    | ActionDone
-    | VisitCancelled
-    | VisitReleased
-    | DeviceLost
-    | DeviceJoined
-)
+WorkerEvent = VisitAdded | ShardArrived | ActionDone | VisitCancelled | DeviceLost | DeviceJoined
 
 
 @dataclass(frozen=True, slots=True)
 class VisitEnded:
     """The visit is over; ``reason`` says why a visit was refused.
 
-    A finished training visit keeps its published shards in DRAM or on disk until ``VisitReleased``.
-    Of any other visit the worker holds nothing, and what the shell has on disk of it can go.
+    What a training visit has published is kept (``Ledger.keep``), whatever becomes of the visit.
+    The queues hold nothing else of it, and what the shell has on disk of it can go.
     """
 
     visit: int

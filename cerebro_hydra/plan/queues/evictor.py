@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
-from cerebro_hydra.plan.queues.ledger import Block, Ledger
+from cerebro_hydra.plan.queues.ledger import Block, Ledger, state_key
 from cerebro_hydra.plan.queues.visit import Unit, Visit
+
+LATER = 1e6
+"""Is added to the distance of the tasks of a visit that has not begun."""
+
+ELSEWHERE = 1e9
+"""Stands for the distance of a task that is not known here yet, and maybe for another worker."""
 
 
 class Evictor:
     """Moves blocks out of the way of others.
 
-    Each method returns the actions that it has begun. A move that writes gives its bytes back when
-    it has ended, so the caller asks again after the next event.
+    Each method that makes room for the queues returns the actions that it has begun. A move that
+    writes gives its bytes back when it has ended, so the caller asks again after the next event.
     """
 
     def __init__(
@@ -92,6 +98,53 @@ class Evictor:
                 actions.append(ledger.leave_dram(block))
         return actions
 
+    def kept(self, nbytes: int, idle: Collection[str]) -> list[str]:
+        """Return the kept blocks that go to disk for so many bytes of DRAM, by their digests.
+
+        Of those that are used last, what disk has goes first, and then what was unused longest.
+
+        Args:
+            idle: the blocks that can go, because they are in DRAM and nobody reads them.
+        """
+        uses = self.kept_uses()
+        blocks = [block for block in self._ledger.kept if block.in_dram and block.digest in idle]
+        going: list[str] = []
+        blocks.sort(key=lambda each: (uses[each.digest], each.on_disk), reverse=True)
+        for block in blocks:
+            if nbytes <= 0:
+                break
+            nbytes -= block.nbytes
+            going.append(block.digest)
+        return going
+
+    def kept_uses(self) -> dict[str, float]:
+        """Return how far away the next task is that needs each kept block, by its digest.
+
+        It is infinity for what is needed only if a later state is lost, or by a trial to come.
+        """
+        ledger, uses = self._ledger, dict[str, float]()
+
+        def use(digest: str, distance: float) -> None:
+            uses[digest] = min(uses.get(digest, math.inf), distance)
+
+        for state, shards in ledger.states.items():
+            taken = ledger.taken(state)
+            for shard, segments in shards.items():
+                for digest, _ in segments.values():
+                    use(digest, math.inf if shard in taken else ELSEWHERE)
+        for visit in self._visits.values():
+            if visit.spec.source is None or visit.status == "cancelled":
+                continue
+            for shard, segments in ledger.states.get(visit.spec.source, {}).items():
+                block, distance = (
+                    ledger.get(state_key(visit.spec.visit, shard)),
+                    _next_read(visit, shard),
+                )
+                for name, (digest, _) in segments.items():
+                    if block is None or not block.changed or name == "frozen":
+                        use(digest, distance)
+        return {block.digest: uses.get(block.digest, math.inf) for block in ledger.kept}
+
     def demote(self, queue: DeviceQueue) -> list[Action]:
         """Write back what a device has changed and does not use next, if not all visits fit."""
         if math.isinf(queue.budget):
@@ -124,3 +177,8 @@ class Evictor:
 
     def _used(self, block: Block) -> bool:
         return any(queue.has(block.key) for queue in self._queues.values())
+
+
+def _next_read(visit: Visit, shard: int) -> float:
+    """Return how far away the next task is for which a visit may read a shard of its source."""
+    return visit.distance(shard) + (0 if visit.status == "open" else LATER)

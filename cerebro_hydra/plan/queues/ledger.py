@@ -5,13 +5,17 @@ leave in DRAM between two units. DRAM is its home: while a device works on a sta
 stays as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a
 place from the moment that a move into it begins to the moment that a move out of it has ended.
 
+A kept block is a segment of a state that runs begin with, here or elsewhere. What a visit publishes
+is no block of the visit any more, but kept. Equal segments are one block, whatever states have
+them.
+
 The ledger keeps account and decides nothing; `Evictor` says what goes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -35,6 +39,27 @@ def state_key(visit: int, shard: int) -> BlockKey:
     return BlockKey(visit, shard, "state")
 
 
+class StateName(NamedTuple):
+    """Names a state of a trial by its number in the trial's history."""
+
+    trial: int
+    number: int
+
+
+Segments = Mapping[str, tuple[str, int]]
+"""The segments of a shard, "frozen" and "trainable": their digests and bytes, by name."""
+
+
+@dataclass(slots=True)
+class KeptBlock:
+    """Tells where the bytes of a segment are, which never change: in DRAM, on disk, or in both."""
+
+    digest: str
+    nbytes: int
+    in_dram: bool = True
+    on_disk: bool = False
+
+
 @dataclass(slots=True)
 class Block:
     """Tells where the bytes of one block are; a pinned one stays in DRAM until it is dropped."""
@@ -47,6 +72,7 @@ class Block:
     move: Literal["loading", "spilling"] | None = None  # to or from the device
     sending: bool = False
     on_disk: bool = False  # what DRAM has is on disk too
+    changed: bool = False  # it has bytes of its own, which the state before the visit has not
     unsaved: list[Action] = field(default_factory=list)  # changes that may be done again
     older_unsaved: bool = False  # there are changes of microbatches that have left nothing
 
@@ -87,6 +113,9 @@ class Ledger:
     def __init__(self, devices: Iterable[int], host_budget: int | None) -> None:
         self.host_budget = math.inf if host_budget is None else host_budget
         self._blocks: dict[BlockKey, Block] = {}
+        self._kept: dict[str, KeptBlock] = {}  # the longest unused first
+        self._states: dict[StateName, dict[int, Segments]] = {}  # kept ones, by shard
+        self._taken: dict[StateName, set[int]] = {}  # shards of these that somebody has
         self._on: dict[int, dict[BlockKey, Block]] = {device: {} for device in devices}
         self._device_used = dict.fromkeys(self._on, 0)
         self._host_used = 0
@@ -172,7 +201,7 @@ class Ledger:
         return _action(block, ActionKind.DROP, HOST)
 
     def send(self, block: Block) -> Action:
-        """Begin to publish a shard's state."""
+        """Begin to publish a shard's state, which is then no block of its visit any more."""
         assert block.at_rest and block.device is None
         block.sending = True
         return _action(block, ActionKind.SEND)
@@ -201,8 +230,10 @@ class Ledger:
                 self._host_used -= block.nbytes
             case ActionKind.SPILL:
                 self._off_device(block)
+                block.changed = True
             case _:
-                block.sending = False
+                del self._blocks[block.key]
+                self._host_used -= block.nbytes if block.home == "dram" else 0
 
     def lose(self, block: Block) -> None:
         """Note that a block's device died."""
@@ -230,6 +261,51 @@ class Ledger:
             del self._blocks[block.key]
             self._host_used -= block.nbytes
             self._host_pinned -= block.nbytes
+
+    # ------------------------------------------------------------------ what is kept
+
+    @property
+    def kept(self) -> Iterable[KeptBlock]:
+        """Return the kept blocks, the longest unused first."""
+        return self._kept.values()
+
+    def keep(self, name: StateName, shard: int, segments: Segments) -> None:
+        """Keep a shard of a state, whose segments are in DRAM, unless equal ones are kept."""
+        self._states.setdefault(name, {})[shard] = segments
+        for digest, nbytes in segments.values():
+            self._kept.setdefault(digest, KeptBlock(digest, nbytes))
+            self.use(digest)
+
+    @property
+    def states(self) -> Mapping[StateName, Mapping[int, Segments]]:
+        """Return what is kept of each state, by shard."""
+        return self._states
+
+    def taken(self, name: StateName) -> Collection[int]:
+        """Return the shards of a state that a visit here or another worker has taken."""
+        return self._taken.get(name, ())
+
+    def take(self, name: StateName, shard: int) -> None:
+        """Note that a visit here or another worker has a shard: this is a copy in case of loss."""
+        if name in self._states:
+            self._taken.setdefault(name, set()).add(shard)
+
+    def forget_state(self, name: StateName) -> None:
+        """Forget a state; its segments stay until they are dropped."""
+        self._states.pop(name, None)
+        self._taken.pop(name, None)
+
+    def use(self, digest: str) -> None:
+        """Note that a kept block is read now."""
+        self._kept[digest] = self._kept.pop(digest)
+
+    def move_kept(self, digest: str, in_dram: bool) -> None:
+        """Note that a kept block has come to DRAM from disk, where it stays too, or left DRAM."""
+        self._kept[digest].in_dram, self._kept[digest].on_disk = in_dram, True
+
+    def drop_kept(self, digest: str) -> None:
+        """Forget a kept block."""
+        self._kept.pop(digest, None)
 
     def validate(self) -> None:
         """Check the counted bytes against the blocks, and DRAM against its budget."""

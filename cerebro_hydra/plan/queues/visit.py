@@ -14,7 +14,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.ledger import BlockKey, state_key
+from cerebro_hydra.plan.queues.ledger import BlockKey, StateName, state_key
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
 
@@ -91,6 +91,7 @@ class VisitSpec:
         schedule: a name of `SCHEDULES`, which says what is done in which order.
         devices: how many devices such a schedule may spread the visit over.
         unit_seconds: what the tasks take at most that a device does without a message in between.
+        source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
 
     Raises:
         ValueError: microbatches that stay on one device can't be pipelined.
@@ -106,6 +107,7 @@ class VisitSpec:
     schedule: str = "sequential"
     devices: int = 1
     unit_seconds: float = UNIT_SECONDS
+    source: StateName | None = None
 
     def __post_init__(self) -> None:
         """Refuse a schedule that the cut can't follow."""
@@ -275,7 +277,7 @@ class Unit:
         return mine and any(task.shard == key.number for task in self.tasks)
 
 
-Status = Literal["waiting", "open", "restarting", "cancelled", "finished", "released"]
+Status = Literal["waiting", "open", "restarting", "cancelled"]
 
 
 @dataclass(slots=True)
@@ -492,7 +494,12 @@ class Visit:
         They are those of its list, and one of another list for which that list is waiting. So what
         is ready is always nearer than what waits, and DRAM goes to it.
         """
-        left = self._tasks(self.lists[self._list_of[shard]])
+        self._tasks(self.lists[self._list_of[shard]])
+        return self.distance(shard)
+
+    def distance(self, shard: int) -> float:
+        """Return the same without taking a window, so that whoever asks changes no decision."""
+        left = self.lists[self._list_of[shard]].left
         waits_for = 0 if not left or self._is_ready(left[0]) else 1
         for distance, task in enumerate(left, start=waits_for):
             if task.shard == shard:

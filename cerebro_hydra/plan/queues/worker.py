@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
@@ -56,7 +56,6 @@ from cerebro_hydra.plan.queues.events import (
     VisitAdded,
     VisitCancelled,
     VisitEnded,
-    VisitReleased,
     VisitRestarted,
     WorkerEvent,
 )
@@ -69,7 +68,7 @@ from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 class WorkerState:
     """Holds the queues, visits and ledger of one worker, and handles its events.
 
-    It is not thread-safe: one writer hands in the events.
+    It is not thread-safe: one writer at a time hands in events, or asks what goes.
 
     Args:
         budgets: the bytes of each device; None means no limit.
@@ -102,6 +101,14 @@ class WorkerState:
     def budget(self, place: int) -> float:
         """Return the bytes that may be in use there."""
         return self.ledger.host_budget if place == HOST else self.queues[place].budget
+
+    def evict_kept(self, nbytes: int, idle: Collection[str]) -> list[str]:
+        """Return which kept segments go to disk, because somebody needs so many bytes of DRAM.
+
+        Args:
+            idle: digests of those in DRAM that nobody reads.
+        """
+        return self._evictor.kept(nbytes, idle)
 
     def handle(self, events: Iterable[WorkerEvent]) -> list[Answer]:
         """Handle what happened at one moment and return what to do, in this order."""
@@ -337,12 +344,10 @@ class WorkerState:
                 finished = visit.done and all(state.at_rest for state in states)
             if finished:
                 self._close(visit)
-                visit.status = "finished"
                 self._answers.append(VisitEnded(visit.spec.visit, "finished"))
-                if not visit.spec.graph.training:
-                    for state in states:
-                        self._answers += self.ledger.discard(state)
-                    del self.visits[visit.spec.visit]
+                for state in states:
+                    self._answers += self.ledger.discard(state)
+                del self.visits[visit.spec.visit]
 
     def _publish(self, visit: Visit, state: Block) -> None:
         shard = state.key.number
@@ -383,17 +388,15 @@ class WorkerState:
             case VisitAdded():
                 self._add(event)
             case ShardArrived():
+                visit = self.visits[event.visit]
                 self.ledger.end(Action(event.visit, event.shard, ActionKind.RECV))
-                self._let_go(self.visits[event.visit])
+                if visit.spec.source is not None and visit.spec.graph.training:
+                    self.ledger.take(visit.spec.source, event.shard)
+                self._let_go(visit)
             case ActionDone():
                 self._done(event)
             case VisitCancelled():
                 self._cancel(event.visit)
-            case VisitReleased():
-                visit = self.visits.get(event.visit)
-                if visit is not None and visit.status == "finished":
-                    visit.status = "released"
-                    self._let_go(visit)
             case DeviceLost():
                 self._lose(self.queues[event.device])
             case DeviceJoined():
@@ -466,7 +469,7 @@ class WorkerState:
 
     def _cancel(self, number: int) -> None:
         visit = self.visits.get(number)
-        if visit is None or visit.status in ("finished", "released"):
+        if visit is None:
             return
         if visit.status == "open":
             self._close(visit)
@@ -475,7 +478,7 @@ class WorkerState:
 
     def _let_go(self, visit: Visit) -> None:
         """Go on to forget a visit that is cancelled or begins anew, as its actions end."""
-        if visit.status not in ("cancelled", "restarting", "released"):
+        if visit.status not in ("cancelled", "restarting"):
             return
         running = {key for q in self.queues.values() if q.running for key in q.running.keys}
         for state in self.ledger.states_of(visit.spec.visit):
@@ -494,8 +497,7 @@ class WorkerState:
             visit.status = "waiting"
             return
         del self.visits[visit.spec.visit]
-        if visit.status == "cancelled":
-            self._answers.append(VisitEnded(visit.spec.visit, "cancelled"))
+        self._answers.append(VisitEnded(visit.spec.visit, "cancelled"))
 
     # ------------------------------------------------------------------ lost devices
 

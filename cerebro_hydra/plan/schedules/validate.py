@@ -233,7 +233,12 @@ class MemoryCheck:
         key = (action.trial, action.shard)
         state = self._state.get(key, 0)
         here = self._shards.get(key)
-        if here is None or action.kind is ActionKind.SEND:
+        if here is None:
+            return
+        if action.kind is ActionKind.SEND:
+            if not here.on_device:  # from now on it is kept, and not the visit's
+                self._used[HOST] -= state if here.in_dram else 0
+                del self._shards[key]
             return
         if action.kind.computes:
             here.written |= action.kind is not ActionKind.F

@@ -99,7 +99,6 @@ class Simulation:
         self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
         self._devices = devices
         self._clocks: dict[str, DeviceClock] = {}  # by incarnation, of workers of several devices
-        self._made_by: dict[_HeldState, int] = {}  # the attempt that trained a state there
         self._configs = {trial.trial: trial for trial in search.trials}
         for event in search.events():
             self._schedule(0.0, partial(self._handle, event))
@@ -193,14 +192,11 @@ class Simulation:
                 if clock is not None and instruction.attempt in self._computing:
                     clock.cancel(self.now, instruction.attempt)
                     self._wake(instruction.incarnation)
-                for state in [s for s, a in self._made_by.items() if a == instruction.attempt]:
-                    self._release(state)
                 self._remove_task(instruction)
             case ins.Drop():
                 state = (instruction.incarnation, instruction.trial, instruction.state)
                 self._held.discard(state)
                 self._fetches.pop(state, None)
-                self._release(state)
             case ins.MergeMetrics():
                 names = self._configs[instruction.trial].custom_metrics
                 value = self._metric(instruction.trial, instruction.epoch)
@@ -287,12 +283,6 @@ class Simulation:
                 self._end_task(tasks[each.visit], each.seconds, each.device_seconds)
         self._wake(incarnation)
 
-    def _release(self, state: _HeldState) -> None:
-        attempt = self._made_by.pop(state, None)
-        if attempt is not None and (clock := self._clocks.get(state[0])):
-            clock.release(self.now, attempt)
-            self._wake(state[0])
-
     def _end_task(self, task: _Task, seconds: float, device_seconds: float | None = None) -> None:
         if task.attempt not in self._tasks_of[task.incarnation]:
             return
@@ -310,7 +300,6 @@ class Simulation:
             return
         made = (task.incarnation, task.trial, task.state)
         self._held.add(made)
-        self._made_by[made] = task.attempt
         digests = tuple(
             (frozen, f"{task.trial}/{task.state}/{shard}")
             for shard, (frozen, _) in enumerate(trial.initial_digests)

@@ -28,7 +28,6 @@ from cerebro_hydra.plan.queues.events import (
     VisitAdded,
     VisitCancelled,
     VisitEnded,
-    VisitReleased,
     VisitRestarted,
     WorkerEvent,
 )
@@ -132,8 +131,7 @@ class WorkerSimulation:
         """
         while self._heap:
             self.step()
-        left = [number for number, visit in self.state.visits.items() if visit.status != "finished"]
-        if left:
+        if left := list(self.state.visits):
             raise RuntimeError(f"the queues stand still at {self._now:.3f} s with visits {left}")
         self.timeline.peak = {
             place: peak for place, peak in self.check.peak.items() if place is not None
@@ -175,7 +173,7 @@ class WorkerSimulation:
             for number, shard in enumerate(event.spec.shards):
                 self._state_bytes[event.spec.visit, number] = shard.state
                 self._activations[event.spec.visit, number] = shard.activations
-        elif isinstance(event, VisitCancelled | VisitReleased):
+        elif isinstance(event, VisitCancelled):
             self.check.abandon(event.visit)
         elif isinstance(event, DeviceLost):
             self.check.lose(event.device)
@@ -309,10 +307,6 @@ class DeviceClock:
     def cancel(self, now: float, visit: int) -> None:
         """Let the worker give up a task that has not ended."""
         self._simulation.add(now, VisitCancelled(visit))
-
-    def release(self, now: float, visit: int) -> None:
-        """Let the worker forget what an ended task has made."""
-        self._simulation.add(now, VisitReleased(visit))
 
     def step(self) -> tuple[list[int], list[EndedVisit]]:
         """Let the next moment happen; return the visits that begin to end, and those that ended.

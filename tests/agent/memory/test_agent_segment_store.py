@@ -14,14 +14,20 @@ import pytest
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import LEAST_SPILLED, SegmentStore
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
+from cerebro_hydra.plan.queues.ledger import StateName
+from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.digest import digest
+from tests.agent.standins import SECONDS, idle_queues
 
 SIZE = LEAST_SPILLED
 
 
 def store(path: Path, segments: float) -> SegmentStore:
-    return SegmentStore(int(segments * SIZE), str(path), BufferPool(poison=True))
+    return SegmentStore(int(segments * SIZE), str(path), BufferPool(poison=True), idle_queues())
 
 
 def add(segment_store: SegmentStore, mark: int) -> str:
@@ -29,7 +35,7 @@ def add(segment_store: SegmentStore, mark: int) -> str:
     buffer = segment_store.allocate(SIZE)
     buffer[:] = mark
     name = digest(buffer)
-    segment_store.add(name, buffer)
+    segment_store.keep(StateName(mark, 0), 0, {"trainable": (name, buffer)})
     return name
 
 
@@ -75,6 +81,47 @@ def test_the_longest_unused_goes_first(tmp_path: Path) -> None:
     segment_store = store(tmp_path, 2)
     first, _ = add(segment_store, 1), add(segment_store, 2)
     content(segment_store, first)
+    add(segment_store, 3)
+    assert spilled(tmp_path).keys() == {2}
+
+
+def run(number: int, trial: int) -> VisitAdded:
+    """Return a run that begins with what `add` kept of a trial."""
+    source = StateName(trial, 0)
+    return VisitAdded(VisitSpec(number, TaskGraph(1, 1), (ShardSpec(1),), source=source))
+
+
+def test_what_a_run_here_begins_with_stays_though_it_was_longest_unused(tmp_path: Path) -> None:
+    queues = idle_queues()
+    segment_store = SegmentStore(2 * SIZE, str(tmp_path), BufferPool(poison=True), queues)
+    add(segment_store, 1)
+    add(segment_store, 2)
+    queues.handle([run(0, trial=1)])
+    add(segment_store, 3)
+    assert spilled(tmp_path).keys() == {2}
+
+
+def test_the_plan_knows_what_lies_where(tmp_path: Path) -> None:
+    queues = idle_queues()
+    segment_store = SegmentStore(2 * SIZE, str(tmp_path), BufferPool(poison=True), queues)
+    names = [add(segment_store, mark) for mark in (1, 2, 3)]
+
+    def places() -> list[tuple[bool, bool]]:
+        found = {block.digest: (block.in_dram, block.on_disk) for block in queues.ledger.kept}
+        return [found[name] for name in names if name in found]
+
+    assert places() == [(False, True), (True, False), (True, False)]
+    content(segment_store, names[0])
+    assert places() == [(True, True), (False, True), (True, False)]
+    segment_store.discard(names[0])
+    assert places() == [(False, True), (True, False)]
+
+
+def test_what_another_worker_has_taken_goes_first(tmp_path: Path) -> None:
+    segment_store = store(tmp_path, 2)
+    add(segment_store, 1)
+    add(segment_store, 2)
+    segment_store.take(StateName(2, 0), 0)
     add(segment_store, 3)
     assert spilled(tmp_path).keys() == {2}
 
@@ -175,3 +222,50 @@ def test_readers_and_writers_on_threads_see_the_right_bytes(tmp_path: Path) -> N
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_whoever_wants_memory_and_the_loop_of_the_queues_never_wait_for_one_another(
+    tmp_path: Path,
+) -> None:
+    queues = idle_queues()
+    segment_store = SegmentStore(3 * SIZE, str(tmp_path), BufferPool(poison=True), queues)
+    names = {mark: add(segment_store, mark) for mark in range(1, 7)}
+    wrong: list[object] = []
+    ended = threading.Event()
+
+    def read(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while not ended.is_set():
+            mark = int(random.integers(1, 7))
+            if content(segment_store, names[mark]) != mark:
+                wrong.append(mark)
+            segment_store.allocate(SIZE)
+
+    def train() -> None:
+        """Be the loop: runs begin with states that the others have spilled."""
+        for number in range(200):
+            events: list[object] = [run(number, trial=1 + number % 6)]
+            while events:
+                with segment_store.lock:
+                    answers = queues.handle(events)  # type: ignore[arg-type]
+                events = [_done(each) for each in answers if isinstance(each, Action)]
+                events = [each for each in events if each is not None]
+            if not any(isinstance(each, VisitEnded) for each in answers):
+                wrong.append(answers)
+        ended.set()
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    threads.append(threading.Thread(target=train))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert {block.digest for block in queues.ledger.kept} == segment_store.digests()
+
+
+def _done(action: Action) -> object:
+    if action.kind is ActionKind.RECV:
+        return ShardArrived(action.trial, action.shard)
+    return None if action.kind is ActionKind.DROP else ActionDone(action, 0.0)

@@ -24,7 +24,6 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     VisitAdded,
     VisitCancelled,
-    VisitReleased,
     VisitRestarted,
     WorkerEvent,
 )
@@ -94,7 +93,7 @@ class CheckedState(WorkerState):
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.visit, number] = shard.state
                         self._work[event.spec.visit, number] = shard.activations
-                case VisitCancelled() | VisitReleased():
+                case VisitCancelled():
                     self.check.abandon(event.visit)
                 case DeviceLost():
                     self.check.lose(event.device)

@@ -22,7 +22,8 @@ from tests.examples import examples
 from tests.plan.queues.test_plan_worker_chaos import specs
 
 DEVICES = (0, 1)
-LOAD, SPILL, DROP, RECV = ActionKind.LOAD, ActionKind.SPILL, ActionKind.DROP, ActionKind.RECV
+LOAD, SPILL, DROP = ActionKind.LOAD, ActionKind.SPILL, ActionKind.DROP
+RECV, SEND = ActionKind.RECV, ActionKind.SEND
 
 
 class Moves:
@@ -86,7 +87,9 @@ class Moves:
     def end(self, action: Action) -> None:
         self.under_way.remove(action)
         self.ledger.end(action)
-        if action.kind is SPILL and action.device is not None:
+        if action.kind is SEND:
+            del self.places[state_key(action.trial, action.shard)]
+        elif action.kind is SPILL and action.device is not None:
             self.places[state_key(action.trial, action.shard)].remove(action.device)
 
     def write(self, block: Block) -> None:
@@ -192,7 +195,7 @@ def crowded_workers(draw: st.DrawFn) -> tuple[Evictor, Ledger, DeviceQueue, dict
     for number in range(draw(st.integers(1, 4))):
         spec = draw(specs(number).filter(lambda spec: not spec.is_pipelined))
         visit = visits[number] = Visit(spec, number)
-        visit.status = draw(st.sampled_from(["open", "open", "open", "finished"]))
+        visit.status = draw(st.sampled_from(["open", "open", "open", "cancelled"]))
         if spec.host_boundary_bytes:
             ledger.pin_boundaries(number, 1, spec.host_boundary_bytes)
         for shard, each in enumerate(spec.shards):

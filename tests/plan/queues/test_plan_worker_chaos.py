@@ -18,7 +18,6 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     VisitAdded,
     VisitCancelled,
-    VisitReleased,
     VisitRestarted,
     WorkerEvent,
 )
@@ -204,7 +203,6 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
         (data.draw(moment), VisitCancelled(n)) for n in numbers
     ]
     later += data.draw(st.lists(st.sampled_from(later), max_size=2))  # said twice
-    later += [(1000.0, VisitReleased(spec.visit)) for spec in visits]
     simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
     timeline = simulation.run()
     check_order(timeline, [spec for spec in visits if spec.visit not in numbers])

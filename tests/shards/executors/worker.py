@@ -25,7 +25,6 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     VisitAdded,
     VisitEnded,
-    VisitReleased,
     VisitRestarted,
     WorkerEvent,
 )
@@ -298,7 +297,6 @@ class Worker:
             for visit in ended:
                 left -= 1
                 self._end(self.residents[visit])
-                following.append(VisitReleased(visit))
             self._state.validate()
             waiting = [lane for lane in self._lanes.values() if lane]
             if self._deaths and self._choice.random() < 0.05:
