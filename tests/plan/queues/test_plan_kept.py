@@ -1,4 +1,4 @@
-"""Of kept states, what is needed last leaves DRAM first, and no visit of the queues is disturbed."""
+"""Of kept states what is needed last leaves DRAM first, and no visit is disturbed."""
 
 from __future__ import annotations
 
