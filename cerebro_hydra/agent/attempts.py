@@ -7,14 +7,15 @@ beside others enters alone. Each attempt ends once, unless the coordinator took 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from cerebro_hydra.agent.device.endings import MOST_DEATHS, deadly
 from cerebro_hydra.agent.device.messages import FailureKind
-from cerebro_hydra.agent.device.process import MOST_DEATHS
+from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, described
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.visit import Visit
@@ -43,7 +44,7 @@ class TaskEntrance:
     def __init__(self) -> None:
         self.profiles: dict[int, TrialProfile] = {}
         self.profiling: set[int] = set()  # trials that the first device is asked about
-        self._deaths: Counter[int] = Counter()  # of devices that profiled a trial
+        self._deaths: defaultdict[int, list[str]] = defaultdict(list)  # of those that profiled it
         self._inside: set[int] = set()  # trials that have a visit
         self._waiting: dict[int, deque[Task]] = defaultdict(deque)
         self._to_be_alone: deque[Task] = deque()
@@ -105,10 +106,11 @@ class TaskEntrance:
         """Return the attempt that needs a trial."""
         return self._waiting[trial][0].attempt
 
-    def died(self, trial: int) -> bool:
-        """Note that the first device died of building a trial; return whether it did too often."""
-        self._deaths[trial] += 1
-        return self._deaths[trial] == MOST_DEATHS
+    def died(self, trial: int, ending: str) -> str | None:
+        """Note how the first device ended that built a trial; return an error if it was often."""
+        self._deaths[trial].append(ending)
+        endings = self._deaths[trial]
+        return deadly(endings) if len(endings) == MOST_DEATHS else None
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over, or was cut finer."""
@@ -279,6 +281,14 @@ OUT_OF_MEMORY = (
 )
 
 
+@dataclass(eq=False)
+class _Deaths:
+    """Holds how devices ended that ran an attempt's code, and which deaths are known already."""
+
+    endings: list[str] = field(default_factory=list)
+    counted: set[WorkerDevice] = field(default_factory=set)
+
+
 class AttemptReports:
     """Knows which attempts are open; one thread uses it.
 
@@ -298,7 +308,7 @@ class AttemptReports:
         self._fetch_manager = fetch_manager
         self._report = report
         self._open: set[int] = set()
-        self._deaths: Counter[int] = Counter()  # of devices that ran the code of an open attempt
+        self._deaths: dict[int, _Deaths] = {}  # of devices that ran the code of an open attempt
 
     def __contains__(self, attempt: int) -> bool:
         """Return whether an attempt was accepted, and neither ended nor was taken back."""
@@ -311,13 +321,22 @@ class AttemptReports:
     def take_back(self, attempt: int) -> None:
         """Report nothing of an attempt any more."""
         self._open.discard(attempt)
-        del self._deaths[attempt]  # which a Counter may lack
+        self._deaths.pop(attempt, None)
 
-    def died(self, task: Task) -> bool:
-        """Note that a device died of a task's code; return whether too many did."""
-        if task.attempt in self._open:
-            self._deaths[task.attempt] += 1
-        return self._deaths[task.attempt] >= MOST_DEATHS
+    def died(self, task: Task, device: WorkerDevice, beside: Set[WorkerDevice]) -> str | None:
+        """Note that a device died of a task's code; return an error if too many did.
+
+        Args:
+            beside: the devices that ran its code, too. Their deaths are this one, as when somebody
+                ends all processes of a worker.
+        """
+        if task.attempt not in self._open:
+            return None
+        deaths = self._deaths.setdefault(task.attempt, _Deaths())
+        if device not in deaths.counted:
+            deaths.endings.append(device.ending)
+        deaths.counted |= beside
+        return deadly(deaths.endings) if len(deaths.endings) >= MOST_DEATHS else None
 
     def done(self, result: events.SubEpochDone | events.EvaluationDone) -> None:
         """Report what an attempt gave."""

@@ -45,12 +45,7 @@ from cerebro_hydra.agent.device.messages import (
     Profiled,
     Ready,
 )
-from cerebro_hydra.agent.device.process import (
-    DEADLY,
-    DeviceStart,
-    WorkerDevice,
-    WorkerDevices,
-)
+from cerebro_hydra.agent.device.process import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.device.task_watch import (
     BatchSeconds,
     MakeWatch,
@@ -242,7 +237,7 @@ class QueueTrainer:
             profile,
             replace(spec, recompute=False) if resident else spec,
             self._shard_store.follow(task.trial, task.source.state),
-            VisitTime(task, self._make_watch, self._end_overdue),
+            VisitTime(task, self._make_watch, partial(self._end_overdue, spec.visit)),
             limited=self._planner.has_budget,
             recompute=spec.recompute,
             resident=resident,
@@ -360,6 +355,7 @@ class QueueTrainer:
         self._stop(visit)
         visit.retract(self._shard_store)
         visit.begin_anew()
+        visit.time.begin_anew()
         visit.announce(self._shard_store)
 
     def _stop(self, visit: Visit) -> None:
@@ -460,20 +456,22 @@ class QueueTrainer:
 
     def _check_times(self) -> None:
         self._devices.age(TICK_SECONDS)
-        for visit in self._visits.values():
-            if not visit.over:
-                visit.time.check(1 if visit.audits is None else AUDIT_PATIENCE)
+        for visit in tuple(self._visits.values()):  # also one that is over, whose code may hang
+            patience = 1 if visit.audits is None else AUDIT_PATIENCE
+            visit.time.check(patience, self._devices.silence(visit.time.computing))
 
-    def _end_overdue(self, task: Task, why: str) -> None:
-        """Fail a task whose code takes too long, or its audit's; end the device that runs it."""
-        (visit,) = (v for v in self._visits.values() if v.task is task and not v.over)
-        why, failed = (why, visit) if visit.audits is None else (OVERDUE_AUDIT + why, visit.audits)
-        self._end_early(failed)
-        self._leave(failed)
-        self._reports.failed(failed.task, FailureKind.OTHER, why)
-        for number, queue in self._state.queues.items():
-            if queue.running is not None and queue.running.visit == visit.number:
-                self._devices[number].kill()
+    def _end_overdue(self, number: int, why: str, longest: WorkerDevice | None) -> None:
+        """Fail a task whose code takes too long, or its audit's; end the device that hangs."""
+        visit = self._visits[number]
+        if not visit.over:
+            failed = visit if visit.audits is None else visit.audits
+            self._end_early(failed)
+            self._leave(failed)
+            self._reports.failed(
+                failed.task, FailureKind.OTHER, why if failed is visit else OVERDUE_AUDIT + why
+            )
+        if longest is not None:  # others end their units soon, and are watched until then
+            longest.kill(why)
 
     def _computed(self, visit: Visit, device: WorkerDevice, tasks: Sequence[Done]) -> None:
         """Keep what the tasks of a unit gave."""
@@ -495,29 +493,30 @@ class QueueTrainer:
 
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
-        number, was_up, order = self._devices.replace(device)
+        number, was_up, order, beside = self._devices.replace(device)
         self._gate.lose(number)
         if was_up:
             self._loop.tell(DeviceLost(number))
         ran = self._visits.get(order.visit) if isinstance(order, Open | Compute | Close) else None
-        if ran is not None and self._reports.died(ran.task):
-            self._fail(ran, FailureKind.OTHER, DEADLY)
+        if ran is not None and (error := self._reports.died(ran.task, device, beside)):
+            self._fail(ran, FailureKind.OTHER, error)
         for each in tuple(self._visits.values()):
             each.opened.discard(device)
-            each.time.lose(device)
+            each.time.died(device)
             if device in each.closing:
                 self._unclosed(each, device)
         if number == 0:
-            self._ask_again(order.trial if isinstance(order, Profile) else None)
+            self._ask_again(order.trial if isinstance(order, Profile) else None, device.ending)
 
-    def _ask_again(self, died_of: TrialSpec | None) -> None:
+    def _ask_again(self, died_of: TrialSpec | None, ending: str) -> None:
         """Ask the first device again, which was replaced.
 
         Args:
             died_of: the trial that it was building; one that too many devices died of fails.
+            ending: how the device ended.
         """
-        if died_of is not None and self._entrance.died(died_of.trial):
-            self._profiled(Failed(None, died_of.trial, FailureKind.OTHER, DEADLY), died_of)
+        if died_of is not None and (error := self._entrance.died(died_of.trial, ending)):
+            self._profiled(Failed(None, died_of.trial, FailureKind.OTHER, error), died_of)
         for trial in self._entrance.profiling:
             self._ask_profile(trial)
 

@@ -6,7 +6,9 @@ ran at another moment, or on bytes that were stale.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +41,9 @@ class ByteTrials:
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
         faults: what is wrong with a trial's code, by its number. "dies: factory", "dies: opened",
-            "dies: backward" and "dies: closed" end the process each time; in a backward, "hangs"
-            never returns, "raises" does, "greedy" finds no memory for activations, "hungry" none
+            "dies: backward" and "dies: closed" end the process each time; in a backward,
+            "segfaults" and "dies and leaves a fork" do, "stops itself" stops it, "hangs" never
+            returns, "raises" does, "greedy" finds no memory for activations, "hungry" none
             at all, "asserting" names an element that is not there, and "endless" asks for more
             than a device has; "wrong" updates differ from those of the uncut trial; "unauditable"
             can't be built a second time. In an audit, "hangs audited" never returns from a
@@ -214,6 +217,15 @@ class ByteRun:
                 time.sleep(10 * SECONDS)
             case "hangs":
                 time.sleep(10 * SECONDS)
+            case "segfaults":
+                ctypes.string_at(0)
+            case "dies and leaves a fork":
+                if os.fork():
+                    os._exit(1)
+                time.sleep(20)  # with all that was open in the process
+                os._exit(0)
+            case "stops itself":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "raises":
                 raise ValueError("the user's code is wrong")
             case "asserting":

@@ -16,10 +16,12 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +29,7 @@ import torch
 
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane, VisitOpener
+from cerebro_hydra.agent.device.endings import ending_of, no_life
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
     Alive,
@@ -127,9 +130,13 @@ class DeviceProcess:
         on_said: takes what its code prints and logs.
         on_answer: takes what the device tells, from a thread of this object.
         on_gone: is called once when the process is dead, after its last answer.
+
+    Attributes:
+        ending: how the process has ended, once it has.
     """
 
     thread = None
+    ending = ""
 
     def __init__(
         self,
@@ -157,9 +164,10 @@ class DeviceProcess:
             daemon=True,
             name="cerebro-hydra-device",
         )
-        self._process.start()
+        _start(self._process)
         theirs.close()
         threading.Thread(target=self._listen, name="device-answers", daemon=True).start()
+        threading.Thread(target=self._hang_up, name="device-ends", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -177,17 +185,18 @@ class DeviceProcess:
                     order = replace(order, slabs=named)
                 self._connection.send(order)
             except BlockingIOError:
-                self.kill()
+                self.kill(no_life(self.limits.silence_seconds))
             except OSError:
                 pass  # on_gone tells of it
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
         """End the process at once."""
+        self.ending = self.ending or why
         self._process.kill()
 
     def close(self) -> None:
         """End the process at once."""
-        self.kill()
+        self._process.kill()
 
     def _named(self, buffer: Any) -> Any:
         name = self._slabs.name_of(buffer)
@@ -214,8 +223,24 @@ class DeviceProcess:
                 self._on_answer(self, answer)
         self._process.kill()
         self._process.join()
+        self.ending = self.ending or ending_of(self._process.exitcode)
         self._slabs.on_freed.remove(self._freed.append)
         self._on_gone(self)
+
+    def _hang_up(self) -> None:
+        """End the pipe with the process: what its code has forked may hold the other end open."""
+        wait([self._process.sentinel])
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)  # what it has said before is still read
+
+
+def _start(process: Any) -> None:
+    """Start a process; a server of forks that was killed may still seem to be there."""
+    for wait_seconds in (0.1, 0.3, 1.0):
+        with suppress(ConnectionError, EOFError):
+            return process.start()
+        time.sleep(wait_seconds)
+    return process.start()
 
 
 def _limit_sends(connection: Any, seconds: float) -> None:
@@ -307,6 +332,7 @@ class OwnDevice:
     """
 
     limits = None
+    ending = ""
 
     def __init__(
         self,
@@ -341,7 +367,7 @@ class OwnDevice:
         """Take an order and return at once."""
         self._device.give(order)
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
         """End this process: nothing else ends a thread that hangs."""
         self._end_process()
 
@@ -428,12 +454,6 @@ def gpu_memory(poison: bool = False) -> DeviceMemory:
 
 
 MOST_STARTS = 10  # of a device that dies each time before it is ready
-MOST_DEATHS = 3  # of devices that run the same code, until that is the cause
-DEADLY = (
-    f"its code ended the process of a device {MOST_DEATHS} times, or held Python's lock until that "
-    "was killed"
-)
-
 
 CodeOrder = Profile | Open | Compute | Close
 """An order that runs code of a trial."""
@@ -456,7 +476,12 @@ class WorkerDevice(Protocol):
         """Take an order and return at once."""
         ...
 
-    def kill(self) -> None:
+    @property
+    def ending(self) -> str:
+        """Return how its process has ended."""
+        ...
+
+    def kill(self, why: str) -> None:
         """End the process of the device, because it hangs."""
         ...
 
@@ -478,11 +503,13 @@ class Death(NamedTuple):
         number: of the device.
         was_up: whether it was ready.
         order: what it was doing; None if it ran no code of a trial.
+        beside: the devices that were running code of the same visit.
     """
 
     number: int
     was_up: bool
     order: CodeOrder | None
+    beside: Set[WorkerDevice]
 
 
 class WorkerDevices:
@@ -499,6 +526,7 @@ class WorkerDevices:
         self._down = Counter[int]()  # the deaths of each number since it was ready
         self._unanswered: list[deque[CodeOrder]] = []
         self._patience: list[float] = []  # the seconds in which each has to show life
+        self._heard: dict[WorkerDevice, float] = {}  # the moment when each has shown it last
 
     def start(self) -> None:
         """Start them all."""
@@ -529,6 +557,7 @@ class WorkerDevices:
         number = self._devices.index(device)
         if device.limits is not None:
             self._patience[number] = device.limits.silence_seconds
+            self._heard[device] = time.monotonic()
         if isinstance(answer, Profiled | Opened | Computed | Closed) or (
             isinstance(answer, Failed) and answer.visit is None
         ):
@@ -538,14 +567,20 @@ class WorkerDevices:
             return _taken(asked, lambda order: isinstance(order, Profile))
         return None
 
+    def silence(self, devices: Iterable[WorkerDevice]) -> float:
+        """Return for how long the most silent of these has shown no life; 0 if it is no process."""
+        now = time.monotonic()
+        return max((now - self._heard.get(device, now) for device in devices), default=0.0)
+
     def age(self, seconds: float) -> None:
         """Let time pass, and end the devices whose processes have been silent for too long."""
         for number, device in enumerate(self._devices):
             self._patience[number] -= seconds
             if self._patience[number] < 0:
                 self._patience[number] = math.inf
+                assert device.limits is not None, "a device of this process has all the time"
                 _log.warning("device %d shows no life; it is killed and started again", number)
-                device.kill()
+                device.kill(no_life(device.limits.silence_seconds))
 
     def replace(self, device: WorkerDevice) -> Death:
         """Start a device that died again.
@@ -562,11 +597,25 @@ class WorkerDevices:
                 "for what it said, and take another number of devices_per_worker"
             )
         asked = self._unanswered[number]
-        death = Death(number, was_up, asked[0] if asked else None)
+        order = asked[0] if asked else None
+        death = Death(number, was_up, order, self._beside(device, order))
         asked.clear()
+        self._heard.pop(device, None)
         self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
         self._patience[number] = _patience_with_start(self._devices[number])
         return death
+
+    def _beside(self, device: WorkerDevice, order: CodeOrder | None) -> Set[WorkerDevice]:
+        """Return the other devices that were asked to run code of the same visit."""
+        if order is None or isinstance(order, Profile):
+            return set()
+        pairs = zip(self._devices, self._unanswered, strict=True)
+        return {
+            each
+            for each, asked in pairs
+            if each is not device
+            and any(not isinstance(one, Profile) and one.visit == order.visit for one in asked)
+        }
 
     def ready(self, device: WorkerDevice) -> int | None:
         """Note that a device is ready; return its number if one of that number had died."""

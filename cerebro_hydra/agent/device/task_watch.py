@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -117,16 +117,22 @@ class TaskWatch:
             self._known.note(timed.task, (now - timed.batch_begun) / timed.batches)
         timed.batch_begun = now
 
-    def check(self, patience: float = 1) -> None:
+    def begin_batch_anew(self) -> None:
+        """Note that the batch under way is done again."""
+        if self._timed is not None:
+            self._timed.batch_begun = self._clock()
+
+    def check(self, patience: float = 1, silence: float = 0.0) -> None:
         """Tell of what is slow or overdue now.
 
         Args:
             patience: so many times the limits are allowed.
+            silence: the seconds before now that don't count.
         """
         timed = self._timed
         if timed is None or timed.begun is None:
             return
-        now, usual = self._clock(), self._known.median(timed.task)
+        now, usual = self._clock() - silence, self._known.median(timed.task)
         # One of them may have taken so long, if the others took what batches usually take.
         passed, task = now - timed.batch_begun, now - timed.begun
         others = (timed.batches - 1) * (passed / timed.batches if usual is None else usual)
@@ -183,18 +189,32 @@ class VisitTime:
 
     The clock stands still while no device computes for the visit, or each builds the trial first. A
     device is named by whatever it is.
+
+    Args:
+        on_overdue: told why a limit is exceeded, and which device has computed longest by then, if
+            one does; again if another one computes as long after that.
     """
 
     def __init__(
-        self, task: Task, make_watch: MakeWatch, on_overdue: Callable[[Task, str], object]
+        self, task: Task, make_watch: MakeWatch, on_overdue: Callable[[str, Any], object]
     ) -> None:
-        self._begun: dict[object, float] = {}  # the moment since which each device computes
-        self._building: set[object] = set()
+        self._begun: dict[Any, float] = {}  # the moment since which each device computes
+        self._building: set[Any] = set()
         self._seconds = 0.0
         self._passed, self._since = 0.0, math.inf  # of the clock, until and from this moment on
-        self._watch = make_watch(on_overdue, self._clock)
-        self._watch.begin(task)
+        self._on_overdue = on_overdue
+        self._task = task
+        self._watch = make_watch(self._overdue, self._clock)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Note that the visit has all of its time again."""
+        self._watch.begin(self._task)
         self._watch.batch()
+
+    def _overdue(self, task: Task, why: str) -> None:
+        self.begin_anew()
+        self._on_overdue(why, min(self.computing, key=self._begun.__getitem__, default=None))
 
     def _clock(self) -> float:
         return self._passed + max(0.0, time.monotonic() - self._since)
@@ -203,21 +223,25 @@ class VisitTime:
     def seconds(self) -> float:
         """Return how long devices have computed for the visit, those at the same time each."""
         now = time.monotonic()
-        under_way = self._begun.keys() - self._building
-        return self._seconds + sum(now - self._begun[device] for device in under_way)
+        return self._seconds + sum(now - self._begun[device] for device in self.computing)
 
-    def build(self, device: object) -> None:
+    @property
+    def computing(self) -> Set[Any]:
+        """Return the devices that compute for the visit now."""
+        return self._begun.keys() - self._building
+
+    def build(self, device: Any) -> None:
         """Note that a device builds the trial before it computes."""
         self._building.add(device)
 
-    def built(self, device: object) -> None:
+    def built(self, device: Any) -> None:
         """Note that it has done so."""
         self._building.discard(device)
         if device in self._begun:
             self._begun[device] = time.monotonic()
         self._turn()
 
-    def start(self, device: object, thread: int | None, batches: int) -> None:
+    def start(self, device: Any, thread: int | None, batches: int) -> None:
         """Note that a device does a unit which ends so many batches.
 
         Args:
@@ -227,13 +251,13 @@ class VisitTime:
         self._begun[device] = time.monotonic()
         self._turn()
 
-    def stop(self, device: object, ends_batch: bool) -> None:
+    def stop(self, device: Any, ends_batch: bool) -> None:
         """Note that it has done the unit, and with it maybe batches."""
         self.lose(device)
         if ends_batch:
             self._watch.batch()
 
-    def lose(self, device: object) -> None:
+    def lose(self, device: Any) -> None:
         """Note that a device does the unit no longer."""
         begun = self._begun.pop(device, None)
         if begun is not None and device not in self._building:
@@ -241,14 +265,27 @@ class VisitTime:
         self._building.discard(device)
         self._turn()
 
+    def died(self, device: Any) -> None:
+        """Note that a device has died: the time of its unit, which is done again, is given back."""
+        computing, begun = device in self.computing, self._begun.get(device, 0.0)
+        self.lose(device)
+        if computing:
+            self._passed -= time.monotonic() - begun
+            self._watch.begin_batch_anew()
+
     def _turn(self) -> None:
         """Let the clock go on, or stand still."""
         self._passed = self._clock()
-        self._since = time.monotonic() if self._begun.keys() - self._building else math.inf
+        self._since = time.monotonic() if self.computing else math.inf
 
-    def check(self, patience: float = 1) -> None:
-        """Tell if the visit is slow or overdue, with so many times the limits."""
-        self._watch.check(patience)
+    def check(self, patience: float = 1, silence: float = 0.0) -> None:
+        """Tell if the visit is slow or overdue, with so many times the limits.
+
+        Args:
+            silence: for how long a device that computes may be dead: it shows no life. What became
+                of it is known soon, and it is not slow if it is dead.
+        """
+        self._watch.check(patience, silence)
 
 
 PROGRESS_SECONDS = 0.5

@@ -64,7 +64,7 @@ def test_the_process_of_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatc
         assert answers.get(timeout=SECONDS) == Ready()
         assert "GPU-ab PCI_BUS_ID" in str(said.get(timeout=SECONDS))
     finally:
-        device.kill()
+        device.close()
     assert visible_gpus.VISIBLE not in os.environ
 
 

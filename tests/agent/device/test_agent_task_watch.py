@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, batch: float | None = None, sub_epoch: float | None = None) -> None:
         self.now = 0.0
         self.slow: list[tuple[Any, float, float | None]] = []
-        self.overdue: list[tuple[Any, str]] = []
+        self.overdue: list[tuple[Any, Any]] = []
         self.known = BatchSeconds()
         self.watch = TaskWatch(
             batch,
@@ -163,8 +163,7 @@ def test_the_time_between_units_and_that_of_building_count_for_nothing(
     passes(2.0)
     assert (visit.seconds, bench.overdue, bench.slow) == (3.0, [], [])
     passes(1.5)
-    ((task, why),) = bench.overdue
-    assert task is TRAIN and why.startswith("a batch took 3.5 s")
+    assert bench.overdue[0][0].startswith("a batch took 3.5 s") and bench.overdue[0][1] == "a"
 
 
 def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
@@ -188,4 +187,47 @@ def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
     assert (visit.seconds, bench.overdue) == (3.5, [])
     bench.now += 1.0
     visit.check()
-    assert bench.overdue[0][1].startswith("a batch took 3.5 s")
+    assert bench.overdue[0][0].startswith("a batch took 3.5 s")
+
+
+def test_of_several_devices_the_one_that_computes_longest_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, visit = timed(monkeypatch, 3.0, 50.0)
+    visit.start("hangs", None, 1)
+    bench.now += 2.0
+    visit.start("works", None, 1)
+    bench.now += 1.5
+    visit.check()
+    assert [longest for _, longest in bench.overdue] == ["hangs"]
+    visit.died("hangs")
+    bench.now += 1.0
+    visit.check()
+    assert len(bench.overdue) == 1, "it may take as long from now on"
+    bench.now += 2.5
+    visit.check()
+    assert [longest for _, longest in bench.overdue] == ["hangs", "works"]
+    visit.stop("works", ends_batch=False)
+    bench.now += 1000.0
+    visit.check()
+    assert len(bench.overdue) == 2
+
+
+def test_a_device_is_not_judged_while_it_may_be_dead_and_what_it_took_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, visit = timed(monkeypatch, 3.0, 5.0)
+    for _ in range(3):
+        visit.start("a", None, 1)
+        bench.now += 2.5
+        visit.check()
+        bench.now += 10.0
+        visit.check(silence=10.0)
+        visit.died("a")
+    assert bench.overdue == []
+    visit.start("a", None, 1)
+    bench.now += 3.4
+    visit.check(silence=0.5)
+    assert bench.overdue == []
+    visit.check(silence=0.3)
+    assert bench.overdue[0][0].startswith("a batch took 3.1 s")

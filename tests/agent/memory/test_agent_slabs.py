@@ -78,4 +78,4 @@ def test_a_device_lets_go_of_the_slabs_that_its_agent_has_no_more() -> None:
         begin(1)
         assert mapped(device.pid) == 0
     finally:
-        device.kill()
+        device.close()

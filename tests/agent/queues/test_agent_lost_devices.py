@@ -226,11 +226,13 @@ def test_orders_for_a_frozen_device_are_not_waited_for() -> None:
         device.give(Profile(trial, 0))
         assert gone.get(timeout=SECONDS) is device
     finally:
-        device.kill()
+        device.close()
 
 
 class Quiet:
     """A device that does nothing but die."""
+
+    ending = ""
 
     def __init__(self, limits: LossLimits | None) -> None:
         self.limits = limits
@@ -239,7 +241,7 @@ class Quiet:
     def give(self, order: Order) -> None:
         """Lose the order."""
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
         self.kills += 1
 
     def close(self) -> None:
@@ -276,3 +278,51 @@ def test_a_device_is_ended_once_after_its_time_without_a_sign_of_life() -> None:
     assert not made[-1].kills
     devices.age(0.25)
     assert made[-1].kills == 1
+
+
+SLOW = 1.5  # seconds that a batch may take
+
+
+@pytest.mark.parametrize(
+    ("fault", "ending"),
+    [
+        ("dies: backward", "it ended with exit code 1"),
+        ("segfaults", "it was ended by SIGSEGV"),
+        ("dies and leaves a fork", "it ended with exit code 1"),
+        pytest.param("stops itself", "it showed no life for 3 s", marks=pytest.mark.long),
+    ],
+)
+def test_what_ends_or_stops_a_device_is_told_as_what_it_was_and_is_no_slow_batch(
+    fault: str, ending: str
+) -> None:
+    trials = ByteTrials(SIZES, faults={1: fault})
+    with bench(trials, [4500, 4500], limits=SOON, batch_seconds=SLOW) as made:
+        made.begin(3)
+        results = made.results(3)
+        failed = results.pop(1)
+        assert isinstance(failed, events.TaskFailed)
+        first, *endings = failed.error.splitlines()
+        assert first == "its code ended the process of a device 3 times"
+        assert len(endings) == 3 and all(ending in each for each in endings), endings
+        for trial, result in results.items():
+            made.check(trial, result)
+
+
+@pytest.mark.long
+def test_a_device_that_is_frozen_for_longer_than_a_batch_may_take_fails_no_trial() -> None:
+    with bench(ByteTrials(SIZES, seconds=0.01), [None], limits=SOON, batch_seconds=SLOW) as made:
+        made.begin(1)
+        made.state.wait_for_tasks(5)
+        os.kill(made.devices[0].pid, signal.SIGSTOP)
+        made.end(1)
+        assert len(made.devices) == 2
+
+
+def test_an_attempt_that_was_taken_back_holds_its_device_no_longer_than_a_batch_may_take() -> None:
+    with bench(ByteTrials(SIZES, faults={0: "hangs"}), [4500], batch_seconds=SLOW) as made:
+        made.begin(2)
+        made.state.wait_until(lambda: any(queue.running for queue in made.state.queues.values()))
+        made.trainer.cancel(0)
+        result = made.result()
+        assert result.attempt == 1
+        made.check(1, result)

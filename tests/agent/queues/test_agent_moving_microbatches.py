@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.queue_worker import ME
 from tests.agent.lone_agent import ROWS, Agent, trained_many
 from tests.agent.queues.queue_bench import QueueBench, bench
+from tests.agent.standins import SECONDS
 
 TRIALS, DEVICES = 3, 2
 
@@ -68,6 +70,12 @@ class Copies:
         )
         self.folder = folder
 
+    def hanging_once(self, marker: Path) -> Copies:
+        """Let the first loss that finds a file take it away, and never return."""
+        *rest, factory = self.opener.args
+        self.opener = partial(open_trials, *rest, partial(made_to_hang, factory, marker))
+        return self
+
     @contextmanager
     def bench(self, budgets: Sequence[int | None], **options: Any) -> Iterator[QueueBench]:
         """Let every copy train its first sub-epoch."""
@@ -91,6 +99,19 @@ def made_by(factory: Callable[[], Recipe], params: object) -> Recipe:
     return factory()
 
 
+def made_to_hang(make: Callable[[object], Recipe], marker: Path, params: object) -> Recipe:
+    recipe = make(params)
+    plain: Any = recipe.loss
+
+    def loss(*given: Any) -> Any:
+        with suppress(FileNotFoundError):
+            marker.unlink()
+            time.sleep(10 * SECONDS)
+        return plain(*given)
+
+    return replace(recipe, loss=loss)
+
+
 def moved(made: QueueBench) -> int:
     """Return how many microbatches were on several devices."""
     places = defaultdict(set)
@@ -111,7 +132,7 @@ def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
     with copies.bench([copies.budget] * DEVICES, rule=longest_waiting, **options) as made:
         if kill:
             made.state.wait_for_tasks(100)
-            made.devices[0].kill()
+            made.devices[0].close()
         results = [made.result() for _ in range(TRIALS)]
         assert moved(made)
         assert (len(made.devices) > DEVICES) is kill
@@ -172,3 +193,34 @@ def test_an_update_that_comes_alone_after_its_unit_was_lost_changes_no_record() 
         boundary.note(each, PassRecord(left))
     record = boundary.order([placed(0, b)]).record
     assert record is not None and record.nbytes == 3, "what B of shard 1 has left"
+
+
+@pytest.mark.long
+def test_devices_that_are_killed_together_count_as_one(tmp_path: Path) -> None:
+    copies = Copies(True, str(tmp_path), schedule="gpipe")
+    with copies.bench([copies.budget] * DEVICES) as made:
+        for tasks in (60, 180):
+            made.state.wait_for_tasks(tasks)
+            for each in made.devices[-DEVICES:]:
+                each.close()
+        results = [made.result() for _ in range(TRIALS)]
+        assert len(made.devices) == 3 * DEVICES
+    for result in results:
+        assert isinstance(result, events.SubEpochDone), result
+        assert result.digests == copies.agent.known(1)
+
+
+@pytest.mark.long
+def test_of_the_devices_of_a_pipeline_only_the_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    marker = tmp_path / "hang"
+    copies = Copies(True, str(tmp_path), schedule="gpipe").hanging_once(marker)
+    marker.touch()
+    with copies.bench([copies.budget] * DEVICES, batch_seconds=1.0) as made:
+        results = [made.result() for _ in range(TRIALS)]
+        assert len(made.devices) == DEVICES + 1
+        assert made.devices[0].ending == "", "the first device has the first shards, and no loss"
+    failed = [each for each in results if isinstance(each, events.TaskFailed)]
+    assert len(failed) == 1 and "longer than batch_seconds=1" in failed[0].error
+    for result in results:
+        if result not in failed:
+            assert result.digests == copies.agent.known(1)
