@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +56,11 @@ def children_of(pid: int | None) -> list[int]:
     return sorted(process for process in processes if parent_of(process) == pid)
 
 
+def devices_of(agent: int | None) -> list[int]:
+    """Return the devices of an agent: they are forked from a server that it has started."""
+    return [device for server in children_of(agent) for device in children_of(server)]
+
+
 def ancestors_of(pid: int | None) -> list[int]:
     parent = parent_of(pid)
     return [] if parent is None else [parent, *ancestors_of(parent)]
@@ -64,3 +73,21 @@ def parent_of(pid: int | None) -> int | None:
     except OSError:
         return None
     return int(status.rpartition(")")[2].split()[1]) or None
+
+
+def assert_gone(pids: list[int], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if is_running(pid)]:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"{alive} of {pids} live on")
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there that is more than an entry."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -49,7 +49,8 @@ class Surroundings:
     def report(self, line: str) -> None:
         """Print a line, unless nothing is to be shown."""
         if self.verbose:
-            print(line, flush=True)
+            with suppress(OSError):  # the terminal may be closed
+                print(line, flush=True)
 
     @property
     def memory_bill(self) -> MemoryBill:

@@ -18,6 +18,7 @@ from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.recipe import Recipe
 from tests.end_to_end import models
 from tests.end_to_end.runs import classes, search
+from tests.processes import assert_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,24 +47,6 @@ if os.fork() == 0:
 os.wait()
 time.sleep(1000)
 """
-
-
-def assert_gone(pids: list[int], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if is_running(pid)]:
-        if time.monotonic() > deadline:
-            for pid in alive:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"{alive} of {pids} live on")
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there that is more than an entry."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def program(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:

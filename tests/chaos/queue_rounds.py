@@ -17,7 +17,7 @@ from cerebro_hydra.storage.run_document import WORKERS_FILE
 from tests.chaos.moments import LOOKS, Moment, run_of
 from tests.end_to_end.queues.mixed_models import named
 from tests.end_to_end.queues.mixed_searches import LARGEST_STATE, dataframe, search
-from tests.processes import children_of
+from tests.processes import devices_of
 
 WORKERS, ROWS = 2, 24
 
@@ -75,8 +75,7 @@ class Killer:
         workers = RunFolder.open(str(run)).read_json(WORKERS_FILE)
         processes = sorted(worker["pid"] for worker in workers.values())
         if victim == "device":
-            servers = [child for agent in processes for child in children_of(agent)]
-            processes = [device for server in servers for device in children_of(server)]
+            processes = [device for agent in processes for device in devices_of(agent)]
         with suppress(ProcessLookupError, IndexError):
             pid = self._draw.choice(processes)
             os.kill(pid, signal.SIGKILL)
