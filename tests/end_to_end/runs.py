@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +19,7 @@ from cerebro_hydra.observe import AgentStarted, Decision, Record, RunView
 from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from tests.processes import ancestors_of, devices_of
 
 PRELOADED = ["transformers.modeling_utils"]
 
@@ -156,6 +160,38 @@ def after_decisions(number: int, act: Callable[[], object]) -> Tape:
     return Tape(acts)
 
 
-def interrupted(number: int, signal: int) -> Tape:
+def interrupted(number: int, sent: int) -> Tape:
     """Return a tape that sends this process a signal after so many decisions."""
-    return after_decisions(number, lambda: os.kill(os.getpid(), signal))
+    return after_decisions(number, lambda: os.kill(os.getpid(), sent))
+
+
+@contextmanager
+def a_device_killed(backend: LocalBackend, seconds: float) -> Iterator[None]:
+    """Kill a device of worker 0 so long after all of them were there, while the body runs."""
+    killed, over = [], threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.02):
+            devices = devices_of(agent_of(backend))
+            if len(devices) == backend.resources.devices and os.getpid() in ancestors_of(
+                devices[0]
+            ):
+                over.wait(seconds)
+                os.kill(devices[0], signal.SIGKILL)
+                killed.append(devices[0])
+                return
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+    assert killed, "no device was killed"
+
+
+def agent_of(backend: LocalBackend) -> int | None:
+    """Return the agent of worker 0; None if it is not there yet."""
+    try:
+        return backend.agents.pid(0)
+    except (KeyError, AssertionError):
+        return None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,7 @@ from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end.queues.mixed_models import mixed
 from tests.end_to_end.queues.mixed_searches import TEXT
-from tests.end_to_end.runs import PRELOADED, assert_replays, grid, statuses
-from tests.processes import ancestors_of, children_of
+from tests.end_to_end.runs import PRELOADED, a_device_killed, assert_replays, grid, statuses
 
 pytestmark = pytest.mark.slow
 
@@ -39,34 +34,11 @@ def pipelined(params: dict[str, Any]) -> Recipe:
 def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> SearchResult:
     """Train every combination, and compare each trial with a replay on one device."""
     backend = LocalBackend(1, PRELOADED, **resources)
-    killer = threading.Thread(target=kill_a_device, args=(backend,), daemon=True)
-    killer.start()
-    result = grid(backend, path, pipelined, space, evaluation_metric="loss").fit(ROWS)
+    with a_device_killed(backend, 1.0):
+        result = grid(backend, path, pipelined, space, evaluation_metric="loss").fit(ROWS)
     assert set(statuses(result)) == {"finished"}, result.trials
     assert_replays(result)
-    killer.join(0)
-    assert not killer.is_alive(), "no device was killed"
     return result
-
-
-def kill_a_device(backend: LocalBackend) -> None:
-    """Kill a device once all are there and have trained for a moment."""
-    while True:
-        time.sleep(0.02)
-        agent = agent_of(backend)
-        for server in children_of(agent) if agent else ():
-            devices = children_of(server)
-            if len(devices) > 1 and os.getpid() in ancestors_of(devices[0]):
-                time.sleep(1.0)
-                os.kill(devices[0], signal.SIGKILL)
-                return
-
-
-def agent_of(backend: LocalBackend) -> int | None:
-    try:
-        return backend.agents.pid(0)
-    except (KeyError, AssertionError):  # it is not there yet
-        return None
 
 
 def assert_pipelined(result: SearchResult, devices: int) -> None:

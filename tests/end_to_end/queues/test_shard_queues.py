@@ -12,7 +12,15 @@ from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end import models
-from tests.end_to_end.runs import assert_replays, classes, search, statuses
+from tests.end_to_end.runs import (
+    PRELOADED,
+    a_device_killed,
+    assert_replays,
+    classes,
+    grid,
+    search,
+    statuses,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +52,17 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
     first, second = (folder.read_trial(trial, folder.run_id) for trial in (0, 1))
     assert len(first.cut["at"]) == 1 and first.cut == second.cut
     assert_replays(result)
+
+
+@pytest.mark.long
+def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
+    space = {"lr": [0.01, 0.02], "dropout": [0.3]}
+    backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=22_000)
+    with a_device_killed(backend, 0.3):
+        result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
+    assert statuses(result) == ["finished"] * 2
+    assert_replays(result)
+    assert len(devices_of(result)) == 2
 
 
 def devices_of(result: SearchResult) -> list[DeviceTotals]:
