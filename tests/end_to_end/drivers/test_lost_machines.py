@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cerebro_hydra.plan.messages.instructions import Checkpoint
 from cerebro_hydra.testing.local_backend import LocalBackend, LocalLauncher
 from tests.end_to_end.runs import Tape, assert_equal_bits, classes, grid
 from tests.end_to_end.trials.lethal_models import deaf
+from tests.processes import assert_gone, children_of, devices_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +78,12 @@ class LonelyLauncher(LocalLauncher):
 class BackendOf(LocalBackend):
     """Starts agents by a launcher of the given class."""
 
-    def __init__(self, kind: type[LocalLauncher]) -> None:
+    def __init__(self, kind: type[LocalLauncher], **resources: Any) -> None:
         self._kind = kind
-        super().__init__(2)
+        super().__init__(2, **resources)
 
     def launcher(self) -> LocalLauncher:
-        self.agents = self._kind(2, limits=IMPATIENT)
+        self.agents = self._kind(2, limits=IMPATIENT, resources=self.resources)
         return self.agents
 
 
@@ -139,3 +141,45 @@ def test_a_frozen_agent_is_replaced_and_ends_itself_when_it_wakes_up(
     (lost,) = tape.of(WorkerLost)
     assert "no heartbeat for 2.0 s" in lost.reason
     assert backend.agents.frozen.exitcode == DRIVER_LOST
+
+
+class SilentMachine(LocalLauncher):
+    """Can't end worker 0's first agent, and starts another one only once that has ended itself."""
+
+    def replace(self, worker: int, start: int) -> None:
+        if (worker, start) != (0, 0):
+            super().replace(worker, start)
+        else:
+            self.silent = self._processes[0]
+
+
+@pytest.mark.long
+def test_a_machine_that_is_silent_for_most_of_join_timeout_costs_no_worker_and_no_bit(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    """Its agent and both devices stop for four fifths of it, as for 240 s of the default's 300."""
+    backend = BackendOf(SilentMachine, devices_per_worker=2, device_memory=22_000)
+    stopped: list[int] = []
+
+    def wake_up() -> None:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+    def silence(tape: Tape) -> None:
+        if tape.commits and 0 in tape.pids and not stopped:
+            agent = tape.pids[0][0]
+            children = children_of(agent)
+            stopped.extend([agent, *children, *devices_of(agent)])
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            threading.Timer(0.8 * IMPATIENT.join_timeout, wake_up).start()
+
+    tape = Tape(silence)
+    check(run(tmp_path, backend, tape), undisturbed)
+    (lost,) = tape.of(WorkerLost)
+    assert "no heartbeat for 2.0 s" in lost.reason
+    assert not tape.of(WorkerGivenUp)
+    assert len(tape.pids[0]) == 2
+    assert backend.agents.silent.exitcode == DRIVER_LOST
+    assert len(stopped) >= 5, "an agent, its guard, a server of forks and two devices"
+    assert_gone(stopped)

@@ -37,9 +37,9 @@ from tests.processes import start_python
 pytestmark = pytest.mark.slow
 
 
-def killed(folder: Path, decisions: int) -> str:
+def killed(folder: Path, decisions: int, *devices: str) -> str:
     """Run a driver until it has taken so many decisions, kill it, and return the run's path."""
-    driver = start_python("-m", "tests.end_to_end.drivers.resumed_driver", folder, 2)
+    driver = start_python("-m", "tests.end_to_end.drivers.resumed_driver", folder, 2, *devices)
     assert driver.stdout is not None
     try:
         assert all(driver.stdout.readline() for _ in range(decisions)), "it had ended before"
@@ -277,3 +277,13 @@ def test_a_run_on_data_that_was_prepared_before_is_compared_by_its_rows_number(
         search(tmp_path, 2, num_epochs=2).fit(other_rows("a row less"), resume=run)
     go_on(tmp_path, run, num_epochs=2, verbose=1)
     assert "as many rows as the run, 200; no more was compared" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_on_devices_goes_on_with_fewer_workers(tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", 30, "2")
+    more = search(tmp_path / "killed", 1, devices=2, checkpoint="sub-epoch")
+    more.fit(classes(), resume=run)
+    assert bits(run) == calm(tmp_path)
+    assert not RunView.of_run(RunFolder.open(run)).differences
+    assert verify(run).ok

@@ -10,6 +10,7 @@ from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import DeviceTotals
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end import models
 from tests.end_to_end.runs import (

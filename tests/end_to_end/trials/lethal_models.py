@@ -36,6 +36,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "exits": lambda: os._exit(1),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as when memory runs out
     "crashes": lambda: ctypes.string_at(0),
+    "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "takes a GiB": lambda: np.ones(1 << 27),
     "locks Python": lambda: ctypes.PyDLL(None).sleep(20),
     "hangs": _hang,
     "is slow": lambda: time.sleep(8),
@@ -52,6 +54,7 @@ def lethal(params: dict[str, Any]) -> Recipe:
     """A small net with dropout; on agents, its loss does what `fault` says in the third batch.
 
     One that fills memory does so in later batches, too, because the sub-epoch is done once more.
+    Before, its process enters the control group that `params["group"]` names, if there is one.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
     plain, seen = recipe.loss, 0
@@ -64,6 +67,8 @@ def lethal(params: dict[str, Any]) -> Recipe:
         if params["fault"] != "none" and (late == 0 or (late > 0 and params["fault"] in GREEDY)):
             print(LAST_WORDS)
             time.sleep(params.get("pause", 0.0))
+            if "group" in params:
+                Path(params["group"], "cgroup.procs").write_text(str(os.getpid()))
             FAULTS[params["fault"]]()
         return plain(outputs, labels)
 

@@ -15,11 +15,13 @@ import pytest
 
 from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper import coordinator
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.observe import SlowBatch
 from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.wire.control import ControlServer
 from tests.end_to_end.runs import Tape, assert_equal_bits, classes, search, statuses
 from tests.end_to_end.trials.lethal_models import Interrupter, lethal
+from tests.end_to_end.trials.memory_groups import memory_group
 
 pytestmark = pytest.mark.slow
 
@@ -168,3 +170,42 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(
     assert [trial.params["fault"] for trial in result.trials] == ["none", fault]
     assert result.trials[1].status not in ("finished", "failed")
     assert SearchResult.open(result.run_path).to_pandas().equals(result.to_pandas())
+
+
+# What is told of an agent that is lost, and of a device.
+ENDINGS = {
+    "exits": ("", "it ended with exit code 1"),
+    "crashes": ("", "it was ended by SIGSEGV"),
+    "stops itself": ("no heartbeat for 3.0 s", "it showed no life for 3 s"),
+    "takes a GiB": ("", "it was ended by SIGKILL"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [None, 2])
+def test_whatever_ends_or_stops_a_process_is_told_as_what_it_was_and_is_no_slow_batch(
+    tmp_path: Path, devices: int | None
+) -> None:
+    faults = ["none", *ENDINGS, "none"]
+    resources: dict[str, Any] = {
+        "devices_per_worker": devices,
+        "limits": LossLimits(heartbeat_interval=0.1, missed_heartbeats=30),
+    }
+    with memory_group(200 << 20) as group:
+        results = []
+        for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
+            space = {"fault": each, "driver": [os.getpid()], "group": [str(group)]}
+            options = {"num_epochs": 1, "order": "seeded", "batch_seconds": 2.0}
+            given = {"resources": resources, **options} if name == "lethal" else options
+            results.append(search(tmp_path / name, lethal, space, classes(), **given))
+    for number, fault in enumerate(faults):
+        mine = results[0].trials[number]
+        if fault == "none":
+            assert_equal_bits(*results, number)
+        elif devices is None:
+            assert f"3 agents in a row were lost while trial {number} ran on them" in mine.error
+            assert mine.error.count(ENDINGS[fault][0]) >= 3
+        else:
+            assert "its code ended the process of a device 3 times" in mine.error
+            assert mine.error.count(ENDINGS[fault][1]) == 3
+        assert "batch_seconds" not in (mine.error or "")
