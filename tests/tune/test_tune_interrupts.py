@@ -4,13 +4,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
+from cerebro_hydra.tune.running import Surroundings
 from cerebro_hydra.tune.search import interruptible
 from cerebro_hydra.tune.trials import GRACE_SECONDS
 from cerebro_hydra.wire.control import CLOSE_SECONDS
@@ -95,3 +98,15 @@ def test_all_waits_at_the_end_of_an_interrupted_run_leave_time_of_ten_seconds() 
     """They come one after the other where an admission, agents and Spark all hang."""
     assert GRACE_SECONDS + INTERRUPT_SECONDS + CANCEL_SECONDS + CLOSE_SECONDS < 10
     assert LEAVE_SECONDS < INTERRUPT_SECONDS, "agents end themselves before they are ended"
+
+
+def test_a_line_for_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody: Any = None
+    with open("/dev/full", "w", buffering=1) as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        with pytest.raises(OSError):
+            print("as such a terminal does", flush=True)
+        Surroundings(nobody, nobody).report("report: ...")
+        monkeypatch.undo()
+        with suppress(OSError):
+            gone.close()

@@ -12,6 +12,8 @@ def ending_of(exitcode: int | None) -> str:
     """Return how a process ended; `exitcode` is negative for a signal."""
     if exitcode is None or exitcode >= 0:
         return f"it ended with exit code {exitcode}"
+    if exitcode == -signal.SIGKILL:
+        return "it was ended by SIGKILL, as the system does where memory runs out"
     try:
         return f"it was ended by {signal.Signals(-exitcode).name}"
     except ValueError:

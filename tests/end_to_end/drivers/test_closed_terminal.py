@@ -14,7 +14,7 @@ from cerebro_hydra.observe import records_of
 from cerebro_hydra.storage import RunFolder
 from tests.processes import ancestors_of, assert_gone
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HERE = Path(__file__).resolve().parent
 
@@ -87,7 +87,6 @@ def test_a_closed_terminal_ends_a_run_and_all_its_processes(tmp_path: Path) -> N
     assert_ended_whole(tmp_path, started)
 
 
-@pytest.mark.long
 def test_a_closed_terminal_ends_a_run_on_spark_and_all_its_processes(tmp_path: Path) -> None:
     started = run_until(r"\[\d+, \d+\]", HERE / "endless_driver.py", tmp_path)
     assert_ended_whole(tmp_path, started)
