@@ -51,8 +51,8 @@ class ByteTrials:
             ``lethal``.
         wrong_from: the step from which on updates are wrong.
         stale: the code reads the first slots that a shard lay in.
-        hooks: are called with the trial in the "factory", in a "forward", or when it is
-            "cancelled", of trials in this process.
+        hooks: are called with the trial in the "factory", in a "forward", before it
+            "hangs", or when it is "cancelled"; most are of trials in this process.
     """
 
     sizes: tuple[int, ...]
@@ -216,6 +216,7 @@ class ByteRun:
             case "hangs audited" if self.order.audits is not None:
                 time.sleep(10 * SECONDS)
             case "hangs":
+                self.trials.reach(self.order.task.trial, "hangs")
                 time.sleep(10 * SECONDS)
             case "segfaults":
                 ctypes.string_at(0)

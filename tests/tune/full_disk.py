@@ -104,8 +104,13 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
                 left.read_object(shard["frozen"])
                 left.read_object(shard["trainable"])
         list(left.read_segments())
+    resumed = []
+    if spare is not None:
+        (folder / "filler").unlink()
+        result = search.fit(rows(), resume=left.path)
+        resumed = [trial.status for trial in result.trials]
     files = [str(path.relative_to(folder)) for path in folder.glob("runs/**/*") if path.is_file()]
-    return {"said": said, "built": len(built) - before, "files": files}
+    return {"said": said, "built": len(built) - before, "files": files, "resumed": resumed}
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ ADMISSION = {
 }
 
 
-def run(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
-    """Run each case on a disk of 6 MB; where nothing can be mounted, only what needs no mount."""
-    around = on_small_disk(folder, 6 << 20)
+def run(folder: Path, cases: list[str], nbytes: int = 6 << 20) -> list[dict[str, Any]]:
+    """Run each case on a small disk; where nothing can be mounted, only what needs no mount."""
+    around = on_small_disk(folder, nbytes)
     if not around and not (cases := [case for case in cases if case == "limited"]):
         pytest.skip("no disk of its own can be mounted: that needs root, or namespaces of users")
     done = run_python("-m", "tests.tune.full_disk", folder, *cases, around=around)
@@ -45,11 +45,12 @@ def test_a_disk_that_can_not_be_written_ends_admission_at_its_first_trial(tmp_pa
         ("checkpoint", "AllTrialsFailed: ", "/objects/"),
     ],
 )
-def test_a_disk_that_fills_up_in_training_lets_trials_end_unsaved_and_leaves_only_whole_files(
+def test_a_disk_that_fills_up_in_training_lets_trials_end_unsaved_until_the_run_is_resumed(
     tmp_path: Path, case: str, said: str, where: str
 ) -> None:
-    (found,) = run(tmp_path, [case])
+    (found,) = run(tmp_path, [case], 24 << 20)
     assert found["said"].startswith(said)
     assert where in found["said"] and ADMISSION["full"] in found["said"]
     assert any(name.endswith("run.json") for name in found["files"])
     assert not [name for name in found["files"] if ".unfinished-" in name]
+    assert found["resumed"] == ["finished"] * 3, "once there is room, nothing is missing"

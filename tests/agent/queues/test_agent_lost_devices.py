@@ -12,11 +12,14 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.agent.attempts import AttemptReports
 from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
 from cerebro_hydra.agent.device.process import (
     DeviceProcess,
@@ -26,6 +29,7 @@ from cerebro_hydra.agent.device.process import (
     WorkerDevice,
     WorkerDevices,
 )
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
@@ -33,7 +37,7 @@ from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import evaluate
+from cerebro_hydra.testing.queue_worker import evaluate, train
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import late_memory
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench
@@ -308,21 +312,66 @@ def test_what_ends_or_stops_a_device_is_told_as_what_it_was_and_is_no_slow_batch
             made.check(trial, result)
 
 
+def stop_once(marker: Path, trial: int) -> None:
+    with suppress(FileNotFoundError):
+        marker.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 @pytest.mark.long
-def test_a_device_that_is_frozen_for_longer_than_a_batch_may_take_fails_no_trial() -> None:
-    with bench(ByteTrials(SIZES, seconds=0.01), [None], limits=SOON, batch_seconds=SLOW) as made:
+def test_a_device_that_is_frozen_for_longer_than_a_batch_may_take_fails_no_trial(
+    tmp_path: Path,
+) -> None:
+    """Its first task is done again, in the batch whose time it has taken."""
+    marker = tmp_path / "stop"
+    marker.touch()
+    trials = ByteTrials(SIZES, hooks={"forward": partial(stop_once, marker)})
+    with bench(trials, [4500], limits=SOON, batch_seconds=SLOW, recompute=True) as made:
         made.begin(1)
-        made.state.wait_for_tasks(5)
-        os.kill(made.devices[0].pid, signal.SIGSTOP)
         made.end(1)
         assert len(made.devices) == 2
+        assert not any(isinstance(each, VisitRestarted) for each in made.state.given)
 
 
-def test_an_attempt_that_was_taken_back_holds_its_device_no_longer_than_a_batch_may_take() -> None:
-    with bench(ByteTrials(SIZES, faults={0: "hangs"}), [4500], batch_seconds=SLOW) as made:
+@pytest.mark.long
+def test_a_sub_epoch_that_begins_anew_has_all_of_its_time_again() -> None:
+    """It takes 2.7 s, and half of it is done twice."""
+    with bench(ByteTrials(SIZES, seconds=0.03), [None]) as made:
+        limits = None, 4.5, print, BatchSeconds()
+        made.trainer._make_watch = partial(TaskWatch, *limits)
+        made.begin(1)
+        made.state.wait_for_tasks(75)
+        made.devices[0].close()
+        made.end(1)
+        assert any(isinstance(each, VisitRestarted) for each in made.state.given)
+
+
+def opened(path: Path, trial: int) -> None:
+    path.open("w").close()
+
+
+def test_an_attempt_that_was_taken_back_holds_its_device_no_longer_than_a_batch_may_take(
+    tmp_path: Path,
+) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    trials = ByteTrials(SIZES, faults={0: "hangs"}, hooks={"hangs": partial(opened, begun)})
+    with bench(trials, [4500], batch_seconds=SLOW) as made:
         made.begin(2)
-        made.state.wait_until(lambda: any(queue.running for queue in made.state.queues.values()))
+        begun.read_bytes()  # until its code hangs
         made.trainer.cancel(0)
         result = made.result()
         assert result.attempt == 1
         made.check(1, result)
+
+
+def test_devices_that_die_together_of_a_task_count_as_one() -> None:
+    no_fetches: Any = None
+    reports, task = AttemptReports("me", no_fetches, print), train(0, 0, 1)
+    reports.accept(task.attempt)
+    for time in range(2):
+        first, *others = [Quiet(None) for _ in range(4)]
+        for device in (first, *others):
+            assert reports.died(task, device, {*others} - {device}) is None, time
+    error = reports.died(task, Quiet(None), set())
+    assert error is not None and "the process of a device 3 times" in error

@@ -196,21 +196,6 @@ def test_an_update_that_comes_alone_after_its_unit_was_lost_changes_no_record() 
 
 
 @pytest.mark.long
-def test_devices_that_are_killed_together_count_as_one(tmp_path: Path) -> None:
-    copies = Copies(True, str(tmp_path), schedule="gpipe")
-    with copies.bench([copies.budget] * DEVICES) as made:
-        for tasks in (60, 180):
-            made.state.wait_for_tasks(tasks)
-            for each in made.devices[-DEVICES:]:
-                each.close()
-        results = [made.result() for _ in range(TRIALS)]
-        assert len(made.devices) == 3 * DEVICES
-    for result in results:
-        assert isinstance(result, events.SubEpochDone), result
-        assert result.digests == copies.agent.known(1)
-
-
-@pytest.mark.long
 def test_of_the_devices_of_a_pipeline_only_the_one_that_hangs_is_ended(tmp_path: Path) -> None:
     marker = tmp_path / "hang"
     copies = Copies(True, str(tmp_path), schedule="gpipe").hanging_once(marker)
