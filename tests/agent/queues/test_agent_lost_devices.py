@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,27 +309,6 @@ def test_what_ends_or_stops_a_device_is_told_as_what_it_was_and_is_no_slow_batch
         assert len(endings) == 3 and all(ending in each for each in endings), endings
         for trial, result in results.items():
             made.check(trial, result)
-
-
-def stop_once(marker: Path, trial: int) -> None:
-    with suppress(FileNotFoundError):
-        marker.unlink()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.long
-def test_a_device_that_is_frozen_for_longer_than_a_batch_may_take_fails_no_trial(
-    tmp_path: Path,
-) -> None:
-    """Its first task is done again, in the batch whose time it has taken."""
-    marker = tmp_path / "stop"
-    marker.touch()
-    trials = ByteTrials(SIZES, hooks={"forward": partial(stop_once, marker)})
-    with bench(trials, [4500], limits=SOON, batch_seconds=SLOW, recompute=True) as made:
-        made.begin(1)
-        made.end(1)
-        assert len(made.devices) == 2
-        assert not any(isinstance(each, VisitRestarted) for each in made.state.given)
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,11 @@ import pytest
 from cerebro_hydra.agent.device.visits import open_trials
 from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.data.preparation.prepared import find_prepared
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.recipe import Recipe
@@ -70,10 +74,10 @@ class Copies:
         )
         self.folder = folder
 
-    def hanging_once(self, marker: Path) -> Copies:
-        """Let the first loss that finds a file take it away, and never return."""
+    def failing_once(self, marker: Path, fail: Callable[[], object]) -> Copies:
+        """Let the first loss that finds a file take it away, and fail like this."""
         *rest, factory = self.opener.args
-        self.opener = partial(open_trials, *rest, partial(made_to_hang, factory, marker))
+        self.opener = partial(open_trials, *rest, partial(made_to_fail, factory, marker, fail))
         return self
 
     @contextmanager
@@ -99,17 +103,27 @@ def made_by(factory: Callable[[], Recipe], params: object) -> Recipe:
     return factory()
 
 
-def made_to_hang(make: Callable[[object], Recipe], marker: Path, params: object) -> Recipe:
+def made_to_fail(
+    make: Callable[[object], Recipe], marker: Path, fail: Callable[[], object], params: object
+) -> Recipe:
     recipe = make(params)
     plain: Any = recipe.loss
 
     def loss(*given: Any) -> Any:
         with suppress(FileNotFoundError):
             marker.unlink()
-            time.sleep(10 * SECONDS)
+            fail()
         return plain(*given)
 
     return replace(recipe, loss=loss)
+
+
+def hang() -> None:
+    time.sleep(10 * SECONDS)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def moved(made: QueueBench) -> int:
@@ -198,7 +212,7 @@ def test_an_update_that_comes_alone_after_its_unit_was_lost_changes_no_record() 
 @pytest.mark.long
 def test_of_the_devices_of_a_pipeline_only_the_one_that_hangs_is_ended(tmp_path: Path) -> None:
     marker = tmp_path / "hang"
-    copies = Copies(True, str(tmp_path), schedule="gpipe").hanging_once(marker)
+    copies = Copies(True, str(tmp_path), schedule="gpipe").failing_once(marker, hang)
     marker.touch()
     with copies.bench([copies.budget] * DEVICES, batch_seconds=1.0) as made:
         results = [made.result() for _ in range(TRIALS)]
@@ -209,3 +223,21 @@ def test_of_the_devices_of_a_pipeline_only_the_one_that_hangs_is_ended(tmp_path:
     for result in results:
         if result not in failed:
             assert result.digests == copies.agent.known(1)
+
+
+@pytest.mark.long
+def test_a_device_of_a_pipeline_that_stops_for_longer_than_its_batches_may_take_fails_no_trial(
+    tmp_path: Path,
+) -> None:
+    """Its microbatch goes on with the task that was lost, and has the time of that again."""
+    marker = tmp_path / "stop"
+    copies = Copies(True, str(tmp_path), schedule="gpipe").failing_once(marker, stop)
+    marker.touch()
+    limits = LossLimits(heartbeat_interval=0.1, missed_heartbeats=70)  # five batches may take 5 s
+    with copies.bench([copies.budget] * DEVICES, batch_seconds=1.0, limits=limits) as made:
+        results = [made.result() for _ in range(TRIALS)]
+        assert len(made.devices) == DEVICES + 1
+        assert not any(isinstance(each, VisitRestarted) for each in made.state.given)
+    for result in results:
+        assert isinstance(result, events.SubEpochDone), result
+        assert result.digests == copies.agent.known(1)
