@@ -199,14 +199,15 @@ class One(Net):
 
 
 class Counts(Pair):
-    """Counts its calls in a buffer that no checkpoint holds, and uses the count."""
+    """Counts its calls in training in a buffer that no checkpoint holds, and uses the count."""
 
     def add(self) -> None:
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.a(x)
-        self.calls.add_(1)
+        if self.training:
+            self.calls.add_(1)
         return self.b(y * self.calls)
 
 

@@ -130,6 +130,7 @@ class CutCheck:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step(trainer.recipe.optimizer)
             counts.check()
+            writes.check_shapes()
             trained, written = trainer.tensors(), writes.names()
             check_averaged(recipe, written)
             with refused_writes(trainer.evaluated_model()):
@@ -408,6 +409,22 @@ class WrittenTensors:
         """Return what has been written since, in place, by `.data` or by another tensor."""
         now = _unoptimized(self._model)
         return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
+
+    def check_shapes(self) -> None:
+        """Refuse buffers that have other shapes by now.
+
+        Raises:
+            ConfigurationError: there is one; the message names it.
+        """
+        for full_name, tensor in _unoptimized(self._model).items():
+            before = self._initial.get(full_name)
+            if before is not None and before.shape != tensor.shape:
+                name = full_name.partition(":")[2]
+                raise ConfigurationError(
+                    f"buffer {name!r} has shape {tuple(before.shape)} before training and "
+                    f"{tuple(tensor.shape)} after its first steps, and its memory is laid out "
+                    "before; register it with that shape"
+                )
 
     def _is_written(self, name: str, tensor: Tensor) -> bool:
         before, version = self._before.get(name, (None, 0))

@@ -9,11 +9,12 @@ import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
@@ -22,6 +23,7 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.bound_model import bound_model
+from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 from cerebro_hydra.storage.digest import digest
@@ -67,13 +69,16 @@ def _global_generators() -> dict[str, Any]:
 
 @contextmanager
 def refused_writes(model: nn.Module) -> Iterator[None]:
-    """Refuse an evaluation that changes parameters.
+    """Refuse an evaluation that changes parameters, or buffers in a way that depends on the past.
+
+    A buffer that every forward sets anew, whatever it was, is no state.
 
     Raises:
         ConfigurationError: it has changed one.
     """
     before = {name: tensor_digest(p) for name, p in model.named_parameters()}
-    yield
+    with _BufferWrites(model).refused():
+        yield
     for name, parameter in model.named_parameters():
         if tensor_digest(parameter) != before[name]:
             raise ConfigurationError(
@@ -81,6 +86,105 @@ def refused_writes(model: nn.Module) -> Iterator[None]:
                 "state as it is; write to it `if self.training` only, or use another tensor, such "
                 "as weight * mask"
             )
+
+
+class _BufferWrites:
+    """Watches a model's forwards in evaluation, which are given copies of its buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._given: dict[str, _Given] = {}
+        self._trying = False
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Look at every forward for a while."""
+        handles = [
+            self._model.register_forward_pre_hook(self._entering),
+            self._model.register_forward_hook(self._left, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, model: nn.Module, args: Any) -> None:
+        if not self._trying:
+            self._given = {n: _Given(b, b._version, b.clone()) for n, b in model.named_buffers()}
+
+    def _left(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if self._trying:
+            return
+        after = {name: model.get_buffer(name) for name in self._given}
+        written = [name for name, given in self._given.items() if given.is_written(after[name])]
+        if not written:
+            return
+        after = {name: after[name].clone() for name in written}
+        found = [t.clone() for t in _tensors(outputs)]
+
+        def are_set_anew(names: Sequence[str]) -> bool:
+            """Tell whether the forward gives the same if these have other values before it."""
+            for larger in (True, False):
+                for name, given in self._given.items():
+                    value = _other(given.value, larger) if name in names else given.value.clone()
+                    self._put(name, value)
+                try:
+                    again = _tensors(model(*args, **kwargs))
+                except Exception:  # the forward can't do with such a value
+                    return False
+                if len(again) != len(found) or not all(map(same_bits, again, found)):
+                    return False
+                if not all(same_bits(model.get_buffer(name), after[name]) for name in written):
+                    return False
+            return True
+
+        self._trying = True
+        if are_set_anew(written):
+            self._trying = False
+            return
+        name = next((name for name in written if not are_set_anew([name])), written[0])
+        raise ConfigurationError(
+            f"the forward writes to buffer {name!r} in evaluation, which must leave the state as "
+            f"it is; {_instead(model, name)}"
+        )
+
+    def _put(self, name: str, value: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        self._model.get_submodule(owner)._buffers[leaf] = value
+
+
+class _Given(NamedTuple):
+    """Holds a buffer as a forward was given it."""
+
+    buffer: Tensor
+    version: int
+    value: Tensor
+
+    def is_written(self, now: Tensor) -> bool:
+        """Return whether the forward wrote to it; writing to `.data` counts no version."""
+        if now is not self.buffer or now._version != self.version:
+            return True
+        return not same_bits(now, self.value)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _other(tensor: Tensor, larger: bool) -> Tensor:
+    """Return another value than a tensor has."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, torch.nan)
+    return ~tensor if tensor.dtype is torch.bool else tensor + (1 if larger else -1)
+
+
+def _instead(model: nn.Module, buffer: str) -> str:
+    owner = model.get_submodule(buffer.rpartition(".")[0])
+    if _package(type(owner)) == "torch" and ".quantization" in type(owner).__module__:
+        switch = "self.apply(enable_observer if self.training else disable_observer)"
+        return f"let the model's forward begin with {switch}, both of torch.ao.quantization"
+    return "write to it `if self.training` only"
 
 
 def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:

@@ -108,12 +108,19 @@ def trace(model: nn.Module, sample: Sample, rows: int | None = None) -> TracedMo
         sample = sample.of_rows(rows)
     with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
         train = _flatten(model, sample, rows is None, train=True)
-        evaluation = _flatten(model, sample, rows is None, train=False)
+        # Evaluation only reads what training has written to.
+        evaluation = _flatten(model, sample, rows is None, False, train.mutated_buffers)
     points = _cut_points(train, evaluation)
     return TracedModel(train, evaluation, points, _with_params_between(train, points))
 
 
-def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> FlatGraph:
+def _flatten(
+    model: nn.Module,
+    sample: Sample,
+    any_rows: bool,
+    train: bool,
+    written_in_training: frozenset[str] = frozenset(),
+) -> FlatGraph:
     model.train(train)
     # The input is a clone, because torch.export would also demand the shape of a view's base.
     inputs = tuple(x.clone() for x in sample.inputs)
@@ -144,7 +151,7 @@ def _flatten(model: nn.Module, sample: Sample, any_rows: bool, train: bool) -> F
         raise CutFailed(
             f"its graph holds for batches of length {size} alone, and collate may give others"
         )
-    return _read(model, program, guards)
+    return _read(model, program, guards, written_in_training)
 
 
 def dynamic_dims(tensor: Tensor, all_dims: bool, any_rows: bool = True) -> dict[int, Any]:
@@ -162,7 +169,9 @@ def _takes_varargs(model: nn.Module) -> bool:
     return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
 
 
-def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGraph:
+def _read(
+    model: nn.Module, program: ExportedProgram, guards: Guards, written_in_training: frozenset[str]
+) -> FlatGraph:
     first_name = first_names(model.named_parameters(remove_duplicate=False))
     first_name |= first_names(model.named_buffers(remove_duplicate=False))
     persistent = set(model.state_dict(keep_vars=True))
@@ -210,7 +219,7 @@ def _read(model: nn.Module, program: ExportedProgram, guards: Guards) -> FlatGra
     # The factory makes a buffer again that nobody writes to and that no checkpoint holds.
     tensors = dict(model.named_buffers())
     for node, name in list(buffers.items()):
-        if name not in mutated and name not in persistent:
+        if name not in mutated | written_in_training and name not in persistent:
             constants[node] = tensors[name].detach().clone()
             del buffers[node]
     markers = {n.args[0]: n for n in graph.nodes if n.target is MARKER and n.args[0] != FORWARD}
