@@ -59,17 +59,22 @@ class ForwardCall:
     Args:
         names: the keyword of each tensor, in order; None passes them by position.
         constants: further keywords and their plain values.
+        by_position: how many tensors with names are passed by position all the same, from the
+            first, where hooks look for them.
     """
 
     names: tuple[str, ...] | None = None
     constants: tuple[tuple[str, Any], ...] = ()
+    by_position: int = 0
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Return positional and keyword arguments."""
         if self.names is None:
             return tuple(tensors), dict(self.constants)
         # Without labels, as at inference, the last names stay unused.
-        return (), dict(zip(self.names, tensors, strict=False)) | dict(self.constants)
+        first = self.by_position
+        named = zip(self.names[first:], tensors[first:], strict=False)
+        return tuple(tensors[:first]), dict(named) | dict(self.constants)
 
     def __call__(self, model: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a forward."""
@@ -103,6 +108,9 @@ class ForwardCall:
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
+        first = next(iter(parameters.values()), None)
+        takes_first = first is not None and first.kind is first.POSITIONAL_OR_KEYWORD
+        by_position = int(takes_first and named[:1] == [*columns.features[:1]])
         kinds = {p.kind for p in parameters.values()}
         takes_others = inspect.Parameter.VAR_KEYWORD in kinds
         if not takes_labels:
@@ -112,7 +120,7 @@ class ForwardCall:
             )
             others = takes_others and too_many and inspect.Parameter.VAR_POSITIONAL not in kinds
             if others or all(name in named for name in columns.features):
-                return cls(columns.features, constants)
+                return cls(columns.features, constants, by_position)
             for place, name in enumerate(columns.features):
                 if name in named and named.index(name) != place:
                     raise ConfigurationError(
@@ -138,7 +146,7 @@ class ForwardCall:
                     f"name, and it has no argument {name!r}; its arguments are {named}: rename "
                     "the column"
                 )
-        return cls((*columns.features, *labels), constants)
+        return cls((*columns.features, *labels), constants, by_position)
 
 
 def predictions(outputs: Any, labels: Sequence[str] = ()) -> list[Tensor]:

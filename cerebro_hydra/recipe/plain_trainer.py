@@ -114,6 +114,7 @@ class PlainTrainer:
                     loss = loss * (batch.rows / rows)
                 self.phase = "backward"
                 loss.backward()
+        self.phase = "clipping"
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
         if recipe.clip_grad_value is not None:

@@ -11,7 +11,7 @@ import random
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.recipe.placement import CPU
 
@@ -94,48 +94,81 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
     return (torch.default_generator, own)
 
 
-@contextmanager
-def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[None]:
-    """Call `entered` with `FORWARD` at each forward, and with each unit call ("module@call")."""
-    handles = install_unit_hooks(model, entered)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+class UnitCalls:
+    """Counts the calls of each unit in a forward.
 
+    Attributes:
+        made: the unit calls of the present forward, in order; each forward begins another list.
 
-def install_unit_hooks(
-    model: nn.Module, entered: Callable[[str], object]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Install the hooks of `unit_hooks` until their handles are removed."""
-    calls: Counter[str] = Counter()
+    Args:
+        entered: is called with `FORWARD` at each forward, and with each unit call ("module@call").
+    """
 
-    def begin(module: nn.Module, args: object) -> None:
-        calls.clear()
-        entered(FORWARD)
+    def __init__(self, entered: Callable[[str], object]) -> None:
+        self.made: list[str] = []
+        self._entered = entered
+        self._counts: Counter[str] = Counter()
+        self._again: Iterator[str] | None = None
 
-    def announce(name: str) -> Callable[[nn.Module, object], None]:
+    def begin(self, module: nn.Module, args: object) -> None:
+        """Begin a forward."""
+        self.made = []
+        self._counts.clear()
+        self._entered(FORWARD)
+
+    def hook(self, name: str) -> Callable[[nn.Module, object], None]:
+        """Return what a unit calls before its forward."""
+
         def hook(module: nn.Module, args: object) -> None:
-            if torch._C._current_graph_task_id() >= 0:  # torch.utils.checkpoint runs it again
-                if calls[name] > 1:
-                    raise ConfigurationError(
-                        f"backward runs {name!r} again, which ran {calls[name]} times in one "
-                        "forward, so its random numbers can't be told; leave out "
-                        "torch.utils.checkpoint, or the reversible layer"
-                    )
-                entered(f"{name}@0")
-                return
-            entered(f"{name}@{calls[name]}")
-            calls[name] += 1
+            # Code that torch compiles, as the branches of torch.cond, can't call what it is given.
+            if not torch.compiler.is_dynamo_compiling():
+                self._entered(self._call(name))
 
         return hook
 
+    @contextmanager
+    def again(self, made: Sequence[str]) -> Iterator[None]:
+        """Let units that are entered be those calls of a forward, which runs again in part."""
+        before, self._again = self._again, iter(made)
+        try:
+            yield
+        finally:
+            self._again = before
+
+    def _call(self, name: str) -> str:
+        if self._again is not None:
+            unit = next(self._again, "")
+            if unit.rpartition("@")[0] != name:
+                raise StepDiffers(f"backward runs {name!r}, where the forward ran {unit!r}")
+            return unit
+        if torch._C._current_graph_task_id() >= 0:  # the user's checkpoint runs it again
+            if self._counts[name] > 1:
+                raise ConfigurationError(
+                    f"backward runs {name!r} again, which ran {self._counts[name]} times in one "
+                    "forward, so its random numbers can't be told; leave out "
+                    "torch.utils.checkpoint, or the reversible layer"
+                )
+            return f"{name}@0"
+        unit = f"{name}@{self._counts[name]}"
+        self._counts[name] += 1
+        self.made.append(unit)
+        return unit
+
+
+@contextmanager
+def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[UnitCalls]:
+    """Call `entered` with `FORWARD` at each forward, and with each unit call ("module@call")."""
+    calls = UnitCalls(entered)
     modules = dict(model.named_modules())
-    return [
-        model.register_forward_pre_hook(begin),
-        *(modules[name].register_forward_pre_hook(announce(name)) for name in units(model)),
+    handles = [
+        model.register_forward_pre_hook(calls.begin),
+        *(modules[name].register_forward_pre_hook(calls.hook(name)) for name in units(model)),
     ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def trial_seed(seed: int, trial: int) -> int:

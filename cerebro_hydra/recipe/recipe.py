@@ -10,9 +10,10 @@ or run: optimizers, models, and what `shards=` asks for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -35,9 +36,21 @@ from cerebro_hydra.recipe.metrics import (
 )
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.placement import CPU, Placement
-from cerebro_hydra.recipe.randomness import AUTOCAST, RandomKey, autocasting, without_fast_path
+from cerebro_hydra.recipe.randomness import (
+    AUTOCAST,
+    RandomKey,
+    autocasting,
+    units,
+    without_fast_path,
+)
 
 _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
+
+# torch offers no public way to ask for them.
+_GRADIENT_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
 
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
@@ -127,6 +140,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.model = checked_model(self.model)
+        self.uncompiled = leave_uncompiled(self.model)
         check_optimizer(self.optimizer, self.model)
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
@@ -410,6 +424,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                 f"{INSEPARABLE_OPTIMIZERS[kind.__name__]}; choose one that updates each parameter "
                 "by itself, such as AdamW or SGD"
             )
+    for attribute, value in vars(optimizer).items():
+        for held in [value, *_members(value)]:
+            if isinstance(held, torch.optim.Optimizer):
+                outer, inner = type(optimizer).__name__, type(held).__name__
+                raise ConfigurationError(
+                    f"optimizer {outer} wraps another one, {inner}, in its attribute "
+                    f"{attribute!r}, whose state and options don't hop; give {inner} itself, or "
+                    f"derive {outer} from it"
+                )
     known = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -419,6 +442,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"{tuple(parameter.shape)} that is not the model's; build the optimizer "
                     "from this model's own parameters"
                 )
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def checked_model(given: Any) -> nn.Module:
@@ -466,15 +495,34 @@ def _check_computed_tensors(name: str, module: nn.Module) -> None:
 def _check_hooks(model: nn.Module) -> None:
     """Refuse hooks on gradients, which belong to one tensor object and hop with no bytes."""
     for name, parameter in model.named_parameters():
-        # torch offers no public way to ask.
-        if getattr(parameter, "_backward_hooks", None) or getattr(
-            parameter, "_post_accumulate_grad_hooks", None
-        ):
-            raise ConfigurationError(
-                f"parameter {name!r} has a gradient hook (Tensor.register_hook), which would not "
-                "hop with it; scale gradients with param groups, clip_grad_norm or clip_grad_value "
-                "instead"
-            )
+        for attribute, method in _GRADIENT_HOOKS.items():
+            if getattr(parameter, attribute, None):
+                raise ConfigurationError(
+                    f"parameter {name!r} has a gradient hook (Tensor.{method}), which would not "
+                    "hop with it; scale gradients with param groups, clip_grad_norm or "
+                    "clip_grad_value instead"
+                )
+
+
+def leave_uncompiled(model: nn.Module) -> tuple[str, ...]:
+    """Let modules that hold units run as they were before torch.compile; return their names.
+
+    A graph of torch.compile would end at each unit, and a unit can be compiled by itself.
+    """
+    modules = dict(model.named_modules())
+    paths = [unit.split(".") for unit in units(model)]
+    holders = {".".join(path[:length]) for path in paths for length in range(len(path))}
+    found = []
+    for name in sorted(holders & modules.keys()):
+        module = modules[name]
+        original = vars(module).get("_modules", {}).get("_orig_mod")
+        if type(module).__name__ == "OptimizedModule" and original is not None:
+            module.forward = wraps(original.forward)(partial(original.__call__))
+            found.append(name)
+        elif vars(module).get("_compiled_call_impl") is not None:  # Module.compile()
+            module._compiled_call_impl = None
+            found.append(name)
+    return tuple(found)
 
 
 def _told(name: str) -> str:

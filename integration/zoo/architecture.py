@@ -30,6 +30,10 @@ class Task:
     loss: str | nn.Module = "model"
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Names a model of a library, and says how its small instance is built and trained."""
@@ -38,6 +42,7 @@ class Architecture:
     library: str
     task: Task
     build: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
 
 
 class Specimen(ModelCase):
@@ -51,7 +56,7 @@ class Specimen(ModelCase):
 
     def recipe(self, shards: Shards) -> Recipe:
         model = self._architecture.build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = self._architecture.optimizer(model)
         return Recipe(model, optimizer, self._architecture.task.loss, shards=shards)
 
     def batch(self, rows: int, seed: int) -> Example:

@@ -162,6 +162,8 @@ ARCHITECTURES = (
     _seq2seq("bart", **_SEQ2SEQ),
     _seq2seq("longt5", **_T5, local_radius=3),
     _seq2seq("marian", **_SEQ2SEQ),
+    _seq2seq("switch_transformers", **_T5, num_experts=2, num_sparse_encoder_layers=1,
+             num_sparse_decoder_layers=1),
     _seq2seq("t5", **_T5),
     _image("cvt", 32, embed_dim=[8, 8, 16], num_heads=[1, 1, 2], depth=[1, 2, 3]),
     _image("dinov2", **_IMAGE),

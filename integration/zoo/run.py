@@ -16,12 +16,13 @@ from integration.zoo.architecture import Architecture
 from integration.zoo.measure import WAYS, Measured, measure
 from integration.zoo.of_rare_events import EVENTS, is_found
 from integration.zoo.of_timm import ARCHITECTURES as OF_TIMM
+from integration.zoo.of_torch import ARCHITECTURES as OF_TORCH
 from integration.zoo.of_torchvision import ARCHITECTURES as OF_TORCHVISION
 from integration.zoo.of_transformers import ARCHITECTURES as OF_TRANSFORMERS
 from integration.zoo.of_users import ARCHITECTURES as OF_USERS
 from integration.zoo.results import read_results, write_results
 
-ALL = OF_TRANSFORMERS + OF_TORCHVISION + OF_TIMM + OF_USERS
+ALL = OF_TRANSFORMERS + OF_TORCHVISION + OF_TIMM + OF_TORCH + OF_USERS
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import pytest
 from integration.zoo.architecture import Architecture
 from integration.zoo.measure import WAYS, Measured, measure
 from integration.zoo.of_rare_events import EVENTS, is_found
+from integration.zoo.of_torch import ARCHITECTURES as OF_TORCH
 from integration.zoo.of_transformers import ARCHITECTURES
 from integration.zoo.results import PAGE, page_with_table, read_results
 
@@ -29,6 +30,11 @@ def assert_cut_as_asked(measured: Measured) -> None:
 @pytest.mark.parametrize("name", [ROTARY, EXPERTS, VALUES])
 def test_a_model_is_cut_by_modules_into_the_shards_asked_for(name: str) -> None:
     assert_cut_as_asked(measure(BY_NAME[name], ["modules"]))
+
+
+@pytest.mark.parametrize("habit", OF_TORCH, ids=lambda each: each.name)
+def test_a_model_with_a_habit_is_cut_by_modules_as_asked(habit: Architecture) -> None:
+    assert_cut_as_asked(measure(habit, ["modules"]))
 
 
 @pytest.mark.long

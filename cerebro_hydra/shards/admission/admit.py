@@ -165,10 +165,12 @@ def _admit(
 
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()
+    refused: ConfigurationError | None = None
     for choice in _candidates(recipe, sample, check, by_number, cache, attempts):
         if choice.spec in tried:
             continue  # a model of few units has no more shards to give
         tried.add(choice.spec)
+        refused = None
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
@@ -178,18 +180,28 @@ def _admit(
             difference = reason = str(error)
         except StepDiffers as error:
             difference = reason = f"training differs from the uncut model: {error}"
-        except ConfigurationError:
-            raise
+        except ConfigurationError as error:  # it may be about the cut, as one of memory that moves
+            difference = reason = error_text(error)
+            refused = error
         except Exception as error:
             difference = reason = _raised(error)
         if difference is None:
-            report = CutReport.of(cut_model, layout, choice.why, choice.note, attempts)
+            notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
+            report = CutReport.of(cut_model, layout, choice.why, notes, attempts)
             profile = None if profiler is None else profiled(choice.spec)
             return AdmittedCut(choice.spec, report, template, layout, profile, check.attributes)
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))
-    raise _refusal(attempts)
+    raise _refusal(attempts) if refused is None else _noted(refused, attempts)
+
+
+def _uncompiled(name: str) -> str:
+    module = f"module {name!r}" if name else "the model"
+    return (
+        f"{module} is compiled as a whole and runs as it was before torch.compile, because shards "
+        "begin inside of it; compile its layers one by one"
+    )
 
 
 def _raised(error: Exception) -> str:
@@ -204,6 +216,10 @@ def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
         "outside of torch's CPU generator or in evaluation, and for state outside of parameters "
         "and buffers"
     )
+    return _noted(refusal, attempts)
+
+
+def _noted(refusal: ConfigurationError, attempts: Sequence[FailedAttempt]) -> ConfigurationError:
     for attempt in attempts:
         refusal.add_note(str(attempt))
     return refusal
@@ -216,9 +232,7 @@ def _unpipelined(schedule: str, attempts: Sequence[FailedAttempt]) -> Configurat
         f"schedule is {schedule!r}, and the model's graph can't be cut into shards{why}; take "
         "schedule='sequential', which also trains a model that is cut by modules"
     )
-    for attempt in attempts:
-        refusal.add_note(str(attempt))
-    return refusal
+    return _noted(refusal, attempts)
 
 
 def _candidates(
@@ -403,7 +417,7 @@ class CutReport:
         cut_model: CutModel,
         layout: TrialLayout,
         why: Sequence[str],
-        note: str | None,
+        notes: Sequence[str],
         attempts: Sequence[FailedAttempt],
     ) -> CutReport:
         """Return the report of a cut model, with the reason for the start of each shard."""
@@ -422,7 +436,7 @@ class CutReport:
                     receives=graphs.train[k].crossing if graphs else (),
                 )
             )
-        notes = [attempt.summary for attempt in attempts[:1]] + ([note] if note else [])
+        notes = [*(attempt.summary for attempt in attempts[:1]), *notes]
         return cls(cut_model.spec.mode, tuple(shards), "; ".join(notes) or None, tuple(attempts))
 
 

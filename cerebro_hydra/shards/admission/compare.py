@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import (
     Evaluation,
@@ -43,6 +45,7 @@ from cerebro_hydra.shards.engine.differences import (
     first_difference,
     first_operation,
     same_bits,
+    used_elsewhere,
 )
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
@@ -51,18 +54,34 @@ from cerebro_hydra.shards.engine.layout import (
     TrialRuntime,
     initial_segments,
 )
+from cerebro_hydra.shards.engine.microbatch import storages_of
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
 """For LR schedulers that ask; the real number is not known yet."""
 
+_ABOUT_SHAPES = re.compile(
+    r"shape|size|dimension|\bdims?\b|\brank\b|channel|broadcast|elements|out of range in self"
+    r"|out of bounds|index \d+ is"
+)
+_ABOUT_INFERENCE = re.compile(r"[Ii]nference tensor")
+_ABOUT_SPARSE = re.compile(r"[Ss]parse")
 _REMEDIES = {
     "forward": "; give the model inputs of that shape, or reshape the columns with collate",
     "loss": "; give the model outputs that fit these labels, or a loss that fits both",
 }
+_OF_INFERENCE = "; take torch.no_grad() in place of torch.inference_mode(), or clone what it gives"
+_OF_SPARSE = "; set sparse=False in the embedding, or leave clipping out"
 _OF_TYPE = "; cast the columns there, or with collate"
 _OF_CODE = "; correct it, and try it on such a batch alone"
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
 
 
 class _ExampleBatch(NamedTuple):
@@ -162,11 +181,8 @@ class CutCheck:
         for step, (expected, rows) in enumerate(self.losses):
             try:
                 loss = shards.step(step)
-            except NonFiniteLoss:  # plainly it is finite
-                return (
-                    f"the loss of step {step} is NaN, because forward or loss reads parameters "
-                    "of a shard that has not come"
-                )
+            except NonFiniteLoss as error:  # plainly it is finite
+                return f"{error_text(error).partition(';')[0]}, not {expected / rows!r}"
             if loss != expected:
                 return f"the loss of step {step} is {loss / rows!r}, not {expected / rows!r}"
         return first_difference(layout, shards.segments, self.trained)
@@ -207,7 +223,7 @@ class CutCheck:
             hooked = unit_hooks(self.recipe.model, entered)
             with values.in_use(), attributes.in_use(), uncut, hooked:
                 plain.train([_window(*window)])
-            with cut, suppress(NonFiniteLoss):
+            with cut, suppress(NonFiniteLoss, StepDiffers):
                 shards.step(step)
             if (operation := first_operation(uncut, cut)) is not None:
                 return f"the first operation whose output differs is {operation}, in step {step}"
@@ -251,12 +267,13 @@ class _Shards:
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
         watched = number == self._watched
-        with self._elsewhere(), self._reads if watched else nullcontext():
+        model = self._check.recipe.model
+        with self._elsewhere(), self._reads.of_forward(model) if watched else nullcontext():
             return engine.train([window], number, self._need, publish).loss_sum
 
     def absent_read(self) -> str | None:
         """Return which parameter a step read before its shard came, if any."""
-        return self._reads.found
+        return self._reads.found and used_elsewhere(self._watched, self._reads.found)
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
@@ -335,20 +352,45 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
     except Exception as error:
         columns = trainer.recipe.columns
         features, labels = (None, None) if columns is None else (columns.features, columns.targets)
+        hook = _hook_that_raised(trainer.recipe.model, error)
         raise ConfigurationError(
-            f"the {trainer.phase} failed on a batch with features ({_forms(example[0], features)}) "
-            f"and labels ({_forms(example[1], labels)}): {type(error).__name__}: "
-            f"{error_text(error)}{_remedy(trainer.phase, error)}"
+            f"{hook or f'the {trainer.phase}'} failed on a batch with features "
+            f"({_forms(example[0], features)}) and labels ({_forms(example[1], labels)}): "
+            f"{type(error).__name__}: {error_text(error)}"
+            f"{_OF_CODE if hook else _remedy(trainer.phase, error)}"
         ) from error
 
 
 def _remedy(phase: str, error: Exception) -> str:
+    words = error_text(error)
+    if _ABOUT_INFERENCE.search(words):
+        return _OF_INFERENCE
+    if isinstance(error, NotImplementedError) and _ABOUT_SPARSE.search(words):
+        return _OF_SPARSE
     # torch raises these for what a batch holds; any other is about the code that raised it.
     if phase not in _REMEDIES or not isinstance(error, RuntimeError | ValueError | IndexError):
         return _OF_CODE
-    words = error_text(error)
-    about_type = "dtype" in words or "scalar type" in words
-    return _OF_TYPE if about_type else _REMEDIES[phase]
+    if "dtype" in words or "scalar type" in words:
+        return _OF_TYPE
+    return _REMEDIES[phase] if _ABOUT_SHAPES.search(words) else _OF_CODE
+
+
+def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
+    """Return the module's hook in which an error was raised, in words, if it was in one."""
+    hooks = {
+        getattr(hook, "__code__", None): f"a {kind} of {_named(name)}"
+        for name, module in model.named_modules()
+        for attribute, kind in _HOOKS.items()
+        for hook in getattr(module, attribute).values()
+    }
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in hooks:
+            return hooks[frame.f_code]
+    return None
+
+
+def _named(module: str) -> str:
+    return f"module {module!r}" if module else "the model"
 
 
 def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
@@ -368,29 +410,48 @@ class AbsentReads(TorchDispatchMode):
     Such values are NaN, which a comparison in the forward swallows, so no result tells.
 
     Attributes:
-        found: the operation and the parameter, in words, or None.
+        found: the parameter, or None.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         """Note where the values of the model lie, which all are absent now."""
         super().__init__()
-        self._names = {_memory(p): name for name, p in model.named_parameters()}
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
         self.found: str | None = None
+
+    @contextmanager
+    def of_forward(self, model: nn.Module) -> Iterator[None]:
+        """Watch forwards for a while; torch.cond can take no backward under such a mode."""
+        stack = ExitStack()
+
+        def begin(*_: object) -> None:
+            stack.enter_context(self)
+
+        def end(*_: object) -> None:
+            stack.close()
+
+        handles = [
+            model.register_forward_pre_hook(begin),
+            model.register_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # `empty_like` and its kin read a form, and a view reads nothing.
-        reads = not func.is_view and not any(each in func.name() for each in ("_like", "::new_"))
+        is_view = getattr(func, "is_view", False)
+        reads = not is_view and not any(each in func.name() for each in ("_like", "::new_"))
         if reads and self.found is None:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and (name := self._names.get(_memory(value))):
-                    self.found = f"{func} reads parameter {name!r} before its shard has come"
+            memory = (self._names.get(each.data_ptr()) for each in storages_of((args, kwargs)))
+            self.found = next(filter(None, memory), None)
         return func(*args, **(kwargs or {}))
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class WrittenTensors:

@@ -38,8 +38,9 @@ NOTHING = ("NoneType", "None")
 
 _OURS = __name__.partition(".")[0]
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
-_KEYS = (torch.device, torch.dtype)
+_KEYS = (tuple, torch.device, torch.dtype)
 _LIBRARIES = {"torch", "builtins", "functools"}
+_OF_HOOKS = "what is kept by a"
 _LONGEST = 1000
 """Of a longer collection, the length alone is read."""
 
@@ -280,9 +281,11 @@ class SideEffects:
         for where in changed:
             without, *with_history = (state.get(where) for state in states)
             if not all(extends(state, without) for state in with_history):
+                instead = "register it as a buffer, or let every forward set it anew"
+                if where.startswith(_OF_HOOKS):
+                    instead = "let the hook write to a file or a logger in place of it"
                 raise ConfigurationError(
-                    f"each step changes {where}, which is no part of the state that hops; "
-                    "register it as a buffer, or let every forward set it anew"
+                    f"each step changes {where}, which is no part of the state that hops; {instead}"
                 )
 
     def _after_pass(
@@ -325,7 +328,7 @@ def read_attributes(recipe: Recipe, buffers: Collection[str]) -> dict[str, Any]:
     others = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
     reader = _Reader(model, others.values(), (*recipe.losses, recipe.collate))
     found = {
-        f"attribute {name!r} of {_described(module_name, module)}": reader.read(value)
+        f"{_told(name)} of {_described(module_name, module)}": reader.read(value)
         for module_name, module in model.named_modules()
         for name, value in _own_attributes(module)
     }
@@ -382,6 +385,12 @@ def _is_ours(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(f"{_OURS}.")
+
+
+def _told(attribute: str) -> str:
+    if attribute.endswith("_hooks"):
+        return f"{_OF_HOOKS} {attribute.strip('_').removesuffix('_hooks').replace('_', ' ')} hook"
+    return f"attribute {attribute!r}"
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -291,7 +291,7 @@ def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
         sub_epoch.begin_window(0)
         with ReadsElsewhere(names, owner, lambda: at) as reads:
             tasks.run(_microbatch(recipe, example), reach)
-    return reads.found
+    return set(reads.found)
 
 
 # ---------------------------------------------------------------------- seconds

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -158,25 +159,38 @@ class UnitProfile:
         seconds: the least time from the entry of a unit to that of the next, in order of the calls.
         overwritten: the units with an argument that they or the rest of the forward change, as a
             cache of keys and values, so that they can't be run again from it.
+        nested: the units that another one calls, as a module that blocks share.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     overwritten: set[str] = field(default_factory=set)
+    nested: set[str] = field(default_factory=set)
 
     @contextmanager
     def measured(self, model: nn.Module) -> Iterator[None]:
         """Look at every forward of the model."""
         entries: list[tuple[str, float, Any, list[tuple[Any, int]]]] = []
+        within: list[nn.Module] = []
 
         def entering(unit: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if torch.compiler.is_dynamo_compiling():
+                    return
                 arguments = (args, kwargs)
                 content = list(content_of(arguments))
                 entries.append((unit, time.perf_counter(), arguments, content))
+                if within and unit not in self.seconds:
+                    self.nested.add(unit)
+                within.append(module)
 
             return hook
 
+        def leaving(module: nn.Module, *_: object) -> None:
+            if within and within[-1] is module and not torch.compiler.is_dynamo_compiling():
+                within.pop()
+
         def left(*_: object) -> None:
+            within.clear()
             # A model that is one layer has no units.
             ends = [begun for _, begun, _, _ in entries[1:]] + [time.perf_counter()]
             for (unit, begun, arguments, content), end in zip(entries, ends, strict=False):
@@ -191,6 +205,7 @@ class UnitProfile:
             modules[name].register_forward_pre_hook(entering(f"{name}@0"), with_kwargs=True)
             for name in units(model)
         ]
+        handles += [modules[name].register_forward_hook(leaving) for name in units(model)]
         handles.append(model.register_forward_hook(left))
         try:
             yield
@@ -209,11 +224,11 @@ class UnitProfile:
         Args:
             by_number: whether each shard shall have parameters.
         """
-        if not by_number:
-            return self.order[1:]
-        modules = dict(model.named_modules())
-        with_params = [u for u in self.order if [*modules[module_of(u)].parameters()]]
-        return tuple(with_params[1:])
+        places = [unit for unit in self.order if unit not in self.nested]
+        if by_number:
+            modules = dict(model.named_modules())
+            places = [u for u in places if [*modules[module_of(u)].parameters()]]
+        return tuple(places[1:])
 
     def between(self, starts: Sequence[str]) -> list[float]:
         """Return the seconds before, between and after the starts."""
@@ -230,7 +245,7 @@ def content_of(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, 
     seen = set() if seen is None else seen
     parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
-        yield value, value._version
+        yield value, 0 if value.is_inference() else value._version
         return
     if isinstance(value, Mapping):
         parts = value.values()

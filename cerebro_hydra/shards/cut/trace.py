@@ -131,7 +131,8 @@ def _flatten(
     if kwargs:
         parameters = [*inspect.signature(model.forward).parameters]
         names = sample.call.names or parameters[: len(args)]
-        shapes = dict.fromkeys(kwargs) | dict(zip(names, shapes, strict=False))
+        shapes = dict(zip(names, shapes, strict=False))
+        shapes |= {name: None for name in kwargs if name not in shapes}
     elif _takes_varargs(model):
         shapes = (tuple(shapes),)
     try:

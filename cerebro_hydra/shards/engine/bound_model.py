@@ -103,6 +103,10 @@ class BoundModel:
             self._put({name: self._own[name]})
             del self._lent[name]
 
+    def absent(self) -> set[str]:
+        """Return the parameters whose shard is away, and of which there is no copy."""
+        return {n for n, p in self._params.items() if p.numel() and 0 in p.stride()}
+
     def check_here(self, module: nn.Module, unit: str) -> None:
         """Check that the parameters of a module are there, which runs with another shard.
 
@@ -187,7 +191,7 @@ class BoundModel:
         for name, parameter in self._params.items():
             if parameter.requires_grad != self._trains[name]:
                 raise ConfigurationError(
-                    f"the forward changed requires_grad of parameter {name!r} to "
+                    f"training changed requires_grad of parameter {name!r} to "
                     f"{parameter.requires_grad}, which would not hop; choose in the factory what "
                     "trains, or detach a layer's output while its weights shall not"
                 )
@@ -444,8 +448,8 @@ def check_released(memory: Mapping[str, StorageWeakRef]) -> None:
 
 
 def written_late(kind: str, name: str) -> ConfigurationError:
-    """Return the error of a forward that writes to a tensor only after the first steps."""
+    """Return the error of a forward or hook that writes to a tensor only after the first steps."""
     return ConfigurationError(
-        f"the forward wrote to {kind} {name!r}, as it did not in the trial's first steps; let it "
-        f"write to that {kind} in every forward, or never"
+        f"a forward or hook wrote to {kind} {name!r}, as none did in the trial's first steps; let "
+        f"it write to that {kind} in every step, or never"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.shards.digest import tensor_digest
@@ -63,6 +64,14 @@ def first_difference(
     return None
 
 
+def used_elsewhere(step: int, parameter: str) -> str:
+    """Tell of a parameter that is used while another shard than its own runs."""
+    return (
+        f"in step {step}, parameter {parameter!r} is used outside of its own shard: the forward or "
+        "a hook reads it elsewhere, or takes gradients itself"
+    )
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors are equal in type, shape and every bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -104,6 +113,8 @@ class Operation:
 class Recorder(TorchDispatchMode):
     """Notes, while it is entered, every operation that computes something, and its unit."""
 
+    supports_higher_order_operators = True
+
     operations: list[tuple[Operation, str]] = field(default_factory=list)
     unit: str = ""
 
@@ -114,11 +125,13 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not isinstance(func, OpOverload):  # as torch.cond, whose branches are not seen
+            return out
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         computes = any(isinstance(a, Tensor) for a in args) and "empty" not in str(func)
         if computes and not is_view:
             for value in out if isinstance(out, list | tuple) else (out,):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and value.layout is torch.strided:
                     self.operations.append((_operation(func, value), self.unit))
         return out
 

@@ -127,6 +127,8 @@ class LiveBytes(TorchDispatchMode):
         most: the bytes that there may be; an operation that passes them raises a MemoryError.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
@@ -140,10 +142,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for storage in _storages((args, kwargs)):
+        for storage in storages_of((args, kwargs)):
             self._count(storage, 0)  # it was there before
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in storages_of(result):
             self._count(storage, storage.nbytes())
         if self.now > self.most:
             raise MemoryError(
@@ -216,7 +218,7 @@ class ReadsElsewhere(TorchDispatchMode):
     """Notes the parameters that operations read while another shard than their owner runs.
 
     Attributes:
-        found: their names.
+        found: the first shard that read each of them, by their names.
 
     Args:
         memory: the name of each parameter by where its value lies.
@@ -224,11 +226,13 @@ class ReadsElsewhere(TorchDispatchMode):
         shard: returns the shard that runs.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, memory: Mapping[int, str], owner: Mapping[str, int], shard: Callable[[], int]
     ) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.found: dict[str, int] = {}
         self._memory = memory
         self._owner = owner
         self._shard = shard
@@ -236,17 +240,21 @@ class ReadsElsewhere(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not func.is_view:  # a view reads nothing
-            for storage in _storages((args, kwargs)):
+        if not getattr(func, "is_view", False):  # a view reads nothing
+            for storage in storages_of((args, kwargs)):
                 name = self._memory.get(storage.data_ptr())
-                if name is not None and self._owner[name] != self._shard():
-                    self.found.add(name)
+                if name is not None and self._owner[name] != (shard := self._shard()):
+                    self.found.setdefault(name, shard)
         return func(*args, **(kwargs or {}))
 
 
-def _storages(values: Any) -> Iterator[UntypedStorage]:
+def storages_of(values: Any) -> Iterator[UntypedStorage]:
+    """Yield the memory of each tensor in a value, of a sparse one that of its parts."""
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.sparse_coo:
+            yield leaf._indices().untyped_storage()
+            yield leaf._values().untyped_storage()
+        elif isinstance(leaf, Tensor):
             yield leaf.untyped_storage()
         elif isinstance(leaf, UntypedStorage):
             yield leaf

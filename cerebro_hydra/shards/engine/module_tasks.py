@@ -14,7 +14,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from typing import Any, Literal
 
@@ -23,16 +23,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from cerebro_hydra.errors import Cancelled, StepDiffers
+from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.recipe.randomness import generators, unit_hooks
+from cerebro_hydra.recipe.randomness import UnitCalls, generators, unit_hooks
 from cerebro_hydra.shards.cut.choice import content_of, same_content
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
+from cerebro_hydra.shards.cut.values import ParameterValues
 from cerebro_hydra.shards.engine.bound_model import BoundModel
-from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
+from cerebro_hydra.shards.engine.differences import used_elsewhere
+from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach, ReadsElsewhere
 
 _SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
 """What torch says of a write to values without memory, which a shard leaves behind."""
@@ -82,6 +84,10 @@ class ModuleTasks:
         self._run_again = {module_of(u) for u in spec.units if u not in spec.overwritten}
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
+        self._owners = {p.name: p.owner for p in cut_model.params}
+        self._calls: UnitCalls
+        self._inside = False  # of a unit that is run under a checkpoint
+        self._noisy: dict[nn.Module, bool] = {}
         self._batch: Microbatch
         self._reach: Reach = _unasked
         self._unit = ""
@@ -92,7 +98,7 @@ class ModuleTasks:
         """Install hooks on the model for a while."""
         with ExitStack() as stack:
             stack.callback(setattr, self, "_reach", _unasked)  # it refers to what drives the tasks
-            stack.enter_context(unit_hooks(self._recipe.model, self._entered))
+            self._calls = stack.enter_context(unit_hooks(self._recipe.model, self._entered))
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
             if self._recompute:
                 stack.enter_context(self._recomputed_units())
@@ -109,17 +115,46 @@ class ModuleTasks:
             self._go_forward(self._last)
             loss = batch.loss_of(outputs)
         self._bound.collect_written()
-        batch.finish_forward(loss)
+        try:
+            batch.finish_forward(loss)
+        except NonFiniteLoss as error:
+            if (name := self._read_elsewhere()) is not None:
+                raise StepDiffers(used_elsewhere(batch.key.step, name)) from error
+            raise
         self._go_backward(self._last)
         loss = loss if batch.weight is None else loss * batch.weight
         with _told_writes_to_absent():
             loss.backward()  # type: ignore[no-untyped-call]
         self._go_backward(0)
 
+    def _read_elsewhere(self) -> str | None:
+        """Return a parameter that the forward reads while its shard is not here, if there is one.
+
+        It runs again without any values, and only for this, because what follows is an error.
+        """
+        model, batch = self._recipe.model, self._batch
+        gone = self._bound.absent()
+        owners = {n: owner for n, owner in self._owners.items() if n in gone or owner}
+        self._reach, self._forward_at = _unasked, 0
+        with ParameterValues.absent(model).in_use(), torch.no_grad():
+            memory = {p.untyped_storage().data_ptr(): n for n, p in model.named_parameters()}
+            found = ReadsElsewhere(
+                {at: name for at, name in memory.items() if name in owners},
+                owners,
+                lambda: self._forward_at,
+            )
+            with suppress(Exception), self._recipe.precision(), found:
+                outputs = self._recipe.call(model, batch.inputs)
+                self._go_forward(self._last)
+                batch.loss_of(outputs)
+        early = {name: shard for name, shard in found.found.items() if shard < owners[name]}
+        return next(iter(early | {name: 0 for name in found.found if name in gone}), None)
+
     def _entered(self, unit: str) -> None:
         self._unit = unit
         name = module_of(unit)
-        if self._shard_of.get(name, self._forward_at) != self._forward_at:
+        elsewhere = self._shard_of.get(name, self._forward_at) != self._forward_at
+        if elsewhere and self._reach is not _unasked:
             self._bound.check_here(self._modules[name], unit)
         self._batch.key.reseed(unit)
 
@@ -166,13 +201,22 @@ class ModuleTasks:
                     module.forward = forward
 
     def _checkpointed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        modules = list(module.modules())
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            # A checkpoint can't run under torch.vmap and torch.func.grad.
-            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            # A checkpoint can't run under torch.vmap and torch.func.grad, nor while torch compiles.
+            if (
+                self._inside
+                or not torch.is_grad_enabled()
+                or torch._C._are_functorch_transforms_active()
+                or torch.compiler.is_dynamo_compiling()
+            ):
                 return forward(*args, **kwargs)
-            unit, key = self._unit, self._batch.key
+            unit, key, calls = self._unit, self._batch.key, self._calls.made
+            begin = len(calls)
             arguments = (args, kwargs)
             content = list(content_of(arguments))
+            training = [each.training for each in modules]
             # B runs on the buffers as they were before F, so that statistics don't move twice.
             buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
             again = False
@@ -181,19 +225,85 @@ class ModuleTasks:
                 nonlocal again
                 if not again:
                     again = True
-                    return forward(*args, **kwargs)
+                    with self._in_a_unit():
+                        out = forward(*args, **kwargs)
+                    if module not in self._noisy:
+                        self._noisy[module] = _draws_what_it_saves(arguments, out)
+                    if self._noisy[module]:
+                        _save_another()
+                    return out
                 if not same_content(content, list(content_of(arguments))):
                     raise StepDiffers(
-                        f"the forward changed an argument of unit {unit!r}, so that it can't run "
-                        "again in backward, as it did not in the trial's first steps"
+                        f"the forward changed an argument of unit {unit!r} after it was used, so "
+                        "that the unit can't run again in backward"
                     )
                 key.reseed(unit)
-                with self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}):
-                    return forward(*args, **kwargs)
+                with (
+                    self._in_a_unit(),
+                    self._calls.again(calls[begin:]),
+                    _modes(modules, training),
+                    self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}),
+                ):
+                    out = forward(*args, **kwargs)
+                if self._noisy[module]:
+                    _save_another()
+                return out
 
             return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run
+
+    @contextmanager
+    def _in_a_unit(self) -> Iterator[None]:
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+
+@contextmanager
+def _modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
+    """Let modules be in training or not, as they were once, for a while."""
+    now = [module.training for module in modules]
+    _set_modes(modules, training)
+    try:
+        yield
+    finally:
+        _set_modes(modules, now)
+
+
+def _set_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> None:
+    for module, mode in zip(modules, training, strict=True):
+        if module.training != mode:
+            module.training = mode
+
+
+def _draws_what_it_saves(arguments: Any, result: Any) -> bool:
+    """Tell whether an operation between these values fills what it has saved for its backward.
+
+    That is the noise of rrelu.
+    """
+    seen = {t.grad_fn for t in tree_leaves(arguments) if isinstance(t, Tensor)}
+    nodes = [t.grad_fn for t in tree_leaves(result) if isinstance(t, Tensor)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("RreluWithNoise"):
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False
+
+
+def _save_another() -> None:
+    """Save a value for a backward that never comes.
+
+    A checkpoint that runs again stops where the last value is saved, and not before the operation
+    that had saved the one before is over.
+    """
+    torch.zeros(1, requires_grad=True).exp()
 
 
 @contextmanager
@@ -205,7 +315,11 @@ def boundary_hooks(
     """Call `cross` with the shard and the arguments of each unit behind shard 0 that is entered."""
 
     def hook_of(shard: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: cross(shard, tree_leaves((args, kwargs)))
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                cross(shard, tree_leaves((args, kwargs)))
+
+        return hook
 
     handles = [
         modules[name].register_forward_pre_hook(hook_of(shard), with_kwargs=True, prepend=True)

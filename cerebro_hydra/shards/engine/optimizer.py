@@ -90,6 +90,12 @@ def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) ->
             f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
             f"{type(value).__name__}; only tensors can hop, so choose another optimizer"
         )
+    if value.layout is not torch.strided:
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a sparse "
+            "tensor, which can't hop; set sparse=False in its embedding, or choose an optimizer "
+            "without such state, as SGD without momentum"
+        )
     return key, value.dtype, tuple(value.shape)
 
 

@@ -27,7 +27,7 @@ from cerebro_hydra.shards.engine.bound_model import (
     check_released,
     storages,
 )
-from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.engine.differences import same_bits, used_elsewhere
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
@@ -142,10 +142,7 @@ class SubEpoch:
     def _check_no_late_gradient(self, k: int) -> None:
         for name, parameter in self._params[k].items():
             if parameter.grad is not None:
-                raise StepDiffers(
-                    f"in step {self.step}, parameter {name!r} got a gradient after the update of "
-                    "its shard; the forward uses it in another shard too, or takes gradients itself"
-                )
+                raise StepDiffers(used_elsewhere(self.step, name))
 
     def begin_microbatch(self, shard: int | None = None) -> None:
         """Hold copies, from now on, of what is read while its shard is away.

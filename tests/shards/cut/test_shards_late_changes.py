@@ -123,11 +123,11 @@ BUFFER = (ConfigurationError, "wrote to buffer 'seen'")
 LATE = {
     "a gradient after the update": (
         made(UsesTheLastWeight), "keep",
-        StepDiffers, r"step 2, parameter 'c\.weight' got a gradient after",
+        StepDiffers, r"step 2, parameter 'c\.weight' is used outside of its own shard",
     ),
     "one that is recomputed": (
         made(UsesTheLastWeight), "recompute",
-        StepDiffers, r"step 2, parameter 'c\.weight' got a gradient after",
+        StepDiffers, r"step 2, parameter 'c\.weight' is used outside of its own shard",
     ),
     "an argument that changes": (
         made(ChangesAnArgument), "recompute", StepDiffers, r"changed an argument of unit 'layers"

@@ -1,0 +1,137 @@
+"""What admission says of a model that fails: the true cause, and what to do about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from tests.shards import zoo
+from tests.shards.cut.test_shards_foreign_models import Sparse
+from tests.shards.hopping import start
+from tests.shards.trials import Make, bound, made, mlp_recipe, recipe_of
+
+VECTORS = zoo.singly(zoo.vectors(8, 5))
+TOKENS = zoo.singly(zoo.tokens(8, 5))
+CORRECT = "; correct it, and try it on such a batch alone"
+
+
+class Infers(zoo.Net):
+    def forward(self, x):
+        with torch.inference_mode():
+            x = self.a(x)
+        return self.c(self.b(x).tanh())
+
+
+def hooked(register: str, hook) -> Make:
+    class Hooked(zoo.Net):
+        def add(self):
+            getattr(self.b, register)(hook)
+
+    return bound(made(Hooked))
+
+
+def overwritten() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+    model[0].register_full_backward_hook(lambda module, into, out: None)
+    model[1].register_full_backward_hook(lambda module, into, out: None)
+    return model
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps by another optimizer, of which it may hold several."""
+
+    def __init__(self, inner: torch.optim.Optimizer, several: bool = False) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 0.1})
+        self.inner = [inner] if several else inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def wrapped(**options) -> Make:
+    return mlp_recipe(lambda m: Wraps(torch.optim.Adam(m.parameters(), lr=0.1), **options))
+
+
+def hook_of(register: str) -> Make:
+    def model() -> nn.Module:
+        built = zoo.mlp()
+        getattr(built[0].weight, register)(lambda given: None)
+        return built
+
+    return mlp_recipe(model=model)
+
+
+def keeping(register: str):
+    def model() -> nn.Module:
+        kept, built = [], zoo.Net()
+        getattr(built.b, register)(lambda *given: kept.append(len(given)))
+        return built
+
+    return made(model)
+
+
+def sparse_with(optimizer, **rules) -> Make:
+    return recipe_of(
+        Sparse, optimizer, lambda out, tokens: nn.functional.cross_entropy(out, tokens[:, 0] % 3),
+        shards=3, **rules,
+    )  # fmt: skip
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+TOLD: dict[str, tuple[Make, str]] = {
+    "inference mode": (
+        made(Infers),
+        r"the forward failed .*; take torch\.no_grad\(\) in place of torch\.inference_mode\(\), or",
+    ),
+    "a forward pre-hook": (
+        hooked("register_forward_pre_hook", lambda module, args: args[3]),
+        r"a forward pre-hook of module 'b' failed on .* IndexError: tuple index .*" + CORRECT,
+    ),
+    "a forward hook": (
+        hooked("register_forward_hook", lambda module, args, out: out.nothing),
+        r"a forward hook of module 'b' failed on a batch .* AttributeError.*" + CORRECT,
+    ),
+    "a backward hook": (
+        hooked("register_full_backward_hook", lambda module, into, out: out[7]),
+        r"a backward hook of module 'b' failed on a batch .* IndexError.*" + CORRECT,
+    ),
+    "a value that is overwritten": (
+        made(overwritten), r"the forward failed on .*is being modified inplace.*" + CORRECT
+    ),
+    "an optimizer that wraps another": (
+        wrapped(), "optimizer Wraps wraps another one, Adam, in its attribute 'inner', whose state"
+    ),
+    "one that wraps several": (wrapped(several=True), "give Adam itself, or derive Wraps from it"),
+    "a hook on a gradient": (hook_of("register_hook"), r"hook \(Tensor\.register_hook\)"),
+    "a hook after a gradient": (
+        hook_of("register_post_accumulate_grad_hook"),
+        r"gradient hook \(Tensor\.register_post_accumulate_grad_hook\)",
+    ),
+    "what a backward hook keeps": (
+        keeping("register_full_backward_hook"),
+        "changes what is kept by a backward hook of module 'b'.*; let the hook write to a file or",
+    ),
+    "what a forward hook keeps": (
+        keeping("register_forward_hook"), "changes what is kept by a forward hook of module 'b'"
+    ),
+    "a sparse momentum": (
+        sparse_with(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
+        r"SGD keeps 'momentum_buffer' of parameter 'embed\.weight' as a sparse .*sparse=False",
+    ),
+    "a sparse gradient that is clipped": (
+        sparse_with(plain_sgd, clip_grad_norm=1.0),
+        "clipping failed on .*; set sparse=False in the embedding, or leave clipping out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_the_cause_is_told_with_the_remedy(what: str) -> None:
+    make, message = TOLD[what]
+    with pytest.raises(ConfigurationError, match=f"(?s){message}"):
+        start(make(), TOKENS if "sparse" in what else VECTORS)
