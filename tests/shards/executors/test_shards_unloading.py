@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss
+from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe.randomness import without_fast_path
@@ -99,7 +99,7 @@ def test_without_what_is_held_the_bits_are_others(monkeypatch):
     make = seeded(RootScale, ["b", "c"], cut="modules")
     trained(make, zoo.singly(zoo.vectors(8, 8)))
     monkeypatch.setattr(HeldTensors, "hold", lambda self, state: {})
-    with pytest.raises((AssertionError, NonFiniteLoss, RuntimeError)):
+    with pytest.raises((AssertionError, NonFiniteLoss, StepDiffers, RuntimeError)):
         trained(make, zoo.singly(zoo.vectors(8, 8)))
 
 
