@@ -20,7 +20,12 @@ from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
-from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
+from cerebro_hydra.shards.admission.compare import (
+    CutCheck,
+    in_cond,
+    is_of_cond,
+    largest_example,
+)
 from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
 from cerebro_hydra.shards.cut.choice import (
@@ -184,6 +189,8 @@ def _admit(
             difference = reason = error_text(error)
             refused = error
         except Exception as error:
+            if is_of_cond(error):  # after which torch compiles nothing of the kind in this process
+                raise in_cond(error) from error
             difference = reason = _raised(error)
         if difference is None:
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]

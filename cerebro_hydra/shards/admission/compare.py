@@ -74,6 +74,10 @@ _REMEDIES = {
 _OF_INFERENCE = "; take torch.no_grad() in place of torch.inference_mode(), or clone what it gives"
 _OF_SPARSE = "; set sparse=False in the embedding, or leave clipping out"
 _OF_TYPE = "; cast the columns there, or with collate"
+_OF_COND = (
+    "; torch.cond trains in one shard alone: set shards=1, or compute both branches and choose by "
+    "torch.where"
+)
 _OF_CODE = "; correct it, and try it on such a batch alone"
 
 _HOOKS = {
@@ -362,6 +366,8 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
 
 
 def _remedy(phase: str, error: Exception) -> str:
+    if is_of_cond(error):
+        return _OF_COND
     words = error_text(error)
     if _ABOUT_INFERENCE.search(words):
         return _OF_INFERENCE
@@ -373,6 +379,21 @@ def _remedy(phase: str, error: Exception) -> str:
     if "dtype" in words or "scalar type" in words:
         return _OF_TYPE
     return _REMEDIES[phase] if _ABOUT_SHAPES.search(words) else _OF_CODE
+
+
+def is_of_cond(error: Exception) -> bool:
+    """Tell whether torch.cond raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    names = {frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames}
+    return any(name.endswith("torch/_higher_order_ops/cond.py") for name in names)
+
+
+def in_cond(error: Exception) -> ConfigurationError:
+    """Return the error of torch.cond in a step that is taken in shards."""
+    said = error_text(error).partition("\n")[0]
+    return ConfigurationError(
+        f"torch.cond of the forward failed in shards ({type(error).__name__}: {said}){_OF_COND}"
+    )
 
 
 def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
