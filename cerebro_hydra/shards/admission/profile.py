@@ -31,6 +31,8 @@ from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
     GradientLayout,
+    HostSegments,
+    Memory,
     ShardLayout,
     TrialLayout,
     TrialRuntime,
@@ -38,6 +40,7 @@ from cerebro_hydra.shards.engine.layout import (
     initial_segments,
     memory_of,
     on_host,
+    write_initial,
 )
 from cerebro_hydra.shards.engine.microbatch import (
     LiveBytes,
@@ -48,7 +51,7 @@ from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.engine.pass_record import TensorLog, tensors_of
 from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
 
-_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_SECONDS = 2, 6, 0.2
+_MOST_ROUNDS, _ENOUGH_SECONDS = 6, 0.2
 
 Task = tuple[Literal["F", "B", "U"], int]
 Needs = tuple[ShardSpec, ...]
@@ -298,7 +301,7 @@ def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
 
 
 def _timed(step: _ProfiledStep, memory: Sequence[tuple[int, int]]) -> Needs:
-    """Return needs with the seconds of each task, the least of several rounds."""
+    """Return needs with the seconds of each task, the least of several rounds of a fast step."""
     fastest: dict[Task, float] = {}
 
     @contextmanager
@@ -309,10 +312,10 @@ def _timed(step: _ProfiledStep, memory: Sequence[tuple[int, int]]) -> Needs:
         fastest[task] = min(spent, fastest.get(task, spent))
 
     begun = time.perf_counter()
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and time.perf_counter() - begun > _ENOUGH_SECONDS:
-            break
+    for _ in range(_MOST_ROUNDS):
         step.take(measured)
+        if time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
     return tuple(
         ShardSpec(0, *nbytes, fastest["F", k], fastest["B", k], fastest["U", k])
         for k, nbytes in enumerate(memory)
@@ -339,16 +342,17 @@ class _ProfiledStep:
         self._at: Task | None = None
         self._going: GraphPass | None = None
         self._left: list[int] = []
+        self._segments: list[HostSegments] = []
+        self._gradients: list[Memory] = []
 
     def take(self, measured: Callable[[Task], AbstractContextManager[None]]) -> None:
-        """Take the step; each task runs within what `measured` returns for it."""
+        """Take the step; each task runs within what `measured` returns for it.
+
+        The optimizer makes its state the first time, and then has it, as in all later steps.
+        """
         self._measured, self._at, self._going = measured, None, None
         self._held = HeldTensors(self._shared)
-        self._segments = list(map(on_host, initial_segments(self._recipe, self._trial.layout)))
-        self._gradients = [
-            memory_of(aligned(GradientLayout.of(shard).nbytes, zeroed=True))
-            for shard in self._trial.layout.shards
-        ]
+        self._begin()
         self._sub_epoch = SubEpoch(self._trial, 0, None, self._held)
         with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
             batch = _microbatch(self._recipe, self._example)
@@ -367,6 +371,18 @@ class _ProfiledStep:
                 for k in range(self._cut_model.num_shards):
                     self._go_to(k, needed=False)
                     self._update(k)
+
+    def _begin(self) -> None:
+        """Bring parameters and buffers to state 0, in the same memory each time."""
+        layout = self._trial.layout
+        if not self._segments:
+            self._segments = list(initial_segments(self._recipe, layout))
+            sizes = [GradientLayout.of(shard).nbytes for shard in layout.shards]
+            self._gradients = [memory_of(aligned(nbytes, zeroed=True)) for nbytes in sizes]
+            return
+        for gradients in self._gradients:
+            gradients.zero_()
+        write_initial(self._recipe, layout, self._segments)
 
     def _reach(self, kind: Literal["F", "B"], k: int) -> None:
         self._end()
@@ -417,7 +433,7 @@ class _ProfiledStep:
                 if other != k and other in self._sub_epoch:
                     self._sub_epoch.release(other, needed=needed, last=False)
         if k not in self._sub_epoch:
-            self._sub_epoch.receive(k, self._segments[k], None, self._gradients[k])
+            self._sub_epoch.receive(k, on_host(self._segments[k]), None, self._gradients[k])
 
 
 class TaskProfiler:

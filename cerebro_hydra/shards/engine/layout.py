@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,27 +177,42 @@ class TrialRuntime:
 
 def initial_segments(recipe: Recipe, layout: TrialLayout) -> Iterator[HostSegments]:
     """Yield state 0 of a trial by shard: parameters, buffers, the optimizer's initial state."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in recipe.model.named_parameters():
-        tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
-        for key, value in recipe.optimizer.state.get(parameter, {}).items():
-            tensors[f"optim:{name}:{key}"] = value
-    tensors |= {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
+    tensors = _initial_tensors(recipe)
     for shard in layout.shards:
         both = {"frozen": shard.frozen, "trainable": shard.trainable}
         yield {name: filled(segment, tensors) for name, segment in both.items()}
 
 
+def write_initial(recipe: Recipe, layout: TrialLayout, shards: Sequence[HostSegments]) -> None:
+    """Bring the tensors that a recipe has to state 0, and leave other optimizer state."""
+    tensors = _initial_tensors(recipe)
+    for shard, segments in zip(layout.shards, shards, strict=True):
+        _write(shard.frozen, segments["frozen"], tensors)
+        _write(shard.trainable, segments["trainable"], tensors)
+
+
+def _initial_tensors(recipe: Recipe) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in recipe.model.named_parameters():
+        tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
+        for key, value in recipe.optimizer.state.get(parameter, {}).items():
+            tensors[f"optim:{name}:{key}"] = value
+    return tensors | {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
+
+
 def filled(segment: SegmentLayout, tensors: Mapping[str, Tensor]) -> Bytes:
     """Return a segment with the tensors that exist, and marks of the optimizer state among them."""
     marks = [e.name in tensors for e in segment.entries if is_optimizer_state(e.name)]
-    given = {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)}
     buffer = segment.allocate()
+    _write(segment, buffer, {**tensors, EXISTS: torch.tensor(marks, dtype=torch.uint8)})
+    return buffer
+
+
+def _write(segment: SegmentLayout, buffer: Bytes, tensors: Mapping[str, Tensor]) -> None:
     memory = memory_of(buffer)
     for entry in segment.entries:
-        if entry.name in given:
-            entry.view(memory).copy_(given[entry.name].detach())
-    return buffer
+        if entry.name in tensors:
+            entry.view(memory).copy_(tensors[entry.name].detach())
 
 
 def is_padding(name: str) -> bool:
