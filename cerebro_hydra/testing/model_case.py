@@ -20,7 +20,7 @@ from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, recipe_of
 from cerebro_hydra.shards.admission.admit import admit
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
-from cerebro_hydra.shards.engine.differences import first_difference, same_bits
+from cerebro_hydra.shards.engine.differences import contents, first_difference, same_bits
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.layout import on_host
 from cerebro_hydra.shards.engine.uncut import uncut_training
@@ -235,7 +235,7 @@ class ModelCase(ABC):
             mean = sum(loss * b.rows for loss, b in zip(losses, window, strict=True))
             assert trial.losses[-1] == mean / sum(b.rows for b in window)
             after = [trial.need(number)[0] for number in numbers]
-            assert first_difference(layout, after, trained) is None
+            assert first_difference(layout, after, contents(trained)) is None
 
     def _run_on_agents(self, store: LocalStore, arrays: Any, factory: Any) -> str:
         result: Any = GridSearch(

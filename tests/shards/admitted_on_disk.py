@@ -1,4 +1,7 @@
-"""Admits a model on the meta device with little memory; prints what it took, and its bits."""
+"""Admits a model on the meta device with little memory; prints what it took, and its bits.
+
+Then it admits it in memory, without and with a profile of its tasks.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch import nn
 
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe, load_warm_start
 from cerebro_hydra.shards.admission.admit import admit, on_disk
+from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.layout import initial_segments
 from cerebro_hydra.storage.digest import digest
 
@@ -26,10 +30,14 @@ SHARDS, ROWS = 8, 4
 def main(folder: str, cut: str) -> None:
     admitted(f"{folder}/small", 96, cut, None)  # loads what is loaded late
     least = admitted(f"{folder}/large", 1024, cut, resident=16 << 20)
-    print(json.dumps([least, admitted(f"{folder}/large", 1024, cut, None)]))
+    in_memory = admitted(f"{folder}/large", 1024, cut, None)
+    profiled = admitted(f"{folder}/large", 1024, cut, None, TaskProfiler(None))
+    print(json.dumps([least, in_memory, profiled]))
 
 
-def admitted(path: str, width: int, cut: str, resident: int | None) -> dict[str, Any]:
+def admitted(
+    path: str, width: int, cut: str, resident: int | None, profiler: TaskProfiler | None = None
+) -> dict[str, Any]:
     shape = {"weight": (width, width), "bias": (width,)}
     if not Path(path).exists():
         names = [(f"{layer}.0.{n}", form) for layer in range(SHARDS) for n, form in shape.items()]
@@ -63,7 +71,7 @@ def admitted(path: str, width: int, cut: str, resident: int | None) -> dict[str,
         if resident is not None:
             stack.enter_context(on_disk(recipe, tempfile.gettempdir(), resident))
         load_warm_start(recipe.model, path)
-        found = admit(recipe, [(batch, batch)], 7)
+        found = admit(recipe, [(batch, batch)], 7, profiler=profiler)
         digests = [
             digest(segment)
             for segments in initial_segments(recipe, found.layout)

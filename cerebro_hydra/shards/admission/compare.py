@@ -6,6 +6,7 @@ Errors that the user's code raises on a batch are told with the columns of that 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import traceback
@@ -42,6 +43,8 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.differences import (
     Recorder,
+    TensorContent,
+    contents,
     first_difference,
     first_operation,
     same_bits,
@@ -55,7 +58,7 @@ from cerebro_hydra.shards.engine.layout import (
     initial_segments,
 )
 from cerebro_hydra.shards.engine.microbatch import storages_of
-from cerebro_hydra.shards.engine.optimizer import clone_optimizer
+from cerebro_hydra.shards.engine.optimizer import StateTemplate, clone_optimizer
 
 STEPS_PER_BATCH_SIZE = 2
 STEPS_PER_EPOCH = 1000
@@ -99,7 +102,8 @@ class Evaluated:
     """Holds what the plain model gives for one example in evaluation."""
 
     example: Example
-    outputs: list[Any]
+    outputs: Sequence[TensorContent]
+    """The contents of the tensors among the model's outputs."""
     evaluation: Evaluation
 
 
@@ -115,9 +119,9 @@ class CutCheck:
     """The loss of each step."""
     evaluated: tuple[Evaluated, ...]
     """Every example after these steps, but those whose loss is not finite any more."""
-    trainer: PlainTrainer
-    """The plain trainer: its model is the recipe's, which has its own values again."""
-    trained: Mapping[str, Tensor]
+    template: StateTemplate
+    """The form of the optimizer state that these steps have made."""
+    trained: Mapping[str, TensorContent]
     """The plain model's state after these steps, named as a checkpoint names it."""
     profile: UnitProfile
     """What its forwards on the largest example showed of each unit."""
@@ -154,15 +158,18 @@ class CutCheck:
                 effects.after_step(trainer.recipe.optimizer)
             counts.check()
             writes.check_shapes()
-            trained, written = trainer.tensors(), writes.names()
+            written = writes.names()
             check_averaged(recipe, written)
             with refused_writes(trainer.evaluated_model()):
                 evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+            state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
-            effects.check(trained, attributes, examples[0], RandomKey(trial_seed, 0, 0))
+            effects.check(state, attributes, examples[0], RandomKey(trial_seed, 0, 0))
+        template, trained = StateTemplate.learn(model, optimizer), contents(state)
+        optimizer.state.clear()  # it and an LR scheduler refer to one another
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
-            recipe, trial_seed, windows, tuple(losses), finite, trainer, trained, profile, written,
+            recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
             tuple(sorted(effects.written)),
         )  # fmt: skip
 
@@ -193,11 +200,11 @@ class CutCheck:
 
     def _difference_in_evaluation(self, shards: _Shards) -> str | None:
         for expected in self.evaluated:
-            outputs: list[Any] = []
-            found = shards.evaluate(expected.example, outputs.append)
-            pairs = zip(_tensors(outputs), _tensors(expected.outputs), strict=True)
+            outputs = _Outputs()
+            found = shards.evaluate(expected.example, outputs)
+            pairs = zip(outputs.contents, expected.outputs, strict=True)
             for number, (here, there) in enumerate(pairs):
-                if not same_bits(here, there):
+                if here != there:
                     return f"output {number} of the model in evaluation"
             for name, (there_total, rows) in expected.evaluation.sums.items():
                 here_total, _ = found.sums[name]
@@ -317,25 +324,32 @@ def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
 
 def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:
     """Evaluate an example; None if its loss is not finite, from which a trial may recover."""
-    outputs: list[Any] = []
+    outputs = _Outputs()
     # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
     RandomKey(trial_seed, 0, 0).reseed("evaluation")
     with told_with_batch(trainer, example):
         try:
-            found = trainer.evaluate(_window(example, 1), outputs.append)
+            found = trainer.evaluate(_window(example, 1), outputs)
         except NonFiniteLoss:
             return None
-    return Evaluated(example, outputs, found)
+    return Evaluated(example, outputs.contents, found)
+
+
+class _Outputs:
+    """Takes what a model gives for each batch, and keeps the contents of its tensors."""
+
+    def __init__(self) -> None:
+        self.contents: list[TensorContent] = []
+
+    def __call__(self, outputs: Any) -> None:
+        leaves = tree_leaves(outputs)
+        self.contents += [TensorContent.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _window(example: Example, times: int) -> list[_ExampleBatch]:
     features, targets = example
     rows = int((targets or features)[0].shape[0])
     return [_ExampleBatch(*copy_example(example), rows) for _ in range(times)]
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -466,13 +480,20 @@ class AbsentReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # `empty_like` and its kin read a form, and a view reads nothing.
-        is_view = getattr(func, "is_view", False)
-        reads = not is_view and not any(each in func.name() for each in ("_like", "::new_"))
-        if reads and self.found is None:
-            memory = (self._names.get(each.data_ptr()) for each in storages_of((args, kwargs)))
+        kwargs = kwargs or {}
+        if self.found is None and _reads_values(func):
+            memory = (
+                self._names.get(each.data_ptr()) for each in storages_of((*args, *kwargs.values()))
+            )
             self.found = next(filter(None, memory), None)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _reads_values(operation: Any) -> bool:
+    """Return whether an operation does not read forms alone, as `empty_like` and its kin do."""
+    forms = any(each in operation.name() for each in ("_like", "::new_"))
+    return not getattr(operation, "is_view", False) and not forms  # a view reads nothing
 
 
 class WrittenTensors:

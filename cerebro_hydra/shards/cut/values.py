@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 _ATOMS = (int, float, str, type(None))
 _CONTAINERS = (dict, OrderedDict, set, list, deque)
+_EMPTIED = (dict, OrderedDict, set, list)
 
 
 def absent_value(parameter: nn.Parameter) -> Tensor:
@@ -143,6 +144,8 @@ def _fill(container: Any, contents: Any) -> None:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _ATOMS):
         return value
+    if type(value) in _EMPTIED and not value:  # as most dicts of hooks, which deepcopy is slow on
+        return memo.setdefault(id(value), type(value)())
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # such as a lock, or a tensor with a graph

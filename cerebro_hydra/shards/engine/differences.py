@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,37 +29,54 @@ from cerebro_hydra.shards.engine.state import ShardState
 from cerebro_hydra.storage.digest import digest
 
 
+class TensorContent(NamedTuple):
+    """Stands for a tensor where its bits are compared: its type, its shape and its digest."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorContent:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor_digest(tensor))
+
+
+def contents(tensors: Mapping[str, Tensor]) -> dict[str, TensorContent]:
+    """Return the contents of named tensors, for which their memory is not needed any more."""
+    return {name: TensorContent.of(tensor) for name, tensor in tensors.items()}
+
+
 def first_difference(
-    layout: TrialLayout, shards: Sequence[HostSegments], trained: Mapping[str, Tensor]
+    layout: TrialLayout, shards: Sequence[HostSegments], trained: Mapping[str, TensorContent]
 ) -> str | None:
     """Return the first tensor of a state whose bits are not those of plain training, or None.
 
     Args:
         trained: the state of plain training, named as a checkpoint names it.
     """
-    optimizer_state: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for full_name, tensor in trained.items():
+    optimizer_state: dict[str, dict[str, TensorContent]] = defaultdict(dict)
+    for full_name, content in trained.items():
         kind, _, rest = full_name.partition(":")
         if kind == "optim":
             name, _, key = rest.rpartition(":")
-            optimizer_state[name][key] = tensor
+            optimizer_state[name][key] = content
     for shard, segments in zip(layout.shards, shards, strict=True):
         state = ShardState(shard, on_host(in_place(segments)))
         optimizer = state.existing_optimizer_state()
         for name, parameter in state.params.items():
-            if not same_bits(parameter, trained[f"param:{name}"]):
+            if TensorContent.of(parameter) != trained[f"param:{name}"]:
                 return f"parameter {name!r}"
             here, there = optimizer.get(name, {}), optimizer_state[name]
             if here.keys() != there.keys():
                 return f"optimizer state of {name!r}: {sorted(here)}, not {sorted(there)}"
             for key, value in here.items():
-                if not same_bits(value, there[key]):
+                if TensorContent.of(value) != there[key]:
                     return f"optimizer state {key!r} of {name!r}"
         for name, tensor in state.buffers.items():
-            if not same_bits(tensor, trained[f"buffer:{name}"]):
+            if TensorContent.of(tensor) != trained[f"buffer:{name}"]:
                 return f"buffer {name!r}"
         for name, tensor in state.ema.items():
-            if not same_bits(tensor, trained[f"ema:{name}"]):
+            if TensorContent.of(tensor) != trained[f"ema:{name}"]:
                 return f"moving average of {name!r}"
     return None
 

@@ -142,10 +142,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for storage in storages_of((args, kwargs)):
+        kwargs = kwargs or {}
+        for storage in storages_of((*args, *kwargs.values())):
             self._count(storage, 0)  # it was there before
-        result = func(*args, **(kwargs or {}))
-        for storage in storages_of(result):
+        result = func(*args, **kwargs)
+        for storage in storages_of(result if isinstance(result, list | tuple) else (result,)):
             self._count(storage, storage.nbytes())
         if self.now > self.most:
             raise MemoryError(
@@ -240,21 +241,24 @@ class ReadsElsewhere(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if not getattr(func, "is_view", False):  # a view reads nothing
-            for storage in storages_of((args, kwargs)):
+            for storage in storages_of((*args, *kwargs.values())):
                 name = self._memory.get(storage.data_ptr())
                 if name is not None and self._owner[name] != (shard := self._shard()):
                     self.found.setdefault(name, shard)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def storages_of(values: Any) -> Iterator[UntypedStorage]:
-    """Yield the memory of each tensor in a value, of a sparse one that of its parts."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.sparse_coo:
-            yield leaf._indices().untyped_storage()
-            yield leaf._values().untyped_storage()
-        elif isinstance(leaf, Tensor):
-            yield leaf.untyped_storage()
-        elif isinstance(leaf, UntypedStorage):
-            yield leaf
+def storages_of(values: Iterable[Any]) -> Iterator[UntypedStorage]:
+    """Yield the memory of each tensor in values, of a sparse one that of its parts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.sparse_coo:
+                yield from storages_of((value._indices(), value._values()))
+            else:
+                yield value.untyped_storage()
+        elif isinstance(value, UntypedStorage):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from storages_of(tree_leaves(value))

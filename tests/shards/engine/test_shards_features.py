@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
-from cerebro_hydra.shards.engine.differences import first_difference
+from cerebro_hydra.shards.engine.differences import contents, first_difference
 from tests.shards import zoo
 from tests.shards.executors.executor_case import Proof, assert_equal_to_plain, proof
 from tests.shards.hopping import start
@@ -165,4 +165,4 @@ def test_one_wrong_bit_is_named(name: str | None, told: str | None) -> None:
         with pytest.raises(AssertionError, match="other bits than plain training"):
             each.check(each.sums)
     after = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
-    assert first_difference(trial.layout, after, each.reference.tensors()) == told
+    assert first_difference(trial.layout, after, contents(each.reference.tensors())) == told
