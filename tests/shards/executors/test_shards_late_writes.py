@@ -58,9 +58,10 @@ class Hooked(zoo.Net):
         self.a.register_full_backward_hook(lambda *_: self.hook())
 
     def hook(self):
-        if self.late > 0:
-            self.late -= 1
-        if self.late == 1:
+        kind = type(self)  # an attribute of the model that changes late would be found before
+        if kind.late > 0:
+            kind.late -= 1
+        if kind.late == 1:
             self.writes()
 
 
@@ -162,11 +163,11 @@ EXECUTORS: dict[str, Callable[..., object]] = {
 def written_in(trial: Trial, backward: int) -> Iterator[None]:
     """Let the hook of a trial write in one of the next backwards, and bring its state back."""
     before = trial.shards.copy(), trial.step
-    trial.recipe.model.late = 1 + backward
+    type(trial.recipe.model).late = 1 + backward
     try:
         yield
     finally:
-        trial.recipe.model.late = 0
+        type(trial.recipe.model).late = 0
         trial.shards, trial.step = before
 
 
@@ -220,7 +221,7 @@ def test_one_between_microbatches_is_found_or_kept_as_in_plain_training(
 def check_as_plain(what: str, trial: Trial, windows: SubEpoch = WINDOWS, **rules: object) -> None:
     """Compare every bit with plain training of a model that writes then, too."""
     recipe = made(hooked(WRITES[what][0]), **rules)()
-    recipe.model.late = 2
+    type(recipe.model).late = 2
     reference = PlainTrainer(recipe, plain.TRIAL_SEED, STEPS_PER_EPOCH)
     reference.train(windows)
     assert_same_state(trial.tensors(), reference)
