@@ -218,24 +218,29 @@ def trial_of(model: nn.Module, shards=2, mode="keep") -> Trial:
 
 
 class Notes(nn.Module):
-    """Calls a function when its forward runs."""
+    """Calls a function of its class when its forward runs."""
+
+    @staticmethod
+    def note(module: nn.Module) -> None:
+        """Nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
-        self.note = lambda: None
 
     def forward(self, x):
-        self.note()
+        self.note(self)
         return torch.tanh(self.layer(x))
 
 
-def test_a_shard_is_needed_when_the_forward_enters_it_and_leaves_after_its_last_backward():
+def test_a_shard_is_needed_when_the_forward_enters_it_and_leaves_after_its_last_backward(
+    monkeypatch: pytest.MonkeyPatch,
+):
     trial = trial_of(nn.Sequential(Notes(), Notes(), nn.Linear(6, 3)), shards=["1", "2"])
     assert trial.cut_model.num_shards == 3
-    for number in range(2):
-        note = lambda number=number: trial.events.append(f"runs{number}")  # noqa: E731
-        trial.recipe.model[number].note = note
+    number = {module: number for number, module in enumerate(trial.recipe.model)}
+    note = staticmethod(lambda module: trial.events.append(f"runs{number[module]}"))
+    monkeypatch.setattr(Notes, "note", note)
     trial.train(zoo.singly(zoo.vectors(8)))
     assert trial.events == [
         "need0", "runs0", "need1", "runs1", "need2", "publish2", "publish1", "publish0",
