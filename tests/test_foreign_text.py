@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -37,17 +36,15 @@ def factory(params: dict[str, Any]) -> Recipe:
     plain, fault = recipe.loss, params["fault"]
     if fault == "huge at once":
         raising(fault)
-    calls = itertools.count(1)
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        seen = next(calls)
+    def loss(seen: int, outputs: Tensor, labels: Tensor) -> Tensor:
         if seen == 2 and os.getpid() != params["driver"]:  # in an agent
             print(f"here is {ESCAPE}")
         if seen > 20 and fault != "none":  # in training, as admission computes fewer losses
             raising(fault)
         return plain(outputs, labels)
 
-    return replace(recipe, loss=loss)
+    return replace(recipe, loss=models.counting(loss))
 
 
 def controls(text: str) -> set[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -80,14 +82,29 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
 
 
+_LOSSES, _CALLS = itertools.count(), Counter[int]()
+
+
+def counting(loss: Callable[[int, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss that is told which of its calls it is.
+
+    Globals count, because what a loss holds itself may not change in training.
+    """
+    number = next(_LOSSES)
+
+    def counted(outputs: Tensor, labels: Tensor) -> Tensor:
+        _CALLS[number] += 1
+        return loss(_CALLS[number], outputs, labels)
+
+    return counted
+
+
 def quarrelsome(params: dict[str, Any]) -> Recipe:
     """Trials that fail in the way that `params["fault"]` names, while they train."""
     recipe = feed_forward({"lr": 0.01})
     plain, fault = recipe.loss, params["fault"]
-    calls = itertools.count(1)  # admission would refuse a number that each step changes
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        seen = next(calls)
+    def loss(seen: int, outputs: Tensor, labels: Tensor) -> Tensor:
         # Admission computes a few losses too; only a longer life is training.
         if seen > 20 and fault == "raises":
             raise RuntimeError("this loss has had enough")
@@ -98,4 +115,4 @@ def quarrelsome(params: dict[str, Any]) -> Recipe:
             logging.getLogger("mine").warning("a warning from the loss")
         return plain(outputs, labels)
 
-    return replace(recipe, loss=loss)
+    return replace(recipe, loss=counting(loss))

@@ -21,7 +21,7 @@ from torch import Tensor
 from cerebro_hydra.observe import OutputLine
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.wire.shards import ShardServer
-from tests.end_to_end.models import feed_forward
+from tests.end_to_end.models import counting, feed_forward
 from tests.end_to_end.runs import Tape
 
 LAST_WORDS = "here it comes"
@@ -57,14 +57,12 @@ def lethal(params: dict[str, Any]) -> Recipe:
     Before, its process enters the control group that `params["group"]` names, if there is one.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
-    plain, seen = recipe.loss, 0
+    plain, lives = recipe.loss, params["fault"] == "none"
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        nonlocal seen
-        on_agent = os.getpid() != params["driver"]
-        seen += on_agent
+    def loss(seen: int, outputs: Tensor, labels: Tensor) -> Tensor:
         late = seen - params.get("batch", 3)
-        if params["fault"] != "none" and (late == 0 or (late > 0 and params["fault"] in GREEDY)):
+        on_agent = os.getpid() != params["driver"]
+        if on_agent and not lives and (late == 0 or (late > 0 and params["fault"] in GREEDY)):
             print(LAST_WORDS)
             time.sleep(params.get("pause", 0.0))
             if "group" in params:
@@ -72,7 +70,7 @@ def lethal(params: dict[str, Any]) -> Recipe:
             FAULTS[params["fault"]]()
         return plain(outputs, labels)
 
-    return replace(recipe, loss=loss)
+    return replace(recipe, loss=counting(loss))
 
 
 def deaf(params: dict[str, Any]) -> Recipe:
