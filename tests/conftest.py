@@ -33,6 +33,16 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 SESSION_GROUP = re.compile(r"mark\.spark\(group=\d\)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process of xdist a group, of which the other one's tests may stop no member.
+
+    A group that no shell waits for, as that of a CI job, gets SIGHUP from the kernel if a process
+    of it is stopped while another one, whose parent is in another group, ends.
+    """
+    if hasattr(config, "workerinput"):
+        os.setpgid(0, 0)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal tests to processes by file; files that share a Spark session go to one process.
