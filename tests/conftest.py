@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process of xdist a group, of which the other one's tests may stop no member.
 
     A group that no shell waits for, as that of a CI job, gets SIGHUP from the kernel if a process
-    of it is stopped while another one, whose parent is in another group, ends.
+    of it is stopped while another one, whose parent is in another group, ends. What tests start can
+    be interrupted also where a shell has started them in the background.
     """
     if hasattr(config, "workerinput"):
         os.setpgid(0, 0)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -237,10 +237,10 @@ class _Agent:
         spec, start, slabs, resources = given.spec, given.start, given.slabs, self._resources
         if slabs is None:
             segments = self._shard_store.segments
-            runs = TrialVisits(self._builder, self._decoded, segments.reserved, start.scratch)
+            visits = TrialVisits(self._builder, self._decoded, segments.reserved, start.scratch)
             return [
                 own_start(
-                    runs, self._main, resources.computes_in_place, self._end_process, self._begin
+                    visits, self._main, resources.computes_in_place, self._end_process, self._begin
                 )
             ]
         trials = (spec.document, spec.manifest, given.own, start.scratch, given.factory)

@@ -1,1 +1,1 @@
-"""A device that carries out shard tasks: its messages, its process, its runs."""
+"""A device that carries out shard tasks: its messages, its process, its visits."""

@@ -238,7 +238,7 @@ def _digests(state: State) -> set[str]:
 
 
 class ShardHome:
-    """Holds one shard of a run; one thread at a time uses it.
+    """Holds one shard of a visit; one thread at a time uses it.
 
     At first its bytes are those of the state before, which is never changed: what a device writes
     back gets slabs of its own.

@@ -5,9 +5,9 @@ leave in DRAM between two units. DRAM is its home: while a device works on a sta
 stays as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a
 place from the moment that a move into it begins to the moment that a move out of it has ended.
 
-A kept block is a segment of a state that runs begin with, here or elsewhere. What a visit publishes
-is no block of the visit any more, but kept. Equal segments are one block, whatever states have
-them.
+A kept block is a segment of a state that visits begin with, here or elsewhere. What a visit
+publishes is no block of the visit any more, but kept. Equal segments are one block, whatever
+states have them.
 
 The ledger keeps account and decides nothing; `Evictor` says what goes.
 """
