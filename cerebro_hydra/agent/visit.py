@@ -526,7 +526,8 @@ class VisitBoundary:
         self._slabs = slabs
         self._graph = graph
         self._records: dict[int, dict[int, PassRecord]] = {}  # by microbatch and place in it
-        self._norms: defaultdict[int, dict[int, Norms]] = defaultdict(dict)  # by window and shard
+        # By window and shard, with the microbatch whose backward gave them.
+        self._norms: defaultdict[int, dict[int, tuple[int, Norms]]] = defaultdict(dict)
         self._places: dict[Action, int] = {}  # of units under way, by their last tasks
 
     def order(self, tasks: Sequence[Action]) -> Compute:
@@ -543,14 +544,18 @@ class VisitBoundary:
             before = max((place for place in records if place < first), default=None)
             record = record if before is None else records[before]
             self._places[tasks[-1]] = self._place_of(passes[-1])
-        record = replace(record, norms=dict(self._norms[window]))  # of units that came later, too
+        norms = {k: each for k, (_, each) in self._norms[window].items()}
+        record = replace(record, norms=norms)  # of units that came later, too
         return Compute(tuple(tasks), {"boundary": self._slab_of(number)}, record)
 
     def note(self, last: Action, record: PassRecord) -> None:
         """Keep what a unit has left, by its last task."""
-        number = last.microbatch or 0
-        if last.shard in record.norms:
-            self._norms[number // self._graph.window][last.shard] = record.norms[last.shard]
+        number, k = last.microbatch or 0, last.shard
+        if k in record.norms and last.kind is not ActionKind.F:
+            norms = self._norms[number // self._graph.window]
+            # A backward that is done again has not the gradients of those after it.
+            if norms.get(k, (0,))[0] <= number:
+                norms[k] = number, record.norms[k]
         if (place := self._places.pop(last, None)) is not None:
             self._records[number][place] = record
 

@@ -53,7 +53,7 @@ def test_admission_needs_the_memory_of_a_few_shards_and_finds_the_same(
     assert on_disk["bits"] == in_memory["bits"] == profiled["bits"]
     assert on_disk["peak"] < 3.2 * on_disk["shard"] < in_memory["state"] / 2
     # The state of the uncut model and that of the shards are not in memory at once.
-    assert in_memory["peak"] < 2.0 * in_memory["state"]
+    assert in_memory["peak"] < 2.2 * in_memory["state"]
 
 
 def trained() -> list[torch.Tensor]:

@@ -283,6 +283,17 @@ def test_norms_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -
     assert update is not None and update.norms == {0: {"v": 3.0}, 1: {"w": 2.0}}
 
 
+def test_norms_of_a_backward_that_is_done_again_do_not_take_the_place_of_newer_ones() -> None:
+    """An update that was held back begins meanwhile, and is clipped by those of its window."""
+    boundary = VisitBoundary([aligned(1)], TaskGraph(2, 2, 2, barrier=True))
+    first, second = (Action(0, 1, ActionKind.B, m, device=1) for m in range(2))
+    boundary.note(first, PassRecord(norms={1: {"w": 1.0}}))
+    boundary.note(second, PassRecord(norms={1: {"w": 2.0}}))
+    boundary.note(first, PassRecord(norms={1: {"w": 1.0}}))
+    update = boundary.order([Action(0, 0, ActionKind.U, 1, device=0)]).record
+    assert update is not None and update.norms == {1: {"w": 2.0}}
+
+
 def tensors_of_graphs() -> int:
     """Return how many tensors of this process belong to a graph of autograd."""
     gc.collect()
