@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cerebro_hydra.plan.messages.actions import Action
-from cerebro_hydra.plan.queues.ledger import BlockKey
 from cerebro_hydra.plan.queues.visit import Unit, Visit
 
 
@@ -15,7 +14,11 @@ from cerebro_hydra.plan.queues.visit import Unit, Visit
 class DeviceQueue:
     """Holds what a device does and will do next.
 
-    ``staying`` has the visits whose microbatch stays on the device until it is through.
+    Args:
+        staying: the visits whose microbatch stays on the device until it is through.
+        changes: counts what has changed that decisions about the device's memory follow from.
+        advanced: the count when the reserved unit was last brought closer.
+        demoted: the count when changed blocks were last written back.
     """
 
     number: int
@@ -25,6 +28,9 @@ class DeviceQueue:
     unanswered: deque[Action] = field(default_factory=deque)  # of the running unit
     reserved: Unit | None = None
     staying: list[Visit] = field(default_factory=list)
+    changes: int = 0
+    advanced: int = -1
+    demoted: int = -1
 
     @classmethod
     def of(cls, number: int, budget: int | None) -> DeviceQueue:
@@ -58,11 +64,9 @@ class DeviceQueue:
             return running is not None or not visit.begins_window_on(self.number)
         return not first.starts_microbatch or (running is not None and running.ends_microbatch)
 
-    def has(self, key: BlockKey) -> bool:
-        """Return whether the block is in use or reserved."""
-        return any(unit is not None and unit.uses(key) for unit in (self.running, self.reserved))
-
-    def has_unit_of(self, visit: Visit) -> bool:
+    def has_unit_of(self, visit: int) -> bool:
         """Return whether a unit of the visit is in the queue."""
-        number = visit.spec.visit
-        return any(unit and unit.visit == number for unit in (self.running, self.reserved))
+        running, reserved = self.running, self.reserved
+        return (running is not None and running.visit == visit) or (
+            reserved is not None and reserved.visit == visit
+        )

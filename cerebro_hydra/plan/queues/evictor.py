@@ -53,7 +53,7 @@ class Evictor:
         visit = self._visits[unit.visit]
         joined = unit is queue.reserved or queue.has_begun(visit)
         kept = visit.spec.keeps_all and visit in queue.staying and joined
-        return 0 if kept else max(visit.spec.shards[k].activations for k in unit.shards)
+        return 0 if kept else max(visit.spec.shards[key.number].activations for key in unit.keys)
 
     def free(self, queue: DeviceQueue) -> float:
         """Return the bytes of a device that nobody has."""
@@ -176,7 +176,7 @@ class Evictor:
         ]
 
     def _used(self, block: Block) -> bool:
-        return any(queue.has(block.key) for queue in self._queues.values())
+        return self._visits[block.key.visit].uses(block.key)
 
 
 def _next_read(visit: Visit, shard: int) -> float:

@@ -15,6 +15,7 @@ The ledger keeps account and decides nothing; `Evictor` says what goes.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -113,6 +114,7 @@ class Ledger:
     def __init__(self, devices: Iterable[int], host_budget: int | None) -> None:
         self.host_budget = math.inf if host_budget is None else host_budget
         self._blocks: dict[BlockKey, Block] = {}
+        self._by_visit: defaultdict[int, dict[BlockKey, Block]] = defaultdict(dict)
         self._kept: dict[str, KeptBlock] = {}  # the longest unused first
         self._states: dict[StateName, dict[int, Segments]] = {}  # kept ones, by shard
         self._taken: dict[StateName, set[int]] = {}  # shards of these that somebody has
@@ -131,7 +133,23 @@ class Ledger:
 
     def states_of(self, visit: int) -> list[Block]:
         """Return the states of a visit's shards."""
-        return [block for block in self if block.key.visit == visit and block.key.kind == "state"]
+        return [block for block in self._of(visit) if block.key.kind == "state"]
+
+    def _of(self, visit: int) -> Iterable[Block]:
+        return self._by_visit[visit].values() if visit in self._by_visit else ()
+
+    def _add(self, block: Block) -> None:
+        self._blocks[block.key] = self._by_visit[block.key.visit][block.key] = block
+
+    def _remove(self, block: Block) -> None:
+        del self._blocks[block.key]
+        del self._by_visit[block.key.visit][block.key]
+        if not self._by_visit[block.key.visit]:
+            del self._by_visit[block.key.visit]
+
+    def devices_of(self, visit: int) -> set[int]:
+        """Return the devices where blocks of a visit are."""
+        return {block.device for block in self._of(visit) if block.device is not None}
 
     def on(self, device: int) -> list[Block]:
         """Return the blocks on a device, moving ones included."""
@@ -160,8 +178,7 @@ class Ledger:
 
     def receive(self, visit: int, shard: int, nbytes: int) -> Action:
         """Make room in DRAM for a shard's state that comes from elsewhere."""
-        key = state_key(visit, shard)
-        self._blocks[key] = Block(key, nbytes)
+        self._add(Block(state_key(visit, shard), nbytes))
         self._host_used += nbytes
         return Action(visit, shard, ActionKind.RECV)
 
@@ -209,7 +226,7 @@ class Ledger:
     def discard(self, block: Block) -> list[Action]:
         """Forget a shard's state that is at rest, wherever it is."""
         actions = [] if block.device is None else [self.leave_device(block, discard=True)]
-        del self._blocks[block.key]
+        self._remove(block)
         if block.home == "dram":
             self._host_used -= block.nbytes
             actions.append(_action(block, ActionKind.DROP, HOST))
@@ -232,7 +249,7 @@ class Ledger:
                 self._off_device(block)
                 block.changed = True
             case _:
-                del self._blocks[block.key]
+                self._remove(block)
                 self._host_used -= block.nbytes if block.home == "dram" else 0
 
     def lose(self, block: Block) -> None:
@@ -251,14 +268,14 @@ class Ledger:
         """Give a visit so many blocks for boundary values, each for one microbatch at a time."""
         for number in range(places):
             key = BlockKey(visit, number, "boundary")
-            self._blocks[key] = Block(key, nbytes, home="dram", pinned=True)
+            self._add(Block(key, nbytes, home="dram", pinned=True))
         self._host_used += places * nbytes
         self._host_pinned += places * nbytes
 
     def drop_boundaries(self, visit: int) -> None:
         """Take a visit's blocks for boundary values back, if it has any."""
-        for block in [each for each in self if each.pinned and each.key.visit == visit]:
-            del self._blocks[block.key]
+        for block in [each for each in self._of(visit) if each.pinned]:
+            self._remove(block)
             self._host_used -= block.nbytes
             self._host_pinned -= block.nbytes
 

@@ -250,9 +250,13 @@ class Unit:
     """Tasks of one visit that a device runs one after the other.
 
     They are of one shard, unless all shards of the visit stay on the device.
+
+    Args:
+        keys: of the states that the tasks work on, in the order of their first tasks.
     """
 
     tasks: tuple[Action, ...]
+    keys: tuple[BlockKey, ...]
     starts_microbatch: bool
     ends_microbatch: bool
 
@@ -260,21 +264,6 @@ class Unit:
     def visit(self) -> int:
         """Return the number of the visit."""
         return self.tasks[0].trial
-
-    @property
-    def shards(self) -> tuple[int, ...]:
-        """Return its shards, in the order of their first tasks."""
-        return tuple(dict.fromkeys(task.shard for task in self.tasks))
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        """Return the keys of the states that its tasks work on."""
-        return [state_key(self.visit, shard) for shard in self.shards]
-
-    def uses(self, key: BlockKey) -> bool:
-        """Return whether its tasks work on a block."""
-        mine = key.visit == self.visit and key.kind == "state"
-        return mine and any(task.shard == key.number for task in self.tasks)
 
 
 Status = Literal["waiting", "open", "restarting", "cancelled"]
@@ -284,11 +273,15 @@ Status = Literal["waiting", "open", "restarting", "cancelled"]
 class TaskList:
     """Holds the tasks of a visit that one device does at a time, in the order of the schedule.
 
-    ``units`` are those under way and the one that is reserved behind them on the same device.
+    Args:
+        units: those under way and the one that is reserved behind them on the same device.
+        following: the unit after them, while it is ``known``; None if there is none, or not yet.
     """
 
     left: deque[Action] = field(default_factory=deque)
     units: list[Unit] = field(default_factory=list)
+    following: Unit | None = None
+    known: bool = False
 
 
 class Visit:
@@ -325,6 +318,10 @@ class Visit:
     def units(self) -> list[Unit]:
         """Return the units that are under way and reserved."""
         return [unit for each in self.lists for unit in each.units]
+
+    def uses(self, key: BlockKey) -> bool:
+        """Return whether a unit that is under way or reserved works on a block."""
+        return any(key in unit.keys for each in self.lists for unit in each.units)
 
     @property
     def has_places(self) -> bool:
@@ -382,6 +379,11 @@ class Visit:
         return self._remaining
 
     @property
+    def is_coming(self) -> bool:
+        """Return whether it still waits for room, or for shards."""
+        return self.status == "waiting" or (self.status == "open" and bool(self.absent))
+
+    @property
     def done(self) -> bool:
         """Return whether every task is done."""
         return not any(each.units or self._tasks(each) for each in self.lists)
@@ -393,6 +395,12 @@ class Visit:
 
     def next_unit(self, tasks: TaskList) -> Unit | None:
         """Return the unit of a list after those under way; None if it is not ready, or none is."""
+        if not tasks.known:
+            tasks.following = self._following(tasks)
+            tasks.known = True
+        return tasks.following
+
+    def _following(self, tasks: TaskList) -> Unit | None:
         left = self._tasks(tasks)
         if not left or not self._is_ready(left[0]):
             return None
@@ -462,7 +470,17 @@ class Visit:
             tasks.left.popleft()
         tasks.units.append(unit)
         self._newest_window = max(self._newest_window, self._window_of(unit.tasks[-1]))
-        self._remaining = None
+        self._changed()
+
+    def began(self, unit: Unit) -> None:
+        """Note that a device has begun with a unit."""
+        self.microbatch = max(unit.tasks[-1].microbatch or 0, self.microbatch or 0)
+        self._changed()
+
+    def received(self, shard: int) -> None:
+        """Note that a shard has room in DRAM."""
+        self.absent.remove(shard)
+        self._changed()
 
     def end(self, unit: Unit) -> None:
         """Note that a unit is under way no longer, or not reserved."""
@@ -479,14 +497,14 @@ class Visit:
             self.lists[self._list_of[task.shard]].left.appendleft(task)
             if self.has_places:
                 self._undone.add(task)
-        self._remaining = None
+        self._changed()
 
     def finish(self, task: Action, seconds: float) -> None:
         """Note that a task is done, and expect of the same kind of task what this one took."""
         self._undone.discard(task)
-        if self._seconds[task.kind, task.shard] != seconds:
+        if self._seconds[task.kind, task.shard] != seconds or self.has_places:
             self._seconds[task.kind, task.shard] = seconds
-            self._remaining = None
+            self._changed()
 
     def next_use(self, shard: int) -> float:
         """Return how many tasks come before the shard's next one; infinity if none is left.
@@ -521,13 +539,21 @@ class Visit:
             if self.has_places:
                 self._undone.update(tasks)
         self._windows += 1
-        self._remaining = None
+        self._changed()
         return True
+
+    def _changed(self) -> None:
+        """Forget what followed from how things were."""
+        self._remaining = None
+        for each in self.lists:
+            each.known = False
 
     def _unit(self, tasks: list[Action], following: Action | None) -> Unit:
         """Return a unit; ``following`` is the task after it, None at the end of a window."""
+        shards = dict.fromkeys(task.shard for task in tasks)
         return Unit(
             tuple(tasks),
+            tuple(state_key(self.spec.visit, shard) for shard in shards),
             starts_microbatch=self._starts(tasks[0]),
             ends_microbatch=not self._goes_on(tasks[-1], following),
         )

@@ -91,6 +91,11 @@ class WorkerState:
         self._rule = rule
         self._double_buffering = double_buffering
         self._evictor = Evictor(self.ledger, self.visits, self.queues)
+        self._keeping: dict[int, int] | None = None  # bytes by visit, see `_kept_in_dram`
+        self._kept = 0
+        self._coming: list[Visit] = []  # in the order of arrival
+        self._changed: set[int] = set()  # visits that may be through with a shard now
+        self._lacked_dram = False  # in the last look, so that some devices could not go on
         self._events = 0
         self._answers: list[Answer] = []
 
@@ -120,6 +125,38 @@ class WorkerState:
             pass
         return self._answers
 
+    # ------------------------------------------------------------------ what has changed
+
+    def _give(self, *answers: Answer) -> None:
+        """Answer, and note what actions change."""
+        self._answers += answers
+        for each in answers:
+            if isinstance(each, Action):
+                self._note(each.trial, each.device)
+
+    def _note(self, number: int, device: int | None = None) -> None:
+        """Note that a visit or its blocks have changed: devices that have any of it decide anew.
+
+        Args:
+            device: one that had some.
+        """
+        self._changed.add(number)
+        devices = self.ledger.devices_of(number)
+        if device not in (None, HOST):
+            devices.add(device)
+        if visit := self.visits.get(number):
+            devices |= visit.staying
+            if visit.units:
+                devices.update(n for n, q in self.queues.items() if q.has_unit_of(number))
+        for place in devices:
+            self.queues[place].changes += 1
+
+    def _note_all(self) -> None:
+        """Note that every device decides anew, and that any visit may have changed."""
+        self._changed.update(self.visits)
+        for queue in self.queues.values():
+            queue.changes += 1
+
     def validate(self) -> None:
         """Check every invariant.
 
@@ -145,7 +182,8 @@ class WorkerState:
             assert pinned[visit.spec.visit] == boundary, (
                 f"boundary values of visit {visit.spec.visit}"
             )
-            places = [q.number for q in self.queues.values() if q.has_unit_of(visit)]
+            number = visit.spec.visit
+            places = [q.number for q in self.queues.values() if q.has_unit_of(number)]
             assert len(places) <= len(visit.lists), (
                 f"visit {visit.spec.visit} is on devices {places}"
             )
@@ -159,32 +197,36 @@ class WorkerState:
     def _decide(self) -> bool:
         """Make the decisions that are due; return whether there may be more."""
         before = len(self._answers)
+        if self._lacked_dram:
+            self._lacked_dram = False
+            self._note_all()
         self._open_visits()
         self._receive()
         queues = [queue for queue in self.queues.values() if queue.alive]
-        for queue in queues:  # every idle device is served before anything is reserved
-            if queue.idle:
-                self._assign(queue, None)
+        # Every idle device is served before anything is reserved.
+        self._assign([queue for queue in queues if queue.idle])
         for queue in queues:
             self._advance(queue)
-        for queue in queues:
-            if self._double_buffering and queue.running is not None and queue.reserved is None:
-                self._assign(queue, self.visits[queue.running.visit])
+        if self._double_buffering:
+            self._assign([each for each in queues if each.running and not each.reserved])
         for queue in queues:
             self._advance(queue)
-            self._answers += self._evictor.demote(queue)
+            self._demote(queue)
         self._finish_visits()
         return len(self._answers) > before
 
     def _open_visits(self) -> None:
         """Give visits their room for boundary values, as long as every one can still go on."""
-        for visit in self.visits.values():
-            if visit.status != "waiting":
-                continue
-            opened = [r.spec for r in self.visits.values() if r.status == "open"] + [visit.spec]
+        waiting = [visit for visit in self._coming if visit.status == "waiting"]
+        if not waiting:
+            return
+        self._note_all()  # with more open visits, devices write back earlier
+        opened = (visit for visit in self.visits.values() if visit.status == "open")
+        most = max((visit.spec.host_state_bytes for visit in opened), default=0)
+        for visit in waiting:
             nbytes = visit.spec.host_boundary_bytes
-            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=visit)
-            need += max(spec.host_state_bytes for spec in opened)
+            most = max(most, visit.spec.host_state_bytes)
+            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=visit) + most
             if need > self.ledger.host_budget or not self._dram(nbytes, -1):
                 return
             if nbytes:
@@ -194,7 +236,7 @@ class WorkerState:
 
     def _receive(self) -> None:
         """Receive shards in the order of their use, as DRAM has room for them."""
-        for visit in self.visits.values():
+        for visit in self._coming:
             if visit.status != "open":
                 continue
             for shard in sorted(visit.absent, key=visit.next_use):
@@ -202,21 +244,35 @@ class WorkerState:
                 urgent = bool(visit.staying) and visit.next_use(shard) == 0
                 if not self._dram(nbytes, -1 if urgent else visit.next_use(shard)):
                     break
-                self._answers.append(self.ledger.receive(visit.spec.visit, shard, nbytes))
-                visit.absent.remove(shard)
+                self._give(self.ledger.receive(visit.spec.visit, shard, nbytes))
+                visit.received(shard)
+        self._coming = [visit for visit in self._coming if visit.is_coming]
 
     def _dram(self, nbytes: int, beyond: float) -> bool:
         """Return whether DRAM has room; begin to make it by what is used later than ``beyond``."""
         if self.ledger.host_free < nbytes:
-            self._answers += self._evictor.in_dram(nbytes, beyond)
+            self._give(*self._evictor.in_dram(nbytes, beyond))
+        self._lacked_dram |= self.ledger.host_free < nbytes
         return self.ledger.host_free >= nbytes
 
-    def _assign(self, queue: DeviceQueue, running: Visit | None) -> None:
-        """Reserve the unit that the rule picks, among idle visits and the running one."""
+    def _assign(self, queues: Collection[DeviceQueue]) -> None:
+        """Reserve the unit that the rule picks for each device, of idle visits and its own one."""
+        if not queues:
+            return
+        opened = [visit for visit in self.visits.values() if visit.status == "open"]
+        idle = [visit for visit in opened if visit.has_places or not visit.units]
+        for queue in queues:
+            running = self.visits[queue.running.visit] if queue.running else None
+            if running is None or running.has_places or running.status != "open":
+                self._reserve(queue, running, idle)
+            else:
+                self._reserve(queue, running, sorted([*idle, running], key=_arrival))
+
+    def _reserve(self, queue: DeviceQueue, running: Visit | None, visits: Iterable[Visit]) -> None:
         units: dict[int, Unit] = {}
         candidates = []
-        for visit in self.visits.values():
-            tasks = visit.list_on(queue.number) if visit.status == "open" else None
+        for visit in visits:
+            tasks = visit.list_on(queue.number)
             if tasks is None or (tasks.units and visit is not running):
                 continue
             unit = visit.next_unit(tasks)
@@ -240,6 +296,8 @@ class WorkerState:
                 if visit not in place.staying:
                     place.staying.append(visit)
                     visit.staying.add(place.number)
+                    self._keeping = None
+        self._note(picked.visit)
 
     def _can_take(self, queue: DeviceQueue, visit: Visit, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
@@ -250,7 +308,7 @@ class WorkerState:
             block = self.ledger.get(key)
             if block is None or block.home == "receiving":
                 return False
-        shard = spec.shards[unit.shards[0]]
+        shard = spec.shards[unit.keys[0].number]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
         if spec.stays and (unit.starts_microbatch or visit in queue.staying):
             nbytes, host_nbytes = visit.share_on(queue.number).need, spec.host_state_bytes
@@ -282,17 +340,19 @@ class WorkerState:
 
     def _kept_in_dram(self, but: Visit) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
-        staying = {
-            visit.spec.visit: visit for queue in self.queues.values() for visit in queue.staying
-        }
-        others = [visit.spec for visit in staying.values() if visit is not but]
-        return sum(spec.state_bytes for spec in others if spec.keeps_all)
+        if self._keeping is None:
+            staying = (visit for queue in self.queues.values() for visit in queue.staying)
+            keeping = {each.spec.visit: each.spec for each in staying if each.spec.keeps_all}
+            self._keeping = {number: spec.state_bytes for number, spec in keeping.items()}
+            self._kept = sum(self._keeping.values())
+        return self._kept - self._keeping.get(but.spec.visit, 0)
 
     def _advance(self, queue: DeviceQueue) -> None:
         """Bring the reserved unit's shards closer, and start the unit when it can run."""
         unit = queue.reserved
-        if unit is None:
+        if unit is None or queue.advanced == queue.changes:
             return
+        queue.advanced = queue.changes
         states = [self._block(key) for key in unit.keys]
         if all(state.at_rest and state.device == queue.number for state in states):
             self._begin(queue, unit)
@@ -304,35 +364,42 @@ class WorkerState:
         if not block.at_rest:
             return
         if block.device not in (None, queue.number):
-            self._answers.append(self.ledger.leave_device(block))
+            self._give(self.ledger.leave_device(block))
             if not block.at_rest:
                 return
         if block.device == queue.number:
             return
         if block.home == "disk":
             if self._dram(block.nbytes, -1):
-                self._answers.append(self.ledger.load_from_disk(block))
+                self._give(self.ledger.load_from_disk(block))
         elif self._device(queue, block.nbytes):
-            self._answers.append(self.ledger.load(block, queue.number))
+            self._give(self.ledger.load(block, queue.number))
 
     def _begin(self, queue: DeviceQueue, unit: Unit) -> None:
         """Start the reserved unit, whose shards are there, if the device is free and has room."""
         if queue.running is None and self._device(queue, self._evictor.work(queue, unit)):
             queue.running, queue.reserved = unit, None
-            visit, newest = self.visits[unit.visit], unit.tasks[-1].microbatch or 0
-            visit.microbatch = max(newest, visit.microbatch or 0)
+            self.visits[unit.visit].began(unit)
             queue.unanswered.extend(placed(unit, queue.number))
-            self._answers += queue.unanswered
+            self._give(*queue.unanswered)
 
     def _device(self, queue: DeviceQueue, nbytes: int) -> bool:
         """Return whether the device has room; begin to make it otherwise."""
         if self._evictor.free(queue) < nbytes:
-            self._answers += self._evictor.on_device(queue, nbytes)
+            self._give(*self._evictor.on_device(queue, nbytes))
         return self._evictor.free(queue) >= nbytes
+
+    def _demote(self, queue: DeviceQueue) -> None:
+        """Write back what a device has changed and does not use next."""
+        if queue.demoted != queue.changes:
+            queue.demoted = queue.changes
+            self._give(*self._evictor.demote(queue))
 
     def _finish_visits(self) -> None:
         """Publish every shard after its last task, and end visits that are through."""
-        for visit in list(self.visits.values()):
+        changed, self._changed = self._changed, set()
+        visits = (self.visits[number] for number in changed if number in self.visits)
+        for visit in sorted(visits, key=_arrival):
             if visit.status != "open" or not visit.is_in_last_window:
                 continue
             states = self.ledger.states_of(visit.spec.visit)
@@ -344,20 +411,19 @@ class WorkerState:
                 finished = visit.done and all(state.at_rest for state in states)
             if finished:
                 self._close(visit)
-                self._answers.append(VisitEnded(visit.spec.visit, "finished"))
+                self._give(VisitEnded(visit.spec.visit, "finished"))
                 for state in states:
-                    self._answers += self.ledger.discard(state)
+                    self._give(*self.ledger.discard(state))
                 del self.visits[visit.spec.visit]
 
     def _publish(self, visit: Visit, state: Block) -> None:
         shard = state.key.number
-        busy = any(unit.uses(state.key) for unit in visit.units)
-        if busy or shard in visit.sent or visit.next_use(shard) < math.inf:
+        if visit.uses(state.key) or shard in visit.sent or visit.next_use(shard) < math.inf:
             return
         if state.at_rest and state.device is not None:
-            self._answers.append(self.ledger.leave_device(state))
+            self._give(self.ledger.leave_device(state))
         if state.at_rest:
-            self._answers.append(self.ledger.send(state))
+            self._give(self.ledger.send(state))
 
     def _close(self, visit: Visit) -> None:
         """Take the visit's units off the queues, but for the one that runs."""
@@ -371,6 +437,7 @@ class WorkerState:
         for queue in self.queues.values():
             unit = queue.reserved
             if unit is not None and unit.visit == visit.spec.visit:
+                self._note(visit.spec.visit)
                 queue.reserved = None
                 visit.end(unit)
                 tasks += unit.tasks
@@ -388,18 +455,23 @@ class WorkerState:
             case VisitAdded():
                 self._add(event)
             case ShardArrived():
+                self._note(event.visit)
                 visit = self.visits[event.visit]
                 self.ledger.end(Action(event.visit, event.shard, ActionKind.RECV))
                 if visit.spec.source is not None and visit.spec.graph.training:
                     self.ledger.take(visit.spec.source, event.shard)
                 self._let_go(visit)
             case ActionDone():
+                self._note(event.action.trial, event.action.device)
                 self._done(event)
             case VisitCancelled():
+                self._note_all()
                 self._cancel(event.visit)
             case DeviceLost():
+                self._note_all()
                 self._lose(self.queues[event.device])
             case DeviceJoined():
+                self._note_all()
                 self.queues[event.device].alive = True
 
     def _add(self, event: VisitAdded) -> None:
@@ -410,9 +482,10 @@ class WorkerState:
             )
         reason = self._lacking(spec)
         if reason:
-            self._answers.append(VisitEnded(spec.visit, "refused", reason))
+            self._give(VisitEnded(spec.visit, "refused", reason))
         else:
-            self.visits[spec.visit] = Visit(spec, self._events)
+            self.visits[spec.visit] = visit = Visit(spec, self._events)
+            self._coming.append(visit)
 
     def _lacking(self, spec: VisitSpec) -> str:
         """Return what a visit needs that the worker does not have; "" if nothing is lacking."""
@@ -462,6 +535,7 @@ class WorkerState:
         if queue.is_ending(visit) and visit in queue.staying:
             queue.staying.remove(visit)
             visit.staying.remove(queue.number)
+            self._keeping = None
         queue.running = None
         visit.end(unit)
         visit.waiting_since = self._events
@@ -483,7 +557,7 @@ class WorkerState:
         running = {key for q in self.queues.values() if q.running for key in q.running.keys}
         for state in self.ledger.states_of(visit.spec.visit):
             if state.at_rest and state.key not in running:
-                self._answers += self.ledger.discard(state)
+                self._give(*self.ledger.discard(state))
         if visit.units:
             return
         self.ledger.drop_boundaries(visit.spec.visit)
@@ -492,12 +566,14 @@ class WorkerState:
         for queue in self.queues.values():
             if visit in queue.staying:
                 queue.staying.remove(visit)
+                self._keeping = None
         if visit.status == "restarting":
             visit.begin()
             visit.status = "waiting"
+            self._coming = sorted({*self._coming, visit}, key=_arrival)
             return
         del self.visits[visit.spec.visit]
-        self._answers.append(VisitEnded(visit.spec.visit, "cancelled"))
+        self._give(VisitEnded(visit.spec.visit, "cancelled"))
 
     # ------------------------------------------------------------------ lost devices
 
@@ -529,6 +605,7 @@ class WorkerState:
         queue.alive, queue.running, queue.reserved = False, None, None
         queue.unanswered = deque()
         queue.staying.clear()
+        self._keeping = None
         for number, tasks in redo.items():
             visit = self.visits[number]
             if visit.status == "open" and number not in torn:
@@ -537,5 +614,9 @@ class WorkerState:
             if visit.spec.visit in torn and visit.status == "open":
                 self._close(visit)
                 visit.status = "restarting"
-                self._answers.append(VisitRestarted(visit.spec.visit))
+                self._give(VisitRestarted(visit.spec.visit))
             self._let_go(visit)
+
+
+def _arrival(visit: Visit) -> int:
+    return visit.arrival

@@ -187,10 +187,7 @@ class MemoryCheck:
         state = self._state.get(key, 0)
         match action.kind:
             case ActionKind.RECV:
-                if action.trial in self._abandoned and here is not None:
-                    self._begin_anew(action.trial)
-                received = key in self._shards
-                self._demand(not received, action, "the shard was received before")
+                self._demand(here is None, action, "the shard was received before")
                 self._shards[key] = _Whereabouts(True, moving=True)
                 self._add(HOST, state, action)
             case ActionKind.LOAD if action.device == HOST:
@@ -264,6 +261,21 @@ class MemoryCheck:
                 del self._kept[key, microbatch]
                 self._used[device] -= self._activations.get(key, 0)
 
+    def begin_anew(self, trial: int) -> None:
+        """Forget the shards of an abandoned trial, the first of which is told to be received again.
+
+        Raises:
+            InvalidSchedule: one of them is still there.
+        """
+        if trial not in self._abandoned:
+            return
+        self._abandoned.remove(trial)
+        for key, here in list(self._shards.items()):
+            if key[0] == trial:
+                if here.in_dram or here.on_device or here.moving:
+                    raise InvalidSchedule(f"t{trial}s{key[1]} is there when its visit begins anew")
+                del self._shards[key]
+
     def lose(self, device: int) -> None:
         """Take everything off a device that died."""
         for here in self._shards.values():
@@ -271,13 +283,6 @@ class MemoryCheck:
                 here.on_device = here.moving = here.written = False
         self._used[device] = 0
         self._kept = {each: place for each, place in self._kept.items() if place != device}
-
-    def _begin_anew(self, trial: int) -> None:
-        """Forget the shards of an abandoned trial that are nowhere; they are received again."""
-        self._abandoned.discard(trial)
-        for key, here in list(self._shards.items()):
-            if key[0] == trial and not (here.in_dram or here.moving):
-                del self._shards[key]
 
     def _takes_over(self, action: Action) -> bool:
         """Return whether a backward goes on in the bytes that its forward has kept."""

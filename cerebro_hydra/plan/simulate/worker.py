@@ -192,6 +192,8 @@ class WorkerSimulation:
             self.check.abandon(answer.visit)
         if not isinstance(answer, Action):
             return
+        if answer.kind is ActionKind.RECV:
+            self.check.begin_anew(answer.trial)
         if answer.kind is ActionKind.DROP:
             self.check.begin(answer)
             self.check.end(answer)

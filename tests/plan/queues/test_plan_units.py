@@ -21,16 +21,21 @@ def units_of(shards: int, *, microbatches: int = 40, **spec: bool) -> list[Unit]
     shard = ShardSpec(8, forward=SECONDS, backward=SECONDS, update=SECONDS)
     graph = TaskGraph(shards, microbatches, training=spec.pop("training", True))
     visit = Visit(VisitSpec(0, graph, (shard,) * shards, by_modules=True, **spec), 0)
-    visit.absent.clear()
+    for number in range(shards):
+        visit.received(number)
     units = []
     while (unit := visit.next_unit(visit.lists[0])) is not None:
         visit.take(unit)
+        visit.began(unit)
         visit.end(unit)
-        visit.microbatch = unit.tasks[-1].microbatch
         units.append(unit)
     tasks = [task for unit in units for task in unit.tasks]
     assert tasks == [task for window in range(microbatches) for task in graph.tasks(0, window)]
     return units
+
+
+def shards_of(unit: Unit) -> tuple[int, ...]:
+    return tuple(key.number for key in unit.keys)
 
 
 def microbatches_of(unit: Unit) -> set[int | None]:
@@ -44,7 +49,7 @@ def test_short_tasks_of_a_run_that_stays_whole_are_one_unit() -> None:
     assert microbatches_of(rest) == {0}
     assert rest.ends_microbatch
     for unit in long:
-        assert unit.shards == (0, 1, 2)
+        assert shards_of(unit) == (0, 1, 2)
         assert len(unit.tasks) == 9, "a whole microbatch, because two take too long"
         assert unit.starts_microbatch
         assert unit.ends_microbatch
@@ -65,12 +70,12 @@ def test_short_microbatches_are_one_unit_which_ends_with_one_of_them() -> None:
 
 def test_the_last_window_has_a_unit_for_each_pass_of_a_shard_which_is_published_after_it() -> None:
     last = [unit for unit in units_of(3, recompute=False) if 39 in microbatches_of(unit)]
-    assert [unit.shards for unit in last] == [(0,), (1,), (2,), (1,), (0,)]
+    assert [shards_of(unit) for unit in last] == [(0,), (1,), (2,), (1,), (0,)]
 
 
 def test_a_unit_of_a_run_that_spills_has_one_shard() -> None:
     units = units_of(3, recompute=True)
-    assert {len(unit.shards) for unit in units} == {1}
+    assert {len(unit.keys) for unit in units} == {1}
     assert max(len(unit.tasks) for unit in units) == 3, "F, B and U of the last shard"
 
 

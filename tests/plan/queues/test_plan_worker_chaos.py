@@ -25,7 +25,7 @@ from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS, Rule, sharp
+from cerebro_hydra.plan.schedules.pick import PICKS, Rule, oldest_first, sharp
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.plan.schedules.validate import validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
@@ -300,3 +300,26 @@ def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
     state.handle([ActionDone(task, 1.0)])
     assert state.ledger.host_pinned == 0
     state.validate()
+
+
+def test_a_visit_that_begins_anew_when_shards_were_sent_may_move_the_others_to_disk() -> None:
+    quick = tuple(ShardSpec(state, forward=0.01, backward=0.01) for state in (1, 5, 7))
+    first = VisitSpec(0, TaskGraph(3, 1, barrier=True, tied=((0, 1),)), quick)
+    evaluation = VisitSpec(1, TaskGraph(1, 4, training=False), (ShardSpec(1),), recompute=False)
+    third = VisitSpec(2, TaskGraph(2, 1), (ShardSpec(1), ShardSpec(2, boundary=3)))
+    visits = [first, evaluation, third]
+    later: list[tuple[float, WorkerEvent]] = [
+        *((1.75, DeviceLost(0)), (1.85, DeviceJoined(0)), (2.1, DeviceLost(0))),
+        *((2.7, DeviceJoined(0)), (12.75, DeviceLost(1)), (12.85, DeviceJoined(1))),
+    ]
+    world = {
+        "specs": visits,
+        "budgets": [7, None],
+        "host_budget": 12,
+        "rule": oldest_first,
+        "seconds": seconds_of(visits, 0.5),
+        "double_buffering": False,
+    }
+    timeline = simulate(world, later)
+    assert VisitRestarted(0) in timeline.given
+    assert {timeline.outcome(visit) for visit in range(3)} == {"finished"}
