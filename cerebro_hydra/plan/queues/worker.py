@@ -260,7 +260,12 @@ class WorkerState:
         if not queues:
             return
         opened = [visit for visit in self.visits.values() if visit.status == "open"]
-        idle = [visit for visit in opened if visit.has_places or not visit.units]
+        idle = [
+            visit
+            for visit in opened
+            if visit.has_places
+            or not (visit.units or self._is_lacking(visit.next_unit(visit.lists[0])))
+        ]
         for queue in queues:
             running = self.visits[queue.running.visit] if queue.running else None
             if running is None or running.has_places or running.status != "open":
@@ -276,7 +281,7 @@ class WorkerState:
             if tasks is None or (tasks.units and visit is not running):
                 continue
             unit = visit.next_unit(tasks)
-            if unit is None or not self._can_take(queue, visit, unit):
+            if unit is None or self._is_lacking(unit) or not self._can_take(queue, visit, unit):
                 continue
             number = visit.spec.visit
             units[number] = unit
@@ -299,15 +304,18 @@ class WorkerState:
                     self._keeping = None
         self._note(picked.visit)
 
+    def _is_lacking(self, unit: Unit | None) -> bool:
+        """Return whether there is no unit, or a shard of it has not come."""
+        if unit is None:
+            return True
+        blocks = map(self.ledger.get, unit.keys)
+        return any(block is None or block.home == "receiving" for block in blocks)
+
     def _can_take(self, queue: DeviceQueue, visit: Visit, unit: Unit) -> bool:
         """Return whether the unit can come to the device and end there, whatever else goes on."""
         spec = visit.spec
         if visit.staying and queue.number not in visit.staying and not visit.has_places:
             return False
-        for key in unit.keys:
-            block = self.ledger.get(key)
-            if block is None or block.home == "receiving":
-                return False
         shard = spec.shards[unit.keys[0].number]
         nbytes, host_nbytes = shard.state + shard.activations, shard.state
         if spec.stays and (unit.starts_microbatch or visit in queue.staying):
