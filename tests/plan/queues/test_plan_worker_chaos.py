@@ -231,6 +231,30 @@ def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     event(f"restarts: {sum(isinstance(a, VisitRestarted) for a in timeline.given)}")
 
 
+class LooksAtAll(WorkerState):
+    """Decides anew about every device and visit, whatever has changed."""
+
+    def _decide(self) -> bool:
+        self._note_all()
+        return super()._decide()
+
+
+@settings(max_examples=examples(100))
+@given(worlds() | worlds(pipelined=True), st.data())
+def test_what_has_not_changed_need_not_be_looked_at(world, data) -> None:
+    devices, visits = range(len(world["budgets"])), range(len(world["specs"]))
+    moment = st.integers(1, 120).map(lambda quarters: quarters / 4)
+    lost = data.draw(st.lists(st.tuples(moment, st.sampled_from(devices)), max_size=3))
+    later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(device)) for at, device in lost]
+    later += [(at + 0.6, DeviceJoined(device)) for at, device in lost]
+    cancelled = data.draw(st.lists(st.tuples(moment, st.sampled_from(visits)), max_size=2))
+    later += [(at, VisitCancelled(visit)) for at, visit in cancelled]
+    world["rule"] = data.draw(st.sampled_from(list(RULES.values())))
+    simulation, all_of_it = (WorkerSimulation(**world, later=later) for _ in range(2))
+    all_of_it.state.__class__ = LooksAtAll
+    assert simulation.run().given == all_of_it.run().given
+
+
 def one_run_with_a_loss(spec: VisitSpec, at: float) -> tuple[WorkerTimeline, list[str]]:
     """Lose the only device for a while, and return the tasks that it ended as well."""
     later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(0)), (at + 0.5, DeviceJoined(0))]
