@@ -40,6 +40,7 @@ from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Example, Sample
 from cerebro_hydra.shards.cut.shard_graph import CrossingValue
+from cerebro_hydra.shards.cut.small_buffers import small_buffers
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.trace import CutFailed
 from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
@@ -252,9 +253,10 @@ def _candidates(
     """Yield the cuts to try, the finest first, and add to `attempts` why one can't be tried."""
     profile = check.profile
     starts = profile.starts(recipe.model, _is_number(recipe.shards))
-    between_units = CutPoints(
-        "modules", starts, profile.order, tuple(sorted(profile.overwritten)), check.written
-    )
+    overwritten = tuple(sorted(profile.overwritten))
+    small = tuple(sorted(small_buffers(recipe.model).difference(check.written)))
+    written = check.written + small
+    between_units = CutPoints("modules", starts, profile.order, overwritten, written)
     if recipe.shards == 1 or (recipe.shards in ([], [[]]) and not recipe.cuts_graph):
         yield choose_whole(between_units)
         return
@@ -274,7 +276,7 @@ def _candidates(
     if recipe.cuts_graph:
         try:
             between_markers = _between_markers(recipe, sample, check.rows, cache)
-            yield from choices(replace(between_markers, overwritten=between_units.overwritten))
+            yield from choices(replace(between_markers, overwritten=overwritten, written=small))
         except CutFailed as error:
             attempts.append(FailedAttempt("by export", str(error)))
         except ConfigurationError:

@@ -30,7 +30,7 @@ class CutPoints:
         allowed: the unit calls at which a shard may begin, in order.
         units: every unit call of the model, in order.
         overwritten: the units whose input the forward overwrites.
-        written: the buffers and frozen parameters to which training writes.
+        written: see `CutSpec`.
         rows: the numbers of rows for each of which a graph is exported, if one does not do.
     """
 
@@ -44,7 +44,7 @@ class CutPoints:
     def spec(self, at: tuple[str, ...]) -> CutSpec:
         """Return the spec of a cut at some of these places."""
         if self.mode == "export":
-            return CutSpec("export", at, overwritten=self.overwritten, rows=self.rows)
+            return CutSpec("export", at, (), self.overwritten, self.written, self.rows)
         return CutSpec("modules", at, self.units, self.overwritten, self.written)
 
 

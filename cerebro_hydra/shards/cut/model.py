@@ -45,7 +45,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     owner: int
-    frozen: bool  # a parameter without gradient or a buffer, and training does not write to it
+    frozen: bool  # a parameter without gradient or a buffer, and no step may write to it
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,13 @@ class CutModel:
                 for name in (*graph.params, *graph.buffers):
                     owner.setdefault(name, shard)
         persistent = set(model.state_dict(keep_vars=True))
-        mutated = {name for graph in train for name in graph.mutates}
+        written = set(spec.written).union(*(graph.mutates for graph in train))
         params = tuple(
             _info(name, p, owner.get(name, 0), not p.requires_grad)
             for name, p in model.named_parameters()
         )
         buffers = tuple(
-            _info(name, b, owner.get(name, 0), name not in mutated)
+            _info(name, b, owner.get(name, 0), name not in written)
             for name, b in model.named_buffers()
             if name in owner or name in persistent
         )

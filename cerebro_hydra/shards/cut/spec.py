@@ -22,7 +22,8 @@ class CutSpec:
             is one shard.
         units: the first call of each unit in the order in which they come, where mode is "modules".
         overwritten: the units whose input the forward overwrites; they are never run again.
-        written: the buffers and frozen parameters to which training writes.
+        written: the buffers and frozen parameters to which training writes, or may begin to write
+            in any step. Where mode is "export", those to which a graph writes need no name.
         rows: the numbers of rows for each of which a graph is exported. Without any, one graph
             holds for every number.
     """

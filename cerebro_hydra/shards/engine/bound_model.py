@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.cut.small_buffers import is_small
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
 from cerebro_hydra.shards.engine.state import ShardState
+
+IF_PERSISTENT = ", or register it with persistent=True"
+"""What lets a small buffer hop that no checkpoint holds."""
 
 TensorKey = tuple[Literal["parameter", "buffer"], str]
 """The kind of a tensor and its name in the model."""
@@ -155,6 +159,9 @@ class BoundModel:
 
         Args:
             state: the shard whose tensors are collected; None collects those of all.
+
+        Raises:
+            ConfigurationError: a buffer was given another shape or type.
         """
         for name in self._bound if state is None else self._bound.keys() & state.values.keys():
             parameter, memory = self._params[name], self._bound[name]
@@ -164,6 +171,8 @@ class BoundModel:
         for name in self._lent if state is None else self._lent.keys() & state.buffers.keys():
             lent, found = self._lent[name], self._current(name)
             if found is not lent:
+                if (found.shape, found.dtype) != (lent.shape, lent.dtype):
+                    raise _reshaped(name, lent, found)
                 lent.copy_(found.detach())
                 self._put({name: lent})
 
@@ -197,14 +206,18 @@ class BoundModel:
                 )
         self.check_frozen(self._frozen)
         for name, own in self._own.items():
+            found, remedy = self._current(name), ""
             if name in self._unwritten:
-                unchanged = same_bits(self._current(name), self._unwritten[name])
+                unchanged = same_bits(found, self._unwritten[name])
             elif name in self._lent:
                 continue
-            else:
-                unchanged = self._current(name) is own and own._version == self._versions[name]
+            else:  # no shard has it, because no checkpoint holds it
+                if found.shape != own.shape:
+                    raise _reshaped(name, own, found)
+                remedy = IF_PERSISTENT if is_small(own) else ""
+                unchanged = found is own and own._version == self._versions[name]
             if not unchanged:
-                raise written_late("buffer", name)
+                raise written_late("buffer", name, remedy)
 
     def check_frozen(self, names: Iterable[str]) -> None:
         """Check that training wrote to none of these parameters; see `check_unwritten`."""
@@ -447,9 +460,20 @@ def check_released(memory: Mapping[str, StorageWeakRef]) -> None:
             )
 
 
-def written_late(kind: str, name: str) -> ConfigurationError:
+def written_late(kind: str, name: str, remedy: str = "") -> ConfigurationError:
     """Return the error of a forward or hook that writes to a tensor only after the first steps."""
+    if kind == "buffer":
+        remedy = f", such as by `buffer += 0`{remedy}"
     return ConfigurationError(
         f"a forward or hook wrote to {kind} {name!r}, as none did in the trial's first steps; let "
-        f"it write to that {kind} in every step, or never"
+        f"it write to that {kind} in every step{remedy}, or never"
+    )
+
+
+def _reshaped(name: str, before: Tensor, now: Tensor) -> ConfigurationError:
+    """Return the error of a buffer that was registered anew or assigned in another form."""
+    forms = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (before, now))
+    return ConfigurationError(
+        f"training made buffer {name!r} anew, from {' to '.join(forms)}, which other workers would "
+        "not have; register it in the constructor as large as it is ever needed"
     )

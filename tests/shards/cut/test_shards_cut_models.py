@@ -487,7 +487,7 @@ MODELS: dict[str, Cut] = {
     "values of inputs alone": Cut(
         recipe_of(Inputs, loss=dict_loss, shards=4), sub_epochs=of_batches(with_kinds),
         check=lambda trial: one_crosses(trial)
-        and {e.name for s in trial.layout.shards for e in s.frozen.entries} == {"buffer:scale"},
+        and {b.name for b in trial.cut_model.buffers} == {"scale"},
     ),
     "such a value that is written in place": Cut(
         seeded(lambda: Shifts(False), 4), at=4, check=one_crosses

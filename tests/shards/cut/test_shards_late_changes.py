@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.shards.cut.small_buffers import MOST_OF_SMALL_BUFFER
 from tests.shards import zoo
 from tests.shards.cut.test_shards_two_workers import Momentum
 from tests.shards.hopping import start
@@ -97,13 +98,13 @@ def writes(how: str) -> type[nn.Module]:
 
 
 def counts(how: str, persistent: bool = True) -> Callable[[], nn.Module]:
-    """Return a model that writes to a buffer only late, by value, version or another tensor."""
+    """Return a model that writes to a large buffer only late, by value, version or another one."""
 
     class Counts(zoo.Pair):
         late = False
 
         def add(self):
-            self.register_buffer("seen", torch.zeros(1), persistent)
+            self.register_buffer("seen", torch.zeros(MOST_OF_SMALL_BUFFER), persistent)
 
         def forward(self, x):
             if self.late and how == "value":
