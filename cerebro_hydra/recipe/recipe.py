@@ -151,7 +151,7 @@ class Recipe:
                 "batch is a dict of column to tensor"
             )
         self.shards = checked_shards(self.shards, self.model)
-        self._configs: tuple[nn.Module | None, list[Any]] = (None, [])
+        self._configured: tuple[nn.Module | None, list[nn.Module]] = (None, [])
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self._in_double = kinds == {torch.float64}
         self._check_numbers()
@@ -306,12 +306,13 @@ class Recipe:
             ) from error
 
     def _cache_configs(self) -> list[Any]:
-        model, configs = self._configs
+        """Return the configs that the model's modules have now, which admission exchanges."""
+        model, configured = self._configured
         if model is not self.model:  # a copied recipe may have another one
-            found = (vars(module).get("config") for module in self.model.modules())
-            configs = [config for config in found if hasattr(config, "use_cache")]
-            self._configs = (self.model, configs)
-        return configs
+            configured = [module for module in self.model.modules() if "config" in vars(module)]
+            self._configured = (self.model, configured)
+        found = {id(config): config for config in (vars(m).get("config") for m in configured)}
+        return [config for config in found.values() if hasattr(config, "use_cache")]
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of one batch, a scalar with its graph."""

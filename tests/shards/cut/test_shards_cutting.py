@@ -13,6 +13,7 @@ from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
 from cerebro_hydra.shards.admission.admit import CutReport, admit
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.cut.values import AttributeValues
 from cerebro_hydra.shards.engine import module_tasks
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.testing.model_case import assert_same_state
@@ -209,6 +210,19 @@ def test_a_cache_behind_keywords_is_off_while_the_recipe_computes():
         assert recipe.call(recipe.model, recipe.inputs(*example)).past_key_values is None
     assert recipe.model.language.gpt.config.use_cache is True
     assert len(admit(recipe, [example], 1).report.shards) == 2
+
+
+def test_a_cache_is_off_in_every_config_that_the_model_has_for_a_while():
+    model = Wrapped()
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), "model")
+    own, others = model.language.gpt.config, AttributeValues(model)
+    for _ in range(2):
+        with others.in_use(), recipe.precision():
+            config = model.language.gpt.config
+            assert config is not own and config.use_cache is False
+        with recipe.precision():
+            assert own.use_cache is False
+    assert own.use_cache is config.use_cache is True
 
 
 def trial_of(model: nn.Module, shards=2, mode="keep") -> Trial:
