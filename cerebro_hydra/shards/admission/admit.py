@@ -22,9 +22,10 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
 from cerebro_hydra.shards.admission.compare import (
     CutCheck,
-    in_cond,
+    cond_failed,
     is_of_cond,
     largest_example,
+    leave_cond,
 )
 from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
@@ -145,7 +146,17 @@ def _admit(
         assert profiler is not None
         cut_model = cache.get(recipe.model, spec, sample)
         layout = TrialLayout.make(recipe, cut_model, template)
-        return profiler.profile(recipe, cut_model, layout, template, largest)
+        try:
+            return profiler.profile(recipe, cut_model, layout, template, largest)
+        except Exception as error:
+            if not is_of_cond(error):
+                raise
+            leave_cond()
+            raise ConfigurationError(
+                f"{cond_failed(error, 'while its memory was measured')}; it trains only on workers "
+                "of one CPU device without device_memory, host_memory and residents: leave these "
+                "out, or compute both branches and choose by torch.where"
+            ) from error
 
     def times(points: CutPoints) -> Sequence[float]:
         spec = points.spec(points.allowed)
@@ -189,9 +200,10 @@ def _admit(
             difference = reason = error_text(error)
             refused = error
         except Exception as error:
-            if is_of_cond(error):  # after which torch compiles nothing of the kind in this process
-                raise in_cond(error) from error
             difference = reason = _raised(error)
+            if is_of_cond(error):
+                leave_cond()
+                reason = cond_failed(error, "in shards")
         if difference is None:
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
             report = CutReport.of(cut_model, layout, choice.why, notes, attempts)

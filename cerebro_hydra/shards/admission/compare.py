@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,10 +78,6 @@ _REMEDIES = {
 _OF_INFERENCE = "; take torch.no_grad() in place of torch.inference_mode(), or clone what it gives"
 _OF_SPARSE = "; set sparse=False in the embedding, or leave clipping out"
 _OF_TYPE = "; cast the columns there, or with collate"
-_OF_COND = (
-    "; torch.cond trains in one shard alone: set shards=1, or compute both branches and choose by "
-    "torch.where"
-)
 _OF_CODE = "; correct it, and try it on such a batch alone"
 
 _HOOKS = {
@@ -368,6 +365,8 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
             f"on the first rows {error}; check the data, the loss function and the learning rate"
         ) from error
     except Exception as error:
+        if is_of_cond(error):
+            leave_cond()
         columns = trainer.recipe.columns
         features, labels = (None, None) if columns is None else (columns.features, columns.targets)
         hook = _hook_that_raised(trainer.recipe.model, error)
@@ -380,8 +379,6 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
 
 
 def _remedy(phase: str, error: Exception) -> str:
-    if is_of_cond(error):
-        return _OF_COND
     words = error_text(error)
     if _ABOUT_INFERENCE.search(words):
         return _OF_INFERENCE
@@ -402,12 +399,15 @@ def is_of_cond(error: Exception) -> bool:
     return any(name.endswith("torch/_higher_order_ops/cond.py") for name in names)
 
 
-def in_cond(error: Exception) -> ConfigurationError:
-    """Return the error of torch.cond in a step that is taken in shards."""
+def cond_failed(error: Exception, when: str) -> str:
+    """Say when torch.cond failed, and with what error."""
     said = error_text(error).partition("\n")[0]
-    return ConfigurationError(
-        f"torch.cond of the forward failed in shards ({type(error).__name__}: {said}){_OF_COND}"
-    )
+    return f"torch.cond of the forward failed {when} ({type(error).__name__}: {said})"
+
+
+def leave_cond() -> None:
+    """Let torch compile again, which it does nothing of the kind after torch.cond has failed."""
+    torch._dynamo.reset()
 
 
 def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
