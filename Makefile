@@ -9,7 +9,7 @@ MODERN_STAMP := $(MODERN)/.installed
 # Spark 4.0 over the packages of $(VENV), but for pyspark and py4j.
 SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
-# timm and torchvision over the packages of $(VENV).
+# timm, torchvision, diffusers and peft over the packages of $(VENV).
 ZOO := .venv-zoo
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
@@ -40,7 +40,7 @@ help:
 	@echo "make test-gpu   the engine and devices on a CUDA GPU, and what it costs to spill there"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
-	@echo "make zoo       cut 79 architectures of three libraries, and write docs/models.md, in $(ZOO)"
+	@echo "make zoo       cut architectures of other libraries, and write docs/models.md, in $(ZOO)"
 	@echo "make chaos     kill drivers and agents on real Spark for 100 rounds, see benchmarks/survival"
 	@echo "make lint      ruff check, ruff format --check, mypy"
 	@echo "make map       write the table of rooms into docs/architecture.md"
@@ -89,7 +89,7 @@ test-spark4: $(SPARK4)/.installed
 	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
 	  tests/spark/test_spark_transform.py
 
-# A quarter of an hour on one core. What an interrupted run lacks is measured by
+# Up to an hour on one core. What an interrupted run lacks is measured by
 # `PYTHONPATH=. .venv-zoo/bin/python -m integration.zoo.run --missing`.
 zoo: $(ZOO)/.installed
 	@PYTHONPATH=. $(ZOO)/bin/python -m integration.zoo.run

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.testing.model_case import ModelCase, Shards
@@ -43,6 +44,8 @@ class Architecture:
     task: Task
     build: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
+    rounds: int = 1
+    """How often a sub-epoch has its batches."""
 
 
 class Specimen(ModelCase):
@@ -58,6 +61,9 @@ class Specimen(ModelCase):
         model = self._architecture.build()
         optimizer = self._architecture.optimizer(model)
         return Recipe(model, optimizer, self._architecture.task.loss, shards=shards)
+
+    def sub_epochs(self) -> list[list[list[Batch]]]:
+        return [each * self._architecture.rounds for each in super().sub_epochs()]
 
     def batch(self, rows: int, seed: int) -> Example:
         return self._architecture.task.draw(rows, torch.Generator().manual_seed(seed))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.cut.model import CutModelCache
@@ -121,7 +121,7 @@ def _difference(
             "hop": [hops.train([window]).loss_sum for window in windows],
             "recompute": [recomputes.train([window]).loss_sum for window in windows],
         }
-    except ConfigurationError as error:
+    except (ConfigurationError, StepDiffers) as error:
         return str(error)
     for name, found in trained.items():
         if found not in (list(sums), [sum(sums)]):

@@ -45,7 +45,7 @@ _STAGES: dict[str, Any] = {"dims": (8, 8, 16, 16), "depths": (1, 1, 1, 1)}
 
 ARCHITECTURES = (
     _architecture("cait_xxs24_224", 16, **_VIT, **_DROPPED),
-    _of_class("coat", "coat", "CoaT", 32, img_size=32, embed_dims=(16, 16, 16, 16),
+    _of_class("coat", "coat", "CoaT", 32, img_size=32, patch_size=4, embed_dims=(16, 16, 16, 16),
               serial_depths=(3, 1, 1, 1), mlp_ratios=(2, 2, 2, 2)),
     _of_class("convmixer", "convmixer", "ConvMixer", 16, dim=16, depth=3, kernel_size=3,
               patch_size=4),

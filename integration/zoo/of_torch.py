@@ -120,11 +120,16 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
 ARCHITECTURES = (
     Architecture("a child that blocks share", "torch", VECTORS, _shared),
     Architecture("rrelu", "torch", VECTORS, lambda: _Blocks(nn.RReLU)),
     Architecture("alpha dropout", "torch", VECTORS, _alpha_dropout),
     Architecture("sparse embedding", "torch", BAGS, _Sparse, _sgd),
+    Architecture("sparse embedding with Adagrad", "torch", BAGS, _Sparse, _adagrad),
     Architecture("compiled", "torch", VECTORS, _compiled),
     Architecture("a backward hook that logs", "torch", VECTORS, _logging),
     Architecture("a hook that reads the first argument", "torch", VECTORS, _scaled),

@@ -178,3 +178,5 @@ ARCHITECTURES = (
     _sound("whisper", spectra("input_features", 8, 32), **{
         **_SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 16, "classifier_proj_size": 8}),
 )  # fmt: skip
+
+BY_TYPE = {each.name: each for each in ARCHITECTURES}

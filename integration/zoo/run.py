@@ -12,25 +12,19 @@ import sys
 import warnings
 
 from integration.zoo import import_torchvision  # noqa: F401, before transformers and timm
-from integration.zoo.architecture import Architecture
+from integration.zoo.catalogue import ARCHITECTURES
 from integration.zoo.measure import WAYS, Measured, measure
 from integration.zoo.of_rare_events import EVENTS, is_found
-from integration.zoo.of_timm import ARCHITECTURES as OF_TIMM
-from integration.zoo.of_torch import ARCHITECTURES as OF_TORCH
-from integration.zoo.of_torchvision import ARCHITECTURES as OF_TORCHVISION
-from integration.zoo.of_transformers import ARCHITECTURES as OF_TRANSFORMERS
-from integration.zoo.of_users import ARCHITECTURES as OF_USERS
+from integration.zoo.of_refusals import REFUSALS, refusal
 from integration.zoo.results import read_results, write_results
-
-ALL = OF_TRANSFORMERS + OF_TORCHVISION + OF_TIMM + OF_TORCH + OF_USERS
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure what the arguments name; return 1 if training differs anywhere after all."""
     warnings.filterwarnings("ignore")
     results = {(r.library, r.name): r for r in read_results()}
-    for architecture in ALL:
-        key = architecture.library, architecture.name
+    keys = [(each.library, each.name) for each in ARCHITECTURES]
+    for key, architecture in zip(keys, ARCHITECTURES, strict=True):
         before = results.get(key)
         if arguments.names and architecture.name not in arguments.names:
             continue
@@ -39,18 +33,16 @@ def main(arguments: argparse.Namespace) -> int:
         measured = measure(architecture, arguments.ways)
         print(_line(measured), flush=True)
         results[key] = measured.with_ways_of(before)
-        write_results([results[key] for key in _keys(ALL) if key in results])
-    every = [results[key] for key in _keys(ALL) if key in results]
+        write_results([results[key] for key in keys if key in results])
+    every = [results[key] for key in keys if key in results]
     as_asked = sum(all(c.as_asked for c in r.cuts if c.way == "modules") for r in every)
     exact = all(c.differs is None for r in every for c in r.cuts)
     print(f"{as_asked} of {len(every)} architectures are cut by modules into the shards asked for")
     found = all(is_found(measure(event, ["modules"]), by) for event, by in EVENTS)
     print(f"rare events are {'found' if found else 'NOT FOUND'} in every cut")
-    return 0 if exact and found else 1
-
-
-def _keys(architectures: tuple[Architecture, ...]) -> list[tuple[str, str]]:
-    return [(a.library, a.name) for a in architectures]
+    refused = all(by in refusal(each) for each, by in REFUSALS)
+    print(f"what must be refused {'is, in its words' if refused else 'IS NOT'}")
+    return 0 if exact and found and refused else 1
 
 
 def _line(measured: Measured) -> str:
