@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -166,6 +169,26 @@ def _given(name: str, value: Any) -> Metric:
             f"metric {name!r} has direction {direction!r}; it is 'min' or 'max'"
         )
     return Metric(name, function, cast(Direction, direction))
+
+
+def as_made(function: MetricFunction | StateMetric, model: nn.Module) -> Any:
+    """Return a copy of a metric that is an object, or the metric itself if it is a function.
+
+    An object whose copies alone are called keeps nothing of a batch, so what it measures does not
+    depend on where and in which order batches were evaluated.
+
+    Args:
+        model: a copy refers to its modules and parameters, and to parameters of its own, as the
+            object does.
+    """
+    if isinstance(function, FunctionType | BuiltinFunctionType | partial | type):
+        return function
+    own = function.parameters() if isinstance(function, nn.Module) else ()
+    shared = itertools.chain(model.modules(), model.parameters(), own)
+    try:
+        return copy.deepcopy(function, {id(each): each for each in shared})
+    except Exception:  # such as a lock; then evaluations look at what it holds, as of a function
+        return function
 
 
 def merge_metrics(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.metrics import Metric, SumOverRows, merge_metrics
 from cerebro_hydra.recipe.placement import copy_model
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
@@ -156,21 +157,23 @@ class PlainTrainer:
         Raises:
             NonFiniteLoss: a loss is NaN or infinite.
         """
-        recipe, model = self.recipe, self.evaluated_model().eval()
+        recipe, model = self.recipe, self.evaluated_model()
         buffers: dict[str, Any] = {}
         evaluation = RunningEvaluation(recipe)
-        for batch in batches:
-            self.phase = "collate in evaluation"
-            features, targets = recipe.collated(batch.features, batch.labels, None)
-            with torch.no_grad(), recipe.precision():
-                self.phase = "forward in evaluation"
-                outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), buffers)
-                if on_outputs is not None:
-                    on_outputs(outputs)
-                self.phase = "loss in evaluation"
-                loss = recipe.compute_loss(outputs, targets).item()
-                self.phase = "metrics"
-                evaluation.add(loss, outputs, targets, batch.rows)
+        with kept_attributes(model):
+            model.eval()
+            for batch in batches:
+                self.phase = "collate in evaluation"
+                features, targets = recipe.collated(batch.features, batch.labels, None)
+                with torch.no_grad(), recipe.precision():
+                    self.phase = "forward in evaluation"
+                    outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), buffers)
+                    if on_outputs is not None:
+                        on_outputs(outputs)
+                    self.phase = "loss in evaluation"
+                    loss = recipe.compute_loss(outputs, targets).item()
+                    self.phase = "metrics"
+                    evaluation.add(loss, outputs, targets, batch.rows)
         return evaluation.result()
 
     def evaluated_model(self) -> nn.Module:

@@ -32,6 +32,7 @@ from cerebro_hydra.recipe.metrics import (
     StateMetric,
     SumOverRows,
     as_json,
+    as_made,
     resolve_metrics,
 )
 from cerebro_hydra.recipe.objective import Objective
@@ -346,8 +347,9 @@ class Recipe:
         sums: dict[str, SumOverRows] = {}
         for metric in self.metric_list:
             if not isinstance(metric.function, StateMetric):
+                function = as_made(metric.function, self.model)
                 with _naming(metric):
-                    found = metric.function(*self._seen_by(metric, outputs, labels))
+                    found = function(*self._seen_by(metric, outputs, labels))
                     if isinstance(found, BatchSum):
                         sums[metric.name] = float(found.total), found.values
                     else:
@@ -362,7 +364,7 @@ class Recipe:
             return
         labels = self._labels(outputs, targets)
         for metric in self.state_metrics:
-            function = cast(StateMetric, metric.function)
+            function = cast(StateMetric, as_made(metric.function, self.model))
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())
             state = states[metric.name]

@@ -55,7 +55,8 @@ class TrialSpec:
     activations are computed again in backward, None leaves it to the worker; `tasks` is what the
     tasks of its shards were measured to need of a device, None where no queues were asked for. A
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
-    `attributes` are those that its first steps changed, which may change later, too.
+    `attributes` are those that its first steps changed, which may change later, too;
+    `set_in_evaluation` is what its first evaluations changed.
     """
 
     trial: Count
@@ -85,6 +86,7 @@ class TrialSpec:
     tasks: Mapping[str, Any] | None = None
     finer: bool = False
     attributes: tuple[str, ...] = ()
+    set_in_evaluation: tuple[str, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:

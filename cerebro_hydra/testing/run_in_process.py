@@ -96,6 +96,7 @@ def run_in_process(
         steps=steps,
         shards=_write_state(folder, trial, 0),
         attributes=trial.admission.attributes,
+        set_in_evaluation=trial.admission.set_in_evaluation,
     )
     document = RunDocument(
         run_id=folder.run_id,

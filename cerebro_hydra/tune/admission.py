@@ -239,6 +239,7 @@ class Admission:
             shards=states[0].digests,
             recompute=True,
             attributes=cut.attributes,
+            set_in_evaluation=cut.set_in_evaluation,
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
             finer=asked.inherited and spec.finer,
         )
@@ -330,6 +331,7 @@ class Admission:
             tasks=profile.tasks.to_json() if profile is not None and profile.tasks else None,
             finer=finer,
             attributes=admission.attributes,
+            set_in_evaluation=admission.set_in_evaluation,
         )
         if profile is not None:
             with _refusing():

@@ -6,7 +6,7 @@ A trial is trained uncut on a device that has all of its shards at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,18 +18,21 @@ import torch
 from cerebro_hydra.agent.device.builder import Partitions, TrialBuilder, decode_partitions
 from cerebro_hydra.agent.device.device import DeviceVisit
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
     compute_as,
     compute_deterministically,
     random_numbers_kept,
 )
-from cerebro_hydra.shards.admission.late_effects import LateEffects
+from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffects
 from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
@@ -136,9 +139,7 @@ class TrialVisits:
                 limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, partition)
-            return EvaluationVisit(
-                ShardEvaluation(trial, batches, shared, limit, order.resident), order.resident
-            )
+            return EvaluationVisit(trial, order, batches, shared, limit, self._looks)
         windows = self._builder.windows(task.trial, task.epoch, partition, order.audits or 0)
         first = order.first_step
         metrics = task.metrics if first == order.start_step and task.metrics else None
@@ -146,7 +147,7 @@ class TrialVisits:
             windows = islice(windows, 1)
         memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks)
         effects = LateEffects(trial, order.trial.attributes, self._looks)
-        if not audits and self._looks.share and self._looks.allows(0.0, first_epoch=True):
+        if not audits and _may_look(self._looks):
             effects.begin()
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
         if (audits or task.uncut) and not order.recompute:
@@ -177,6 +178,11 @@ class TrialVisits:
         if isinstance(spare, Exception):
             raise spare
         return spare
+
+
+def _may_look(looks: AuditBudget) -> bool:
+    """Return whether there is time to look at what a visit leaves beside its shards."""
+    return bool(looks.share) and looks.allows(0.0, first_epoch=True)
 
 
 class _Memory:
@@ -370,11 +376,34 @@ class TrainingVisit:
 
 
 class EvaluationVisit:
-    """Evaluates a trial on a device."""
+    """Evaluates a trial on a device, whose model has the attributes of before afterwards.
 
-    def __init__(self, visit: ShardEvaluation, resident: bool) -> None:
-        self.stays = self.resident = resident
-        self._visit = visit
+    Args:
+        trial: who is evaluated.
+        batches: the validation rows of a partition.
+        shared, limit: see `VisitRun`.
+        looks: the time for looking at what the evaluation changes.
+    """
+
+    def __init__(
+        self,
+        trial: TrialRuntime,
+        order: VisitOrder,
+        batches: Iterator[Batch],
+        shared: Collection[str],
+        limit: MemoryLimit | None,
+        looks: AuditBudget,
+    ) -> None:
+        self.stays = self.resident = order.resident
+        self._looks = looks
+        self._kept = ExitStack()
+        known = order.trial.attributes, order.trial.set_in_evaluation
+        self._effects = LateEvaluation(trial, *known, looks)
+        may_look = _may_look(looks)
+        if may_look:
+            self._effects.begin()
+        self._kept.enter_context(kept_attributes(trial.recipe.model))
+        self._visit = ShardEvaluation(trial, batches, shared, limit, order.resident, looks=may_look)
 
     def moved(self, slots: Segments) -> Segments:
         """Return the slots, for an evaluation copies nothing."""
@@ -406,13 +435,24 @@ class EvaluationVisit:
         return {}
 
     def close(self) -> Evaluation:
-        """End the evaluation, and return what it gave."""
-        self._visit.close()
+        """End the evaluation, and return what it gave.
+
+        Raises:
+            ConfigurationError: it changed what admission's evaluations left alone.
+        """
+        with self._kept:
+            try:
+                written = self._visit.written()
+            finally:
+                self._visit.close()
+            self._looks.spent += max(0.0, self._visit.looked_seconds - FREE_SECONDS)
+            self._effects.check(written)
         return self._visit.result
 
     def cancel(self) -> None:
         """End the evaluation where it stands."""
-        self._visit.close()
+        with self._kept:
+            self._visit.close()
 
 
 class PlainVisit:

@@ -73,6 +73,8 @@ class AdmittedCut:
     """What the queues of workers must know; None if nobody asked for it."""
     attributes: tuple[str, ...] = ()
     """The attributes that the first steps changed, which depend on no history."""
+    set_in_evaluation: tuple[str, ...] = ()
+    """What the first evaluations changed, each of which sets it anew."""
 
 
 def memory_needed(recipe: Recipe) -> int:
@@ -208,7 +210,10 @@ def _admit(
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
             report = CutReport.of(cut_model, layout, choice.why, notes, attempts)
             profile = None if profiler is None else profiled(choice.spec)
-            return AdmittedCut(choice.spec, report, template, layout, profile, check.attributes)
+            return AdmittedCut(
+                choice.spec, report, template, layout, profile, check.attributes,
+                check.set_in_evaluation,
+            )  # fmt: skip
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))

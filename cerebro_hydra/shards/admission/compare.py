@@ -38,6 +38,7 @@ from cerebro_hydra.shards.admission.effects import (
     refused_random_numbers,
     refused_writes,
 )
+from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example, copy_example
@@ -126,6 +127,8 @@ class CutCheck:
     """The buffers and frozen parameters to which it wrote in these steps."""
     attributes: tuple[str, ...]
     """The attributes that these steps changed; see `SideEffects`."""
+    set_in_evaluation: tuple[str, ...]
+    """What evaluations changed, which set it anew; see `EvaluationEffects`."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -157,17 +160,23 @@ class CutCheck:
             writes.check_shapes()
             written = writes.names()
             check_averaged(recipe, written)
-            with refused_writes(trainer.evaluated_model()):
-                evaluated = tuple(_evaluated(trainer, example, trial_seed) for example in examples)
+            of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer))
+            with refused_writes(trainer.evaluated_model()) as set_anew:
+                evaluated = tuple(
+                    _evaluated(trainer, example, trial_seed, of_evaluation) for example in examples
+                )
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
-            effects.check(state, attributes, examples[0], RandomKey(trial_seed, 0, 0))
+            key = RandomKey(trial_seed, 0, 0)
+            effects.check(state, attributes, examples[0], key)
+            of_evaluation.check(state, attributes, examples[0], key, effects.written)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
             tuple(sorted(effects.written)),
+            tuple(sorted(of_evaluation.written | {f"buffer {name!r}" for name in set_anew})),
         )  # fmt: skip
 
     @property
@@ -319,16 +328,32 @@ def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
-def _evaluated(trainer: PlainTrainer, example: Example, trial_seed: int) -> Evaluated | None:
+def _evaluated_recipe(trainer: PlainTrainer) -> Recipe:
+    """Return the trainer's recipe with the model that is evaluated."""
+    twin = copy.copy(trainer.recipe)
+    twin.model = trainer.evaluated_model()
+    return twin
+
+
+def _evaluated(
+    trainer: PlainTrainer, example: Example, trial_seed: int, effects: EvaluationEffects
+) -> Evaluated | None:
     """Evaluate an example; None if its loss is not finite, from which a trial may recover."""
     outputs = _Outputs()
+
+    def on_outputs(given: Any) -> None:
+        outputs(given)
+        effects.look()
+
     # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
     RandomKey(trial_seed, 0, 0).reseed("evaluation")
+    effects.begin()
     with told_with_batch(trainer, example):
         try:
-            found = trainer.evaluate(_window(example, 1), outputs)
+            found = trainer.evaluate(_window(example, 1), on_outputs)
         except NonFiniteLoss:
             return None
+    effects.look()  # what loss and metrics have changed
     return Evaluated(example, outputs.contents, found)
 
 

@@ -69,17 +69,19 @@ def _global_generators() -> dict[str, Any]:
 
 
 @contextmanager
-def refused_writes(model: nn.Module) -> Iterator[None]:
+def refused_writes(model: nn.Module) -> Iterator[set[str]]:
     """Refuse an evaluation that changes parameters, or buffers in a way that depends on the past.
 
-    A buffer that every forward sets anew, whatever it was, is no state.
+    A buffer that every forward sets anew, whatever it was, is no state; the body is given a set
+    that fills with the names of such buffers.
 
     Raises:
         ConfigurationError: it has changed one.
     """
     before = {name: tensor_digest(p) for name, p in model.named_parameters()}
-    with _BufferWrites(model).refused():
-        yield
+    buffers = _BufferWrites(model)
+    with buffers.refused():
+        yield buffers.set_anew
     for name, parameter in model.named_parameters():
         if tensor_digest(parameter) != before[name]:
             raise ConfigurationError(
@@ -96,6 +98,7 @@ class _BufferWrites:
         self._model = model
         self._given: dict[str, _Given] = {}
         self._trying = False
+        self.set_anew: set[str] = set()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -143,6 +146,7 @@ class _BufferWrites:
         self._trying = True
         if are_set_anew(written):
             self._trying = False
+            self.set_anew.update(written)
             return
         name = next((name for name in written if not are_set_anew([name])), written[0])
         raise ConfigurationError(
@@ -362,6 +366,16 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[s
         f"attribute {name!r} of optimizer {kind}": reader.read(value)
         for name, value in vars(optimizer).items()
         if name not in _OF_OPTIMIZERS and not name.startswith("_optimizer_")
+    }
+
+
+def read_metrics(recipe: Recipe) -> dict[str, Any]:
+    """Return what the metrics of a recipe hold, as attributes are read."""
+    functions = [metric.function for metric in recipe.metric_list]
+    reader = _Reader(recipe.model, (), functions)
+    return {
+        f"a value of metric {metric.name!r}": reader.read(metric.function)
+        for metric in recipe.metric_list
     }
 
 

@@ -81,10 +81,15 @@ def first_difference(
     return None
 
 
-def used_elsewhere(step: int, parameter: str) -> str:
-    """Tell of a parameter that is used while another shard than its own runs."""
+def used_elsewhere(step: int | None, parameter: str) -> str:
+    """Tell of a parameter that is used while another shard than its own runs.
+
+    Args:
+        step: None in an evaluation.
+    """
+    where = "in evaluation" if step is None else f"in step {step}"
     return (
-        f"in step {step}, parameter {parameter!r} is used outside of its own shard: the forward or "
+        f"{where}, parameter {parameter!r} is used outside of its own shard: the forward or "
         "a hook reads it elsewhere, or takes gradients itself"
     )
 

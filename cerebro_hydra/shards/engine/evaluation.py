@@ -5,6 +5,8 @@ Its tasks are taken one after another here, or one by one from outside.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,15 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import BatchTensors, Evaluation, RunningEvaluation
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
+    TensorKey,
     bound_model,
     check_released,
     storages,
 )
+from cerebro_hydra.shards.engine.differences import checksums, same_bits, used_elsewhere
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach, Then
@@ -38,6 +43,7 @@ class ShardEvaluation:
         trial: who is evaluated.
         batches: the validation rows of a partition.
         shared, limit, resident: see `VisitRun`.
+        looks: see `EvaluatedShards`.
     """
 
     def __init__(
@@ -47,10 +53,11 @@ class ShardEvaluation:
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
         resident: bool = False,
+        looks: bool = False,
     ) -> None:
         shared = () if resident else trial.cut_model.shared.union(shared)
         self._resident = resident
-        self._shards = EvaluatedShards(trial, shared, limit)
+        self._shards = EvaluatedShards(trial, shared, limit, looks=looks)
         self._batches = enumerate(batches)
         self._paused = PausedPass(trial.recipe.device)
         self._stack = ExitStack()
@@ -79,6 +86,7 @@ class ShardEvaluation:
         Raises:
             ValueError: the task can't come now, or its shard is not loaded.
             NonFiniteLoss: the loss is NaN or infinite.
+            StepDiffers: it is because a parameter was read while its shard was away.
         """
         k, number = task.shard, self._check(task)
         if k == 0:
@@ -121,6 +129,15 @@ class ShardEvaluation:
         """Return what the batches that were measured here have given."""
         return self._shards.result()
 
+    @property
+    def looked_seconds(self) -> float:
+        """Return how long it took to look at contents."""
+        return self._shards.looked_seconds
+
+    def written(self) -> set[TensorKey]:
+        """Return which tensors of the model the trial's code has written to, before `close`."""
+        return self._shards.written()
+
     def close(self) -> None:
         """End the evaluation, wherever it stands."""
         self._paused.close()
@@ -137,6 +154,11 @@ class EvaluatedShards:
         shared: the parameters that a batch may read while their shard is away.
         limit: bounds what forwards hold of the device beside their shards; None does not.
         on_outputs: is called with the model's outputs for each batch.
+        looks: whether the contents of parameters and buffers are compared, too, as each shard comes
+            and leaves for the first time. What is written by `.data` or NumPy counts no version.
+
+    Attributes:
+        looked_seconds: how long it took to compare contents.
     """
 
     def __init__(
@@ -145,6 +167,7 @@ class EvaluatedShards:
         shared: Collection[str] = (),
         limit: MemoryLimit | None = None,
         on_outputs: Callable[[Any], object] | None = None,
+        looks: bool = False,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
         self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
@@ -156,6 +179,11 @@ class EvaluatedShards:
         self._bound: BoundModel | None = None
         self._predictor: GraphPredictor | ModulePredictor
         self._evaluation = RunningEvaluation(recipe)
+        self._looks = looks
+        self._versions: dict[int, dict[str, int]] = {}  # of the parameters of each shard
+        self._contents: dict[int, list[int] | None] = {}  # checksums of theirs until it leaves
+        self._written: set[TensorKey] = set()
+        self.looked_seconds = 0.0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -185,6 +213,10 @@ class EvaluatedShards:
         self._states[k] = state
         if self._bound is not None:
             self._bound.bind_values(state)
+            current = {name: self._bound.current(("parameter", name)) for name in state.values}
+            self._versions[k] = {name: each._version for name, each in current.items()}
+        if self._looks and k not in self._contents:
+            self._contents[k] = self._checksums(state)
         self._hold(state)
 
     def _hold(self, state: ShardState) -> None:
@@ -201,6 +233,7 @@ class EvaluatedShards:
         Raises:
             ConfigurationError: the forward keeps a view of a parameter.
         """
+        self._find_written(k)
         state = self._states.pop(k)
         if self._bound is not None:
             self._bound.unbind(state, self._held.copies)
@@ -208,6 +241,37 @@ class EvaluatedShards:
         del state
         if needed:
             check_released(memory)
+
+    def written(self) -> set[TensorKey]:
+        """Return which tensors were written to, though their shard is here or was released."""
+        for k in self._states:
+            self._find_written(k)
+        return self._written
+
+    def _find_written(self, k: int) -> None:
+        """Look at what is here of a shard; a buffer is written to if its content is another one."""
+        state, bound = self._states[k], self._bound
+        before = self._contents.get(k)
+        for name, version in self._versions.get(k, {}).items():
+            assert bound is not None
+            if bound.current(("parameter", name))._version != version:
+                self._written.add(("parameter", name))
+        if before is not None:
+            pairs = zip(state.values, before, self._checksums(state), strict=True)
+            self._written |= {("parameter", name) for name, then, now in pairs if then != now}
+        for name, buffer in state.buffers.items():
+            copy = self._held.copies[name]
+            current = copy if bound is None else bound.current(("buffer", name))
+            touched = current is not copy or current._version or before is not None
+            if touched and not same_bits(current, buffer):
+                self._written.add(("buffer", name))
+        self._contents[k] = None  # as it comes again, contents are compared no more
+
+    def _checksums(self, state: ShardState) -> list[int]:
+        begun = time.perf_counter()
+        found = checksums(state.values.values())
+        self.looked_seconds += time.perf_counter() - begun
+        return found
 
     def begin_batch(self) -> None:
         """Hold copies, from now on, of what is read while its shard is away."""
@@ -229,6 +293,7 @@ class EvaluatedShards:
 
         Raises:
             NonFiniteLoss: its loss is NaN or infinite.
+            StepDiffers: it is because a parameter was read while its shard was away.
         """
         recipe = self._recipe
         features, targets = recipe.collated(batch.features, batch.labels, None)
@@ -239,7 +304,15 @@ class EvaluatedShards:
             if self._on_outputs is not None:
                 self._on_outputs(outputs)
             loss = recipe.compute_loss(outputs, targets).item()
+            if not math.isfinite(loss) and (name := self._read_elsewhere(inputs, targets)):
+                raise StepDiffers(used_elsewhere(None, name))
             self._evaluation.add(loss, outputs, targets, batch.rows)
+
+    def _read_elsewhere(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> str | None:
+        """Return a parameter that was read while its shard was not here, if there is one."""
+        if self._bound is None or not isinstance(self._predictor, ModulePredictor):
+            return None  # a graph reads what it is given
+        return self._predictor.read_elsewhere(inputs, targets, self._bound.absent())
 
     def _outputs(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
         if self._limit is None:

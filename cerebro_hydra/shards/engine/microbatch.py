@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +23,7 @@ from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.cut.values import ParameterValues
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""
@@ -248,6 +249,34 @@ class ReadsElsewhere(TorchDispatchMode):
                 if name is not None and self._owner[name] != (shard := self._shard()):
                     self.found.setdefault(name, shard)
         return func(*args, **kwargs)
+
+
+def first_read_elsewhere(
+    model: nn.Module,
+    owners: Mapping[str, int],
+    gone: Collection[str],
+    shard: Callable[[], int],
+    forward: Callable[[], object],
+) -> str | None:
+    """Return a parameter that a forward reads while its shard is not here, if there is one.
+
+    The forward runs again without any values, and only for this, because what follows is an error.
+
+    Args:
+        owners: the shard of each parameter.
+        gone: the parameters whose shards have left.
+        shard: returns the shard that runs.
+    """
+    owners = {name: owner for name, owner in owners.items() if name in gone or owner}
+    with ParameterValues.absent(model).in_use(), torch.no_grad():
+        memory = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+        found = ReadsElsewhere(
+            {at: name for at, name in memory.items() if name in owners}, owners, shard
+        )
+        with suppress(Exception), found:
+            forward()
+    early = {name: first for name, first in found.found.items() if first < owners[name]}
+    return next(iter(early | {name: 0 for name in found.found if name in gone}), None)
 
 
 def storages_of(values: Iterable[Any]) -> Iterator[UntypedStorage]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, Literal
 
@@ -31,10 +31,9 @@ from cerebro_hydra.recipe.randomness import UnitCalls, generators, unit_hooks
 from cerebro_hydra.shards.cut.choice import content_of, same_content
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
-from cerebro_hydra.shards.cut.values import ParameterValues
 from cerebro_hydra.shards.engine.bound_model import BoundModel
 from cerebro_hydra.shards.engine.differences import used_elsewhere
-from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach, ReadsElsewhere
+from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach, first_read_elsewhere
 
 _SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
 """What torch says of a write to values without memory, which a shard leaves behind."""
@@ -132,23 +131,18 @@ class ModuleTasks:
 
         It runs again without any values, and only for this, because what follows is an error.
         """
-        model, batch = self._recipe.model, self._batch
-        gone = self._bound.absent()
-        owners = {n: owner for n, owner in self._owners.items() if n in gone or owner}
+        recipe, batch = self._recipe, self._batch
         self._reach, self._forward_at = _unasked, 0
-        with ParameterValues.absent(model).in_use(), torch.no_grad():
-            memory = {p.untyped_storage().data_ptr(): n for n, p in model.named_parameters()}
-            found = ReadsElsewhere(
-                {at: name for at, name in memory.items() if name in owners},
-                owners,
-                lambda: self._forward_at,
-            )
-            with suppress(Exception), self._recipe.precision(), found:
-                outputs = self._recipe.call(model, batch.inputs)
+
+        def forward() -> None:
+            with recipe.precision():
+                outputs = recipe.call(recipe.model, batch.inputs)
                 self._go_forward(self._last)
                 batch.loss_of(outputs)
-        early = {name: shard for name, shard in found.found.items() if shard < owners[name]}
-        return next(iter(early | {name: 0 for name in found.found if name in gone}), None)
+
+        return first_read_elsewhere(
+            recipe.model, self._owners, self._bound.absent(), lambda: self._forward_at, forward
+        )
 
     def _entered(self, unit: str) -> None:
         self._unit = unit
@@ -339,6 +333,7 @@ class ModulePredictor:
     def __init__(self, cut_model: CutModel, recipe: Recipe) -> None:
         self._recipe = recipe
         self._shard_of = cut_model.shard_of_unit
+        self._owners = {p.name: p.owner for p in cut_model.params}
         self._last = cut_model.num_shards - 1
         self._reach: Reach = _unasked
         self._at = -1
@@ -357,6 +352,24 @@ class ModulePredictor:
         outputs = self._recipe.call(self._recipe.model, inputs)
         self._go_to(self._last)  # the loss may use any parameter
         return outputs
+
+    def read_elsewhere(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], gone: Collection[str]
+    ) -> str | None:
+        """Return a parameter that forward or loss read while its shard was away, if there is one.
+
+        Args:
+            gone: the parameters whose shards have left.
+        """
+        recipe = self._recipe
+        self._reach, self._at = _unasked, 0
+
+        def forward() -> None:
+            outputs = recipe.call(recipe.model, inputs)
+            self._go_to(self._last)
+            recipe.compute_loss(outputs, targets)
+
+        return first_read_elsewhere(recipe.model, self._owners, gone, lambda: self._at, forward)
 
     def _go_to(self, shard: int) -> None:
         while self._at < shard:

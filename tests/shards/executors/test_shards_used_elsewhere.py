@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import NonFiniteLoss, StepDiffers
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.layout import on_host
 from tests.shards import zoo
 from tests.shards.executors.alone import train_alone
-from tests.shards.executors.worker import shard_run
+from tests.shards.executors.worker import Slot, shard_run
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import made
 
@@ -127,3 +131,53 @@ def test_a_loss_that_is_nan_by_itself_is_told_as_one(train: Train) -> None:
     broken[0][0].features[0].fill_(torch.nan)
     with pytest.raises(NonFiniteLoss, match="try a lower learning rate"):
         train(trial, broken)
+
+
+def evaluated(trial: Trial) -> None:
+    trial.evaluate(zoo.vectors(8))
+
+
+def evaluated_alone(trial: Trial) -> None:
+    """Evaluate with each shard alone in its memory."""
+    (batch,) = zoo.vectors(8)
+    visit = ShardEvaluation(trial.runtime(), [batch])
+    try:
+        for k in range(trial.cut_model.num_shards):
+            visit.load(k, on_host(Slot.received(trial, k).segments))
+            visit.perform(Action(0, k, ActionKind.F, 0))
+            visit.unload(k)
+    finally:
+        visit.close()
+
+
+@pytest.mark.parametrize("evaluate", [evaluated, evaluated_alone])
+@pytest.mark.parametrize(
+    ("model", "loss", "name"),
+    [(Reads, None, "c"), (ReadsInAHook, None, "c"), (ReadsInTheLoss, with_weights, "a")],
+)
+def test_a_late_read_in_evaluation_is_told_alike(
+    model: type[nn.Module], loss, name: str, evaluate: Callable[[Trial], None]
+) -> None:
+    trial = start(made(model, loss, cut="modules")(), WINDOWS)
+    for parameter in trial.recipe.model.parameters():
+        parameter.data = absent_value(parameter)  # as agents build it
+    evaluate(trial)
+    trial.recipe.model.late = True
+    if loss is not None and evaluate is evaluated:
+        evaluate(trial)  # every shard is here
+        return
+    told = rf"in evaluation, parameter '{name}\.weight' is used outside of its own shard"
+    with pytest.raises(StepDiffers, match=told):
+        evaluate(trial)
+
+
+@pytest.mark.parametrize("evaluate", [evaluated, evaluated_alone])
+def test_an_evaluation_that_is_nan_by_itself_is_told_as_one(
+    evaluate: Callable[[Trial], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = start(made(Reads, cut="modules")(), WINDOWS)
+    (broken,) = zoo.vectors(8)
+    broken.features[0].fill_(torch.nan)
+    monkeypatch.setattr(zoo, "vectors", lambda *_: [broken])
+    with pytest.raises(NonFiniteLoss, match="the validation loss of batch 0 is nan"):
+        evaluate(trial)

@@ -1,0 +1,249 @@
+"""Watches what evaluations change, which must leave the trial as it is.
+
+What a forward sets anew in each evaluation is no harm, because attributes are as before afterwards.
+An evaluation that depends on earlier ones is refused, and so is training that depends on one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
+from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.admission.effects import (
+    NOTHING,
+    changed,
+    extends,
+    read_attributes,
+    read_metrics,
+)
+from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
+from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model
+from cerebro_hydra.shards.engine.differences import checksum
+from cerebro_hydra.shards.engine.layout import TrialRuntime
+from cerebro_hydra.shards.engine.microbatch import Microbatch
+
+_Attributes = dict[str, Any]
+
+
+class EvaluationEffects:
+    """Watches attributes, and what loss, metrics and collate hold, in admission's evaluations.
+
+    Args:
+        evaluated: the recipe with the model that is evaluated, which may be a moving average.
+    """
+
+    def __init__(self, recipe: Recipe, evaluated: Recipe) -> None:
+        self._recipe, self._evaluated = recipe, evaluated
+        self._buffers = {name for name, _ in recipe.model.named_buffers()}
+        self._before: _Attributes = {}
+        self.written: set[str] = set()
+        """What evaluations have changed; that later ones do so, too, is no harm."""
+
+    def begin(self) -> None:
+        """Note what there is before an evaluation."""
+        self._before = _read(self._evaluated, self._buffers)
+
+    def look(self) -> None:
+        """Look at what there is, as long as the evaluation has not given the attributes back."""
+        self.written |= changed(self._before, _read(self._evaluated, self._buffers))
+
+    def check(
+        self,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+        trained_attributes: Collection[str],
+    ) -> None:
+        """Evaluate with a history and without one, and train after an evaluation and without one.
+
+        Args:
+            trained: the state to begin with, named as a checkpoint names it.
+            history: the attributes that training has left; the model has its own.
+            key: of the step.
+            trained_attributes: those that training has changed.
+
+        Raises:
+            ConfigurationError: something depends on an earlier evaluation; the message names it.
+        """
+        if not self.written and not trained_attributes:
+            return  # there is no history
+        evaluated = AttributeValues(self._recipe.model)
+        with evaluated.in_use():
+            before = _read(self._recipe, self._buffers)
+        alone = self._after(trained, evaluated, lambda: self._evaluate(example))
+        of_first = changed(before, alone)
+        self.written |= of_first
+        if not self.written:
+            return
+        for _ in range(2):
+            later = self._after(trained, history, lambda: self._evaluate(example))
+            for where in sorted(self.written):
+                if not extends(later.get(where), alone.get(where)):
+                    raise ConfigurationError(
+                        f"each evaluation changes {where}, on which others may depend; "
+                        f"{_remedy(where)}"
+                    )
+        if not of_first:
+            return
+        losses: list[str] = []
+
+        def step() -> None:
+            losses.append(self._step(example, key))
+
+        plain = self._after(trained, AttributeValues(self._recipe.model), step)
+        after = self._after(trained, evaluated, step)
+        if losses[0] != losses[1]:
+            where = min(
+                of_first, key=lambda each: (plain.get(each) == after.get(each), each)
+            )  # one that training leaves as the evaluation has set it
+            raise ConfigurationError(
+                f"training depends on {where}, which an evaluation has changed; {_remedy(where)}"
+            )
+
+    def _after(
+        self, trained: Mapping[str, Tensor], attributes: AttributeValues, run: Callable[[], None]
+    ) -> _Attributes:
+        """Return what there is after a run of the model, which changes these attributes alone."""
+        model = self._recipe.model
+        with (
+            ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
+            attributes.in_use(),
+            bound_model(model) as bound,
+        ):
+            buffers = model.named_buffers()
+            bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
+            run()
+            return _read(self._recipe, self._buffers)
+
+    def _evaluate(self, example: Example) -> None:
+        recipe, model = self._recipe, self._recipe.model.eval()
+        columns, labels = copy_example(example)
+        rows = int((labels or columns)[0].shape[0])
+        features, targets = recipe.collated(columns, labels, None)
+        with torch.no_grad(), recipe.precision(), suppress(NonFiniteLoss):
+            outputs = recipe.call(model, recipe.inputs(features, targets))
+            loss = recipe.compute_loss(outputs, targets).item()
+            RunningEvaluation(recipe).add(loss, outputs, targets, rows)
+
+    def _step(self, example: Example, key: RandomKey) -> str:
+        """Return what a forward and a backward give: the loss, and checksums of the gradients."""
+        recipe, model = self._recipe, self._recipe.model.train()
+        with unit_hooks(model, key.reseed):
+            batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
+            with recipe.precision():
+                loss = batch.loss_of(recipe.call(model, batch.inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        sums = [checksum(each.to_dense()) for each in gradients]
+        return repr((loss.item(), sums))
+
+
+class LateEvaluation:
+    """Compares what there is before and after an evaluation on an agent, as admission has done.
+
+    Args:
+        trial: its recipe is that which is evaluated.
+        trained: the attributes that the trial's first steps changed.
+        evaluated: what admission's evaluations changed.
+        budget: the seconds that readings take beyond `FREE_SECONDS` are added to what it has spent.
+    """
+
+    def __init__(
+        self,
+        trial: TrialRuntime,
+        trained: Collection[str],
+        evaluated: Collection[str],
+        budget: AuditBudget,
+    ) -> None:
+        self._recipe = trial.recipe
+        self._trained, self._known = trained, set(evaluated)
+        self._budget = budget
+        self._buffers = {each.name for each in trial.cut_model.buffers}
+        self._trains = self._read_trains()
+        self._before: _Attributes | None = None
+
+    def begin(self) -> None:
+        """Note what attributes there are before an evaluation, while the model has its tensors."""
+        self._before = self._read()
+
+    def check(self, written: Collection[TensorKey]) -> None:
+        """Compare with what there is after the evaluation, before its attributes are given back.
+
+        Args:
+            written: the tensors of the model to which the evaluation wrote.
+
+        Raises:
+            ConfigurationError: it changed what admission's evaluations left alone.
+        """
+        tensors = {f"{kind} {name!r}" for kind, name in written}
+        if self._read_trains() != self._trains:
+            raise ConfigurationError(
+                "an evaluation changed which parameters train, or made one; choose in the factory "
+                "what trains"
+            )
+        found = tensors | self._changed_attributes()
+        if late := sorted(found - self._known):
+            raise ConfigurationError(
+                f"an evaluation changed {late[0]}, as none did at admission, and it must leave the "
+                f"trial as it is; {_remedy(late[0])}"
+            )
+
+    def _changed_attributes(self) -> set[str]:
+        if self._before is None:
+            return set()
+        before, after = self._before, self._read()
+        return {
+            name
+            for name in changed(before, after)
+            if not (self._may_grow(name) and _has_grown(before.get(name), after.get(name)))
+        }
+
+    def _may_grow(self, name: str) -> bool:
+        """Return whether it may be a cache: training has made some, or another trial shares it."""
+        return name in self._trained or _is_of_metric(name) or _is_of_loss_or_collate(name)
+
+    def _read(self) -> _Attributes:
+        begun = time.perf_counter()
+        found = _read(self._recipe, self._buffers)
+        self._budget.spent += max(0.0, time.perf_counter() - begun - FREE_SECONDS)
+        return found
+
+    def _read_trains(self) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in self._recipe.model.named_parameters()}
+
+
+def _read(recipe: Recipe, buffers: Collection[str]) -> _Attributes:
+    return read_attributes(recipe, buffers) | read_metrics(recipe)
+
+
+def _has_grown(before: Any, after: Any) -> bool:
+    """Tell whether only entries were added, or there was nothing before."""
+    return before is None or before == NOTHING or extends(after, before)
+
+
+def _is_of_metric(name: str) -> bool:
+    return name.startswith("a value of metric ")
+
+
+def _is_of_loss_or_collate(name: str) -> bool:
+    return any(holder in name for holder in (" of the loss", " of loss ", " of the collate"))
+
+
+def _remedy(name: str) -> str:
+    if _is_of_metric(name):
+        return "keep it in the state of an object with start, update, merge and compute"
+    if _is_of_loss_or_collate(name):
+        return "let it keep nothing from one call to the next"
+    return "write to it `if self.training` only, or let every forward set it anew"

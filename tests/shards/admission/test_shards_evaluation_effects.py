@@ -1,0 +1,194 @@
+"""What evaluations leave beside parameters and buffers: refused where something depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe
+from tests.shards import zoo
+from tests.shards.executors.executor_case import assert_equal_to_plain
+from tests.shards.hopping import start
+from tests.shards.trials import Make, made, two_sub_epochs
+
+VECTORS = zoo.singly(zoo.vectors(8, 5))
+
+
+class SetsForTraining(zoo.Net):
+    """Divides by what the latest evaluation has measured."""
+
+    temperature = 1.0
+
+    def add(self):
+        self.temperature = 1.0
+
+    def forward(self, x):
+        if self.training:
+            return super().forward(x) / self.temperature
+        self.temperature = 1 + x.std().item()
+        return super().forward(x)
+
+
+class CountsEvaluations(zoo.Net):
+    def add(self):
+        self.evaluated = 0
+
+    def forward(self, x):
+        self.evaluated += not self.training
+        return super().forward(x)
+
+
+class KeepsForEvaluation(zoo.Net):
+    """Evaluates by an average of what it has evaluated."""
+
+    def add(self):
+        self.mean = 0.0
+
+    def forward(self, x):
+        if not self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        return super().forward(x)
+
+
+class Shows(zoo.Net):
+    """Keeps for whoever looks what it has seen: of training, and of evaluation alone."""
+
+    def add(self):
+        self.tables = {}
+
+    def forward(self, x):
+        self.latest = x.detach()
+        self.tables.setdefault((len(x), self.training), torch.ones(len(x), 1))
+        y = super().forward(x * self.tables[len(x), self.training])
+        if not self.training:
+            self.evaluated = y
+        return y
+
+
+class Counts:
+    """Counts in a metric, a loss or a collate."""
+
+    def __init__(self, training: bool) -> None:
+        self.calls, self.training = 0, training
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += torch.is_grad_enabled() == self.training
+        return nn.functional.cross_entropy(*given)
+
+
+class CountsBatches(Counts):
+    def __call__(self, batch, training):
+        self.calls += training == self.training
+        return batch
+
+
+def counted() -> Callable[..., Any]:
+    calls = [0]
+
+    def metric(outputs, labels):
+        calls[0] += 1
+        return (outputs.argmax(1) == labels).float().mean()
+
+    return metric
+
+
+def with_columns(make: Make) -> Make:
+    return lambda: make().bind(Columns(("x",), ("y",)))
+
+
+REFUSED: dict[str, tuple[Callable[..., Make], str]] = {
+    "training depends on it": (
+        lambda **o: made(SetsForTraining, **o),
+        r"training depends on attribute 'temperature' of the model \(SetsForTraining\), which an "
+        r"evaluation has changed; write to it `if self\.training` only, or let every forward",
+    ),
+    "a count": (
+        lambda **o: made(CountsEvaluations, **o),
+        "each evaluation changes attribute 'evaluated' of the model",
+    ),
+    "an average": (
+        lambda **o: made(KeepsForEvaluation, **o),
+        "each evaluation changes attribute 'mean' of the model",
+    ),
+    "a metric": (
+        lambda **o: made(zoo.Net, metrics={"m": (counted(), "max")}, **o),
+        "each evaluation changes a value of metric 'm', .*start, update, merge and compute",
+    ),
+    "a loss": (
+        lambda **o: made(zoo.Net, lambda _: Counts(training=False), **o),
+        "each evaluation changes a value of the loss, .*; let it keep nothing",
+    ),
+    "a collate": (
+        lambda **o: with_columns(made(zoo.Net, collate=CountsBatches(training=False), **o)),
+        "each evaluation changes a value of the collate, .*; let it keep nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", [{"shards": 1}, {"shards": 2}, {"shards": 2, "ema": 0.9}])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_depends_on_earlier_evaluations_is_refused_by_name(
+    what: str, rules: dict[str, Any]
+) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(ConfigurationError, match=message):
+        start(make(**rules)(), VECTORS)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_evaluation_alone_keeps_for_nobody_is_no_harm(shards: int) -> None:
+    trial = assert_equal_to_plain(made(Shows, shards=shards), two_sub_epochs(), "modules")
+    assert "attribute 'evaluated' of the model (Shows)" in trial.admission.set_in_evaluation
+
+
+class Halves:
+    """A metric that is halved after some batches."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs, labels):
+        self.calls += 1
+        return (outputs.argmax(1) == labels).float().mean() * (1 if self.calls < 3 else 0.5)
+
+    def method(self, outputs, labels):
+        return self(outputs, labels)
+
+
+class Sums(Halves):
+    """The same with a state."""
+
+    def start(self):
+        return 0.0
+
+    def update(self, state, outputs, labels):
+        return state + super().__call__(outputs, labels).item()
+
+    def merge(self, state, other):
+        return state + other
+
+    def compute(self, state):
+        return state
+
+
+def evaluated(recipe: Recipe) -> list[Any]:
+    trial = start(recipe, VECTORS)
+    return [trial.evaluate(zoo.vectors(8, 8, 8, 5)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("metric", [Halves, Sums, lambda: Halves().method])
+def test_a_metric_that_is_an_object_measures_each_batch_as_the_factory_made_it(
+    metric: Callable[[], Any],
+) -> None:
+    halved, other, third = evaluated(made(zoo.Net, metrics={"m": (metric(), "max")})())
+    plain, *_ = evaluated(made(zoo.Net, metrics=["accuracy"])())
+    assert halved == other == third
+    if metric is not Sums:
+        total, rows = halved.sums["m"]
+        hits, _ = plain.sums["accuracy"]
+        assert (round(total, 5), rows) == (hits, 29)
