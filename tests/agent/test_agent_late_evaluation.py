@@ -233,6 +233,7 @@ def test_what_an_evaluation_keeps_is_gone_before_the_next_one(
     agent = start(lambda: made(Remembers, shards), **options)
     before = agent.evaluate(0, uncut)
     assert isinstance(before, events.EvaluationDone), before
-    assert isinstance(agent.train(), events.SubEpochDone)
+    done = agent.train()
+    assert isinstance(done, events.SubEpochDone), done
     after = [agent.evaluate(1, uncut).sums, agent.evaluate(0, uncut).sums]
     assert after[0] != before.sums == after[1]

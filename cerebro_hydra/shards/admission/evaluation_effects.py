@@ -80,8 +80,7 @@ class EvaluationEffects:
         if not self.written and not trained_attributes:
             return  # there is no history
         evaluated = AttributeValues(self._recipe.model)
-        with evaluated.in_use():
-            before = _read(self._recipe, self._buffers)
+        before = self._after(trained, evaluated, lambda: None)
         alone = self._after(trained, evaluated, lambda: self._evaluate(example))
         of_first = changed(before, alone)
         self.written |= of_first
@@ -113,7 +112,7 @@ class EvaluationEffects:
             )
 
     def _after(
-        self, trained: Mapping[str, Tensor], attributes: AttributeValues, run: Callable[[], None]
+        self, trained: Mapping[str, Tensor], attributes: AttributeValues, run: Callable[[], object]
     ) -> _Attributes:
         """Return what there is after a run of the model, which changes these attributes alone."""
         model = self._recipe.model

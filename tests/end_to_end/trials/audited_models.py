@@ -43,6 +43,41 @@ class Dampens(nn.Module):
         return x * self.gain
 
 
+class InEvaluation(nn.Module):
+    """Changes its buffer, weight or attribute in evaluation, after some steps that it counts."""
+
+    def __init__(self, changed: str) -> None:
+        super().__init__()
+        self.changed = changed
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("buffer", torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(()))
+        self.attribute = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        elif self.steps > FIRST_WRONG:
+            if self.changed == "buffer":
+                self.buffer += 0.01
+            if self.changed == "weight":
+                self.weight.data.mul_(0.99)
+            if self.changed == "attribute":
+                self.attribute += 0.01
+        return x * (self.weight + self.buffer + self.attribute)
+
+
+class HalvesLate:
+    """A metric that is halved after some batches."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return (outputs.argmax(1) == labels).float().mean() * (1 if self.calls < 20 else 0.5)
+
+
 class Scales(nn.Module):
     """A loss with a buffer that moves once the loss is low."""
 
@@ -93,12 +128,17 @@ def _wrong_forward(self: Any, k: int, going: graph_tasks.GraphPass) -> None:
 def faulty(params: dict[str, Any]) -> Recipe:
     """A small net with dropout.
 
-    Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large"
-    or "clips late".
+    Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large",
+    "clips late", "metric", or "evaluation" and what that changes.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Counts())
+    if params["fault"].startswith("evaluation "):
+        changed = params["fault"].removeprefix("evaluation ")
+        recipe.model[1] = nn.Sequential(nn.ReLU(), InEvaluation(changed))
+    if params["fault"] == "metric":
+        recipe = replace(recipe, metrics={"accuracy": (HalvesLate(), "max")})
     if params["fault"] == "attribute":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Dampens())
     if params["fault"] == "loss":

@@ -94,3 +94,19 @@ def test_what_is_rare_is_found_by_audits_of_the_default_share_or_beside_them(
     view = RunView.of_run(RunFolder.open(result.run_path))
     assert "if another one has a large gradient" in view.trials[3].uncut_because
     assert [identical(result, trial) for trial in (0, 3, 4)] == [True, True, True]
+
+
+def test_what_an_evaluation_changes_late_fails_its_trial_and_a_metric_that_counts_does_not(
+    tmp_path: Path,
+) -> None:
+    names = {
+        "buffer": "buffer '1.1.buffer'",
+        "weight": "parameter '1.1.weight'",
+        "attribute": "attribute 'attribute' of module '1.1'",
+    }
+    faults = ["none", "metric", *(f"evaluation {each}" for each in names)]
+    result = run(tmp_path, 0.01, faults)
+    assert statuses(result) == ["finished", "finished", "failed", "failed", "failed"]
+    for trial, name in zip(result.trials[2:], names.values(), strict=True):
+        assert f"an evaluation changed {name}, as none did at admission" in trial.error
+    assert [identical(result, trial) for trial in (0, 1)] == [True, True]
