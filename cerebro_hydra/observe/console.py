@@ -369,6 +369,7 @@ def final_table(view: RunView, width: int) -> Table:
             Column("trial", lambda trial: trial.trial_id, 0),
             *parameter_columns(trials, names, (2, 2, 3, 5)),
             Column("status", status_text, 1),
+            *_rung_column(view),
             *measured,
         ]
 
@@ -388,6 +389,7 @@ def live_table(view: RunView, trials: Sequence[TrialView], width: int) -> tuple[
             *parameter_columns(list(view.trials.values()), names, (2, 2, 5)),
             Column("status", status_text, 1),
             Column("epoch", lambda trial: view.epoch_text(trial), 3, right=True),
+            *_rung_column(view),
             Column("partition", lambda trial: _shown(trial.partition), 8, right=True),
             Column("worker", lambda trial: _shown(trial.worker), 7, right=True),
             Column("train loss", lambda trial: number(trial.loss), 6, right=True),
@@ -397,6 +399,12 @@ def live_table(view: RunView, trials: Sequence[TrialView], width: int) -> tuple[
 
     table, left_out = table_of(trials, columns, width)
     return table, _left_out(left_out)
+
+
+def _rung_column(view: RunView) -> list[Column]:
+    """Return the column of the rungs that trials were compared at, if there are any."""
+    rung = Column("rung", lambda trial: _shown(trial.rung), 3, right=True)
+    return [rung] if view.has_rungs else []
 
 
 def _left_out(count: int) -> str | None:

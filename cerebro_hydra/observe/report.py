@@ -143,6 +143,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
         if trial.shards_before
         else "",
         "epochs": len(trial.epochs),
+        "rung": trial.rung,
         "result_epoch": None if trial.result_epoch is None else trial.result_epoch + 1,
         "seconds": trial.seconds,
         "metrics": trial.result_metrics,

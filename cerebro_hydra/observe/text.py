@@ -28,6 +28,7 @@ STYLES = {
     "waiting": "dim",
     "training": "cyan",
     "evaluating": "magenta",
+    "paused": "dim",
     "finished": "green",
     "failed": "red",
     "stopped": "yellow",

@@ -142,8 +142,9 @@ class RunView:
 
     @property
     def _sharing(self) -> float:
-        """Return how many trials share a worker."""
-        return max(1.0, sum(not t.over for t in self.trials.values()) / len(self.workers))
+        """Return how many trials share a worker, without those that rest."""
+        at_work = sum(not (t.over or t.status == "paused") for t in self.trials.values())
+        return max(1.0, at_work / len(self.workers))
 
     def best_first(self) -> list[TrialView]:
         """Return the finished trials, best first by the evaluation metric, then the others.
@@ -154,9 +155,15 @@ class RunView:
 
     @property
     def winner(self) -> TrialView | None:
-        """Return the best trial; None if no finished trial has a number as its metric."""
+        """Return the best finished trial; of trials that are all over, else the best stopped one.
+
+        None if no such trial has a number as its metric.
+        """
         best = self.leader
-        return best if best is not None and best.status == "finished" else None
+        if best is None or best.status == "finished":
+            return best
+        over = all(trial.over for trial in self.trials.values())
+        return best if over and best.status == "stopped" else None
 
     @property
     def leader(self) -> TrialView | None:
@@ -201,6 +208,11 @@ class RunView:
         if self.document.validated:
             yield from (f"val_{name}" for name in self.document.metrics)
 
+    @property
+    def has_rungs(self) -> bool:
+        """Whether a trial was compared with others at a rung."""
+        return any(trial.rung is not None for trial in self.trials.values())
+
     def falls(self, name: str) -> bool:
         """Return whether lower values are better of a name that a history holds."""
         return name == "train_loss" or self.document.metrics[name.removeprefix("val_")] == "min"
@@ -224,6 +236,10 @@ class RunView:
             case events.BudgetExtended():
                 trial = self.trials[event.trial]
                 trial.budget = max(trial.budget, event.budget)
+            case events.TrialPaused(number, rung):
+                self.trials[number].pause(rung)
+            case events.TrialResumed(number):
+                self.trials[number].resume()
             case events.SearchClosed():
                 self.closed = True
             case events.SearchReopened():
@@ -377,10 +393,12 @@ class TrialView:
     keep: str = "last"
     """Whether its result is the state after its "best" epoch, or after its "last"."""
     status: str = "waiting"
-    """"waiting", "training", "evaluating", or the end: "finished", "failed", "stopped", and
-    "interrupted" if the run ended before the trial."""
+    """"waiting", "training", "evaluating", "paused", or the end: "finished", "failed", "stopped",
+    and "interrupted" if the run ended before the trial."""
     budget: int = 0
     """The epoch up to which the search lets it train; 0 before it is admitted."""
+    rung: int | None = None
+    """After how many epochs its search compared it last with others; None if it never did."""
     reason: str = ""
     """Why it ended: a failed trial's traceback, or why a trial stopped early."""
     uncut_because: str = ""
@@ -417,6 +435,18 @@ class TrialView:
     def over(self) -> bool:
         """Return whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
+
+    def pause(self, rung: int | None) -> None:
+        """Note that its search lets it rest, at a rung if there is one."""
+        if not self.over:
+            self.rung = self.rung if rung is None else rung
+            self.status = "paused"
+            self.worker = self.partition = self.attempt = None
+
+    def resume(self) -> None:
+        """Note that its search lets it go on."""
+        if self.status == "paused":
+            self.status = "waiting"
 
     def change_cut(self, change: ChangeCut) -> None:
         """Note that it was cut finer."""

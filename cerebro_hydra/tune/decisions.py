@@ -180,9 +180,9 @@ class AskAndTell:
                 if trial.resting:
                     trial.resting = False
                     yield TrialResumed(number)
-            case Pause(number):
+            case Pause(number, rung):
                 trial.resting = True
-                yield TrialPaused(number)
+                yield TrialPaused(number, rung)
             case Stop(number, reason):
                 trial.stopped = True
                 yield TrialStopped(number, reason)

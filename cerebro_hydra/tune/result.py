@@ -101,8 +101,9 @@ class SearchResult:
 
         Args:
             per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
-                parameter, the metrics of its result, epochs (ended ones), result_epoch (from 1),
-                seconds, error. True gives one row per trial and ended epoch: trial_id, epoch (from
+                parameter, the metrics of its result, epochs (ended ones), rung (the epochs after
+                which its search compared it last, or missing), result_epoch (from 1), seconds,
+                error. True gives one row per trial and ended epoch: trial_id, epoch (from
                 1), the parameters, the metrics of that epoch.
         """
         from cerebro_hydra.tune.trial import by_epoch, by_trial
@@ -149,6 +150,7 @@ class SearchResult:
     def best_trial(self) -> Trial:
         """Return the finished trial whose result's epoch has the best metric.
 
+        If all trials are over and none has finished, it is the best of those that were stopped.
         Of values that are equal to within one part in 10^12 the better validation loss wins, then
         the earlier epoch, then the lower trial.
 

@@ -38,7 +38,8 @@ class Trial:
     failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
     partition) per sub-epoch, both from 0 as in the journal, in the order in which the trial trained
     on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
-    best or its last, as the search keeps; None before the first has ended.
+    best or its last, as the search keeps; None before the first has ended. `rung` is the number of
+    epochs after which its search compared it last with others; None if it never did.
     `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
 
@@ -50,6 +51,7 @@ class Trial:
     error: str | None = None
     result_epoch: int | None = None
     seconds: float = 0.0
+    rung: int | None = None
 
     @property
     def has_result(self) -> bool:
@@ -77,6 +79,7 @@ class Trial:
             view.reason if view.status == "failed" else None,
             None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
+            view.rung,
         )
 
 
@@ -91,12 +94,13 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
             **_params(trial),
             **trial.result_metrics,
             "epochs": len(next(iter(trial.history.values()), ())),
+            "rung": trial.rung,
             "result_epoch": trial.result_epoch,
             "seconds": trial.seconds,
             "error": trial.error,
         }
         for trial in trials
-    ).astype({"result_epoch": "Int64"})
+    ).astype({"rung": "Int64", "result_epoch": "Int64"})
 
 
 def by_epoch(trials: Iterable[Trial]) -> pd.DataFrame:

@@ -236,3 +236,14 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 )
 def test_bytes_read_well(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_tables_have_a_column_of_rungs_where_trials_were_compared() -> None:
+    view = crowd(3)
+    assert "rung" not in drawn(frame(view, 200, 40), 200) + drawn(final_table(view, 200), 200)
+    view.apply(Decision(0, 0.0, ev.TrialPaused(0, 27), ()))
+    for table in (frame(view, 200, 40), final_table(view, 200)):
+        (row,) = (line for line in drawn(table, 200).splitlines() if "trial-000" in line)
+        assert "27" in row.split()
+        assert "paused" in row.split()
+        assert "rung" in drawn(table, 200)

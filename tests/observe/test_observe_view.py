@@ -258,3 +258,33 @@ def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCapt
     assert len(caplog.records) == 1
     assert "Broken failed on a RunStarted record" in caplog.text
     assert "no room on the screen" in caplog.text
+
+
+def test_a_trial_rests_at_its_rung_and_keeps_it_when_it_goes_on() -> None:
+    view = fold([*begin(3), JOIN, journal(QUIET, STARTED)])
+    assert not view.has_rungs
+    view.apply(journal(ev.TrialPaused(0, 1), ended(0, 0, train_loss=0.5, val_loss=0.5)))
+    view.apply(journal(ev.TrialPaused(1)))
+    states = [(trial.status, trial.rung) for trial in view.trials.values()]
+    assert states[1:] == [("paused", None), ("waiting", None)]
+    assert view.has_rungs
+    view.apply(journal(ev.TrialPaused(0, 2)))
+    assert (view.trials[0].status, view.trials[0].rung) == ("paused", 2)
+    view.apply(journal(ev.TrialPaused(0)))
+    view.apply(journal(ev.TrialResumed(0)))
+    view.apply(journal(ev.TrialResumed(2)))
+    states = [(trial.status, trial.rung) for trial in view.trials.values()]
+    assert states == [("waiting", 2), ("paused", None), ("waiting", None)]
+
+
+def test_stopped_trials_win_if_all_are_over_and_none_has_finished() -> None:
+    view = fold([*begin(3), JOIN])
+    for number, loss in enumerate((0.5, 0.25, 0.75)):
+        view.apply(journal(QUIET, ended(number, 0, train_loss=loss, val_loss=loss)))
+    for number, status in enumerate(("stopped", "stopped", "failed")):
+        assert view.winner is None, "who still trains may win"
+        view.apply(journal(QUIET, ins.FinishTrial(number, status, "", 2)))
+    assert view.winner is view.trials[1]
+    view.apply(journal(QUIET, ins.ReopenTrial(2)))
+    view.apply(journal(QUIET, ins.FinishTrial(2, "finished", "", 2)))
+    assert view.winner is view.trials[2], "who has finished comes first"

@@ -341,9 +341,14 @@ class BudgetExtended:
 
 @dataclass(frozen=True, slots=True)
 class TrialPaused:
-    """The search lets a trial rest: its state goes to the store and leaves the workers' memory."""
+    """The search lets a trial rest: its state goes to the store and leaves the workers' memory.
+
+    ``rung`` is the number of epochs after which it is compared with others, and rests for that;
+    None if it rests for another reason.
+    """
 
     trial: int
+    rung: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

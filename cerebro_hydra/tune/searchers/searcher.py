@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,9 +20,14 @@ class TrainTo:
 
 @dataclass(frozen=True)
 class Pause:
-    """Let a trial rest: its state goes to the store and leaves the memory of the workers."""
+    """Let a trial rest: its state goes to the store and leaves the memory of the workers.
+
+    `rung` says after how many epochs it is compared with others, if it rests for that; tables show
+    it.
+    """
 
     trial: int
+    rung: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,22 @@ class Fork:
 
 
 SearchDecision = TrainTo | Pause | Stop | Fork
+
+
+@dataclass(frozen=True)
+class SearchedRun:
+    """Holds what a searcher that comes with us knows of its run.
+
+    Attributes:
+        metric: the name in what `tell` is given that decides, such as "val_accuracy".
+        direction: returns "min" or "max", which values of it are better. Only the first trial that
+            is admitted says so, and nothing is measured before.
+        partitions: of the training rows; as many on any number of workers.
+    """
+
+    metric: str
+    direction: Callable[[], str]
+    partitions: int
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ def test_a_row_per_trial_has_the_metrics_of_its_result() -> None:
     assert math.isnan(second["val_loss"])
     assert (second["param_depth"], second["epochs"], second["error"]) == (3, 0, "Traceback ...")
     assert frame.result_epoch.isna().tolist() == [False, True]
+    assert frame.rung.isna().tolist() == [True, True], "they were compared with nobody"
 
 
 def test_a_row_per_epoch_is_the_history() -> None:
