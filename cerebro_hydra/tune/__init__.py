@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.rung_searches import (
+    ASHASearch,
+    HyperbandSearch,
+    SuccessiveHalvingSearch,
+)
+from cerebro_hydra.tune.searchers.median_stopping import MedianStopping
 from cerebro_hydra.tune.searchers.searcher import Fork, Pause, Searcher, Stop, TrainTo
 from cerebro_hydra.tune.searchers.space import (
     hp_choice,
@@ -17,14 +23,18 @@ from cerebro_hydra.tune.searches import CustomSearch, GridSearch, RandomSearch
 from cerebro_hydra.tune.trial import Trial
 
 __all__ = [
+    "ASHASearch",
     "CustomSearch",
     "Fork",
     "GridSearch",
+    "HyperbandSearch",
+    "MedianStopping",
     "Pause",
     "RandomSearch",
     "SearchResult",
     "Searcher",
     "Stop",
+    "SuccessiveHalvingSearch",
     "TrainTo",
     "Trial",
     "hp_choice",

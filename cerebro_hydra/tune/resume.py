@@ -134,7 +134,8 @@ class RunToResume:
 
         Raises:
             ConfigurationError: another program works on the run; or it has more epochs, its devices
-                were of another kind, or its search was not over and there is no searcher.
+                were of another kind, or its search was not over and there is no searcher; or it is
+                over, and has compared its trials with fewer than the searcher proposes.
             StoreError: what a trial is can't be read, or this version can't train it.
             and whatever `run_trials` raises.
         """
@@ -249,6 +250,12 @@ class RunToResume:
             plain = json.loads(json.dumps(params))
             if plain in known:
                 known.remove(plain)
+            elif searcher.epochs < num_epochs:
+                raise ConfigurationError(
+                    f"the run {self.folder.path!r} has compared its trials and is over, so that "
+                    f"the search's candidate {plain!r} would be compared with none; give the "
+                    "search the num_models that the run was begun with, or begin a new run"
+                )
             else:
                 news.append(TrialProposed(next(numbers), plain, num_epochs))
         return [SearchReopened(), *news, SearchClosed(num_epochs)] if news else []

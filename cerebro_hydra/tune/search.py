@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from random import Random
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupte
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.observe import Observer
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
+from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
@@ -36,8 +38,8 @@ from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searchers.searcher import Searcher
-from cerebro_hydra.tune.searchers.space import seconds, share, whole
+from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
+from cerebro_hydra.tune.searchers.space import Dimension, draws, seconds, share, whole
 from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting
 
@@ -168,7 +170,7 @@ class Search(ABC):
         self.result: SearchResult | None = None
 
     @abstractmethod
-    def searcher(self) -> Searcher:
+    def searcher(self, run: SearchedRun) -> Searcher:
         """Return a new searcher, which proposes the trials of one run."""
 
     def fit(self, df: DataFrame, resume: str | None = None, recheck: bool = False) -> SearchResult:
@@ -287,7 +289,9 @@ class Search(ABC):
                 found = self.backend.identify(self.store, df, spec, partitions, waiting.now)
             self._surroundings.report(run.require_rows(found))
         limits = {name: getattr(self, name) for name in LIMITS}
-        go_on = partial(run.go_on, self._surroundings, self.searcher(), self.num_epochs, **limits)
+        searched = self._searched(run.manifest, lambda: run.document.metrics)
+        searcher = self.searcher(searched)
+        go_on = partial(run.go_on, self._surroundings, searcher, self.num_epochs, **limits)
         return self._watched(folder, go_on)
 
     def _fit(
@@ -300,7 +304,8 @@ class Search(ABC):
         with run_claim(folder):
             with _removed_on_error(folder):
                 admission = self._admission(folder, manifest)
-                ask_and_tell = AskAndTell(self.searcher(), self.num_epochs, manifest.num_partitions)
+                searcher = self.searcher(self._searched(manifest, lambda: admission.metrics))
+                ask_and_tell = AskAndTell(searcher, self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
                 trials = SearchTrials(
                     ask_and_tell, admission, folder, self.admission_seconds, report
@@ -324,6 +329,13 @@ class Search(ABC):
             self.result = SearchResult.open(folder.path)
             raise
         return self.result
+
+    def _searched(
+        self, manifest: Manifest, directions: Callable[[], Mapping[str, str]]
+    ) -> SearchedRun:
+        split, metric = "val" if manifest.has_validation else "train", self.evaluation_metric
+        partitions = manifest.num_partitions
+        return SearchedRun(f"{split}_{metric}", lambda: directions()[metric], partitions)
 
     @property
     def _surroundings(self) -> Surroundings:
@@ -371,6 +383,38 @@ class Search(ABC):
             checkpoint=self.checkpoint,
             keep=self.keep,
             admission_seconds=self.admission_seconds,
+        )
+
+
+def drawn(search: Search, space: Mapping[str, Dimension], count: int) -> list[dict[str, Any]]:
+    """Return draws of a space by the search's seed; more of them begin with the same ones."""
+    return draws(space, count, Random(seed_of(search.seed, "random search")))
+
+
+def require_validation(search: Search, what: str) -> None:
+    """Refuse a search without validation rows that compares trials while they train.
+
+    Raises:
+        ConfigurationError: its `validation` is None.
+    """
+    if search.data_spec.validation is None:
+        raise ConfigurationError(
+            f"validation is None, and {what} compares trials by validation rows while they train; "
+            "give validation=0.2, or the name of a column that says which rows"
+        )
+
+
+def refuse_seeded(search: Search, what: str) -> None:
+    """Refuse a seeded order for what is decided by who came first.
+
+    Raises:
+        ConfigurationError: the search's `order` is "seeded".
+    """
+    if search.order == "seeded":
+        raise ConfigurationError(
+            f"order is 'seeded', and {what} by who came first, which no seed repeats; give "
+            "order='dynamic', or take SuccessiveHalvingSearch or HyperbandSearch, which wait at "
+            "their rungs and decide alike in two runs"
         )
 
 

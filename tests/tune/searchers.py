@@ -7,7 +7,17 @@ from math import inf, isfinite
 from random import Random
 from typing import Any
 
-from cerebro_hydra.tune.searchers.searcher import Fork, Pause, SearchDecision, Stop, TrainTo
+from cerebro_hydra.tune.searchers.searcher import (
+    Fork,
+    Pause,
+    SearchDecision,
+    SearchedRun,
+    Stop,
+    TrainTo,
+)
+
+RUN = SearchedRun("train_loss", lambda: "min", 2)
+"""What searchers know of a simulated run."""
 
 
 class Rungs:

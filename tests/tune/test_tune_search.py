@@ -34,6 +34,7 @@ from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.trial import all_failed
 from tests.golden import assert_golden, refusal
 from tests.tune import tune_models
+from tests.tune.searchers import RUN
 
 
 def rows(count: int = 121) -> Arrays:
@@ -349,7 +350,7 @@ def test_candidates_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert first == searching(tmp_path).candidates()
     assert first == searching(tmp_path, num_models=5).candidates()[:3]
     assert first != searching(tmp_path, seed=1).candidates()
-    begun = AskAndTell(searching(tmp_path).searcher(), 2, 2).begin()
+    begun = AskAndTell(searching(tmp_path).searcher(RUN), 2, 2).begin()
     assert [each.params for each in begun if isinstance(each, TrialProposed)] == first
 
 

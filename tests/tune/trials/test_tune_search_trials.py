@@ -31,7 +31,7 @@ from cerebro_hydra.tune.searches import ListSearch
 from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
 from tests.end_to_end.runs import Tape
 from tests.tune import open_models
-from tests.tune.searchers import Rungs
+from tests.tune.searchers import RUN, Rungs
 from tests.tune.test_tune_search import arguments, rows
 from tests.tune.trials.test_tune_admission import COLUMNS, examples
 
@@ -82,15 +82,15 @@ def test_a_users_searcher_pauses_resumes_and_stops_trials_and_can_be_brought_to_
     assert len(tape.of(ev.TrialStopped)) == 4
     records = [(each.event, each.instructions) for each in tape.of(Decision)]
     paused = [isinstance(event, ev.TrialPaused) for event, _ in records].index(True)
-    (first, *_) = AskAndTell(search.searcher(), 2, 2).replay(records[:paused])
+    (first, *_) = AskAndTell(search.searcher(RUN), 2, 2).replay(records[:paused])
     assert first == records[paused][0], "what was decided, and not journalled, is decided again"
-    assert AskAndTell(search.searcher(), 2, 2).replay(records) == []
+    assert AskAndTell(search.searcher(RUN), 2, 2).replay(records) == []
 
 
 def test_make_searcher_must_be_a_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"make_searcher is .*; give a function"):
         CustomSearch(make_searcher=Rungs(), **of_tape(tmp_path, Tape()))  # type: ignore[arg-type]
-    assert CustomSearch(make_searcher=Rungs, **of_tape(tmp_path, Tape())).searcher().epochs == 1
+    assert CustomSearch(make_searcher=Rungs, **of_tape(tmp_path, Tape())).searcher(RUN).epochs == 1
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_candidate_under_way_is_given_up_when_the_run_ends(
 def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
     tape = Tape()
     search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **of_tape(tmp_path, tape))
-    begun = AskAndTell(search.searcher(), 1, 2).begin()
+    begun = AskAndTell(search.searcher(RUN), 1, 2).begin()
     proposed = [each for each in begun if isinstance(each, ev.TrialProposed)]
     assert [each.trial for each in proposed] == [0, 1, 2]
     assert [each.params for each in proposed] == [{"b": 1}, {}, {"b": 1}]
@@ -226,7 +226,7 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
     manifest = find_prepared(search.store, SearchResult.open(folder.path).document.fingerprint)
     assert manifest is not None
     records = [(each.event, each.instructions) for each in tape.of(Decision)[:first]]
-    for ask_and_tell in (None, AskAndTell(search.searcher(), 1, 2)):
+    for ask_and_tell in (None, AskAndTell(search.searcher(RUN), 1, 2)):
         admission = search._admission(folder, manifest)
         trials = SearchTrials(ask_and_tell, admission, folder, None, lambda line: None)
         trials.resume(records)

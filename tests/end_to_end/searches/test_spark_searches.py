@@ -1,0 +1,31 @@
+"""Searches that stop early on local Spark, with two and three workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import SparkBackend
+from cerebro_hydra.tune import ASHASearch, HyperbandSearch, SuccessiveHalvingSearch
+from cerebro_hydra.tune.search import Search
+from tests.end_to_end.runs import assert_replays, classes, frame_of
+from tests.end_to_end.searches.early_searches import search
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", [SuccessiveHalvingSearch, HyperbandSearch, ASHASearch])
+def test_a_search_on_spark_stops_trials_early_and_replays(
+    spark: Any, tmp_path: Path, kind: type[Search], workers: int
+) -> None:
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
+    arguments = {"backend": backend, "num_models": 6, "eta": 2}
+    result = search(kind, tmp_path, **arguments).fit(frame_of(spark, classes(120)))
+    statuses = Counter(trial.status for trial in result.trials)
+    assert statuses.keys() == {"finished", "stopped"}
+    assert result.best_trial.status == "finished"
+    assert_replays(result)

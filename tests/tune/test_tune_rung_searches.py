@@ -1,0 +1,104 @@
+"""Searches that stop early refuse what they can't use, before anything trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.testing.local_backend import LocalBackend
+from cerebro_hydra.tune import (
+    ASHASearch,
+    HyperbandSearch,
+    MedianStopping,
+    RandomSearch,
+    SuccessiveHalvingSearch,
+    hp_log,
+)
+from cerebro_hydra.tune.decisions import AskAndTell
+from tests.golden import assert_golden, refusal
+from tests.tune.searchers import RUN
+from tests.tune.test_tune_search import arguments, rows
+
+
+def given(path: Path, **changes: Any) -> dict[str, Any]:
+    fixed = {"num_models": 4, "num_epochs": 9, "search_space": {"lr": hp_log(1e-4, 1e-1)}}
+    return arguments(path, **{**fixed, **changes})
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eta = 1": (SuccessiveHalvingSearch, {"eta": 1}),
+    "eta = 2.5": (ASHASearch, {"eta": 2.5}),
+    "grace_epochs = 0": (HyperbandSearch, {"grace_epochs": 0}),
+    "num_epochs below grace_epochs": (HyperbandSearch, {"num_epochs": 2, "grace_epochs": 3}),
+    "num_models = None": (SuccessiveHalvingSearch, {"num_models": None}),
+    "num_models of Hyperband = 0": (HyperbandSearch, {"num_models": 0}),
+    "no validation": (
+        SuccessiveHalvingSearch, {"validation": None, "evaluation_metric": "loss"},
+    ),
+    "no validation to stop by": (
+        RandomSearch,
+        {"validation": None, "evaluation_metric": "loss", "stopping": MedianStopping()},
+    ),
+    "a seeded ASHA": (ASHASearch, {"order": "seeded"}),
+    "a seeded median": (RandomSearch, {"order": "seeded", "stopping": MedianStopping()}),
+    "stopping = 'median'": (RandomSearch, {"stopping": "median"}),
+}  # fmt: skip
+
+
+def test_unusable_arguments_are_refused_with_what_to_give(tmp_path: Path) -> None:
+    found = {
+        name: refusal(partial(kind, **given(tmp_path, **changes)))
+        for name, (kind, changes) in WRONG.items()
+    }
+    assert_golden(Path(__file__).with_name("golden") / "refused_early_searches.txt", found)
+
+
+@pytest.mark.parametrize("kind", [SuccessiveHalvingSearch, HyperbandSearch, ASHASearch])
+def test_a_metric_that_is_not_measured_stops_before_any_agent(tmp_path: Path, kind: Any) -> None:
+    backend = LocalBackend(2)
+    launcher = backend.agents
+    search = kind(**given(tmp_path, backend=backend, evaluation_metric="recall"))
+    with pytest.raises(ConfigurationError, match="'recall', which is not measured"):
+        search.fit(rows())
+    assert backend.agents is launcher, "agents were launched"
+
+
+def test_prepared_data_without_validation_rows_is_refused(tmp_path: Path) -> None:
+    search = SuccessiveHalvingSearch(**given(tmp_path))
+    spec = DataSpec.checked(["features"], ["label"], None, None)
+    manifest = search.backend.prepare(search.store, rows(), spec)
+    said = "it has no validation rows.*prepare it with backend.prepare_data"
+    with pytest.raises(ConfigurationError, match=said):
+        search.fit_on_prepared_data(manifest)
+
+
+def test_hyperband_has_the_trials_of_the_paper_or_as_many_as_are_given(tmp_path: Path) -> None:
+    def brackets(**changes: Any) -> list[int]:
+        search = HyperbandSearch(**given(tmp_path, **changes))
+        assert search.num_models == sum(each.trials for each in search.brackets)
+        return [each.trials for each in search.brackets]
+
+    assert brackets(num_models=None, num_epochs=81) == [81, 34, 15, 8, 5]
+    assert brackets(num_models=17) == [9, 5, 3]
+    assert brackets(num_models=2) == [1, 1]
+    search = HyperbandSearch(**given(tmp_path, num_models=None, num_epochs=81))
+    begun = AskAndTell(search.searcher(RUN), 81, 2).begin()
+    budgets = Counter(event.budget for event in begun)  # type: ignore[union-attr]
+    assert budgets == {1: 81, 3: 34, 9: 15, 27: 8, 81: 5}
+    assert {event.budget for event in begun[:20]} == {1, 3, 9, 27, 81}  # type: ignore[union-attr]
+
+
+def test_more_trials_begin_with_the_same_draws(tmp_path: Path) -> None:
+    def drawn(kind: Any, count: int) -> list[dict[str, Any]]:
+        search = kind(**given(tmp_path, num_models=count))
+        begun = AskAndTell(search.searcher(RUN), 9, 2).begin()
+        return [event.params for event in begun]  # type: ignore[union-attr]
+
+    assert drawn(SuccessiveHalvingSearch, 9)[:4] == drawn(SuccessiveHalvingSearch, 4)
+    assert drawn(ASHASearch, 9) == drawn(ASHASearch, 4) == drawn(HyperbandSearch, 4)
