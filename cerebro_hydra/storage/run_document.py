@@ -55,7 +55,7 @@ class TrialSpec:
     activations are computed again in backward, None leaves it to the worker; `tasks` is what the
     tasks of its shards were measured to need of a device, None where no queues were asked for. A
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
-    `attributes` are those that its first steps changed, which may change later, too;
+    `attributes` marks what else its first steps changed, which may change later, too;
     `set_in_evaluation` is what its first evaluations changed.
     """
 

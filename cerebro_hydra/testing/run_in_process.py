@@ -198,13 +198,14 @@ class CutTrial:
         """
         effects = LateEffects(self.runtime(), self.admission.attributes, AuditBudget(1.0))
         effects.begin()
-        totals = self.engine().train(
-            windows,
-            self.step,
-            self.need,
-            self.publish,
-            lambda _, loss: self.losses.append(loss),
-        )
+        with effects.watched():
+            totals = self.engine().train(
+                windows,
+                self.step,
+                self.need,
+                self.publish,
+                lambda _, loss: self.losses.append(loss),
+            )
         effects.check([self.recipe.optimizer])
         self.step += totals.steps
         return totals

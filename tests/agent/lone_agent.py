@@ -40,12 +40,16 @@ Make = Callable[[], Recipe]
 
 
 class Draws(nn.Module):
-    """Uses numbers of Python and NumPy, which its outputs don't depend on, once it is admitted."""
+    """Uses numbers of Python and NumPy, which its outputs don't depend on, in audits."""
 
-    admitted = False
+    audits = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = Draws.audits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if Draws.admitted:
+        if self.draws:
             random.random()
             np.random.rand()
         return x
@@ -91,7 +95,7 @@ def train_without_agent(store: LocalStore, make: Make = recipe) -> RunFolder:
     x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64)
     batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
-    Draws.admitted = False
+    Draws.audits = False
     return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(make(), [[batch]]), {})
 
 
@@ -124,7 +128,6 @@ class Agent:
         make: Make = recipe,
         device: float | None = None,
     ) -> None:
-        Draws.admitted = True
         self.folder, self.make = trained, make
         self.built: list[Recipe] = []
         self.begun: list[int] = []
@@ -174,6 +177,7 @@ class Agent:
 
     def factory(self, params: Any) -> Recipe:
         """Build the trial, and keep the recipe."""
+        Draws.audits = bool(self.built)  # the first model is the trial's
         self.built.append(self.make())
         return self.built[-1]
 

@@ -145,8 +145,10 @@ class TrialVisits:
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:
             windows = islice(windows, 1)
-        memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks)
         effects = LateEffects(trial, order.trial.attributes, self._looks)
+        memory = _Memory(
+            trial.layout, order, self._reserved, self._scratch, self._looks, effects.watched
+        )
         if not audits and _may_look(self._looks):
             effects.begin()
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
@@ -198,9 +200,11 @@ class _Memory:
         reserved: Callable[[int], AbstractContextManager[object]],
         scratch: str | None,
         looks: AuditBudget,
+        watched: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.resident = order.resident
         self._looks = looks
+        self._watched = watched
         self._layout = layout
         self._audits = order.audits is not None
         self._slots: dict[int, Segments] = {}
@@ -244,7 +248,7 @@ class _Memory:
         """Let the body do tasks; now and then the heap is trimmed after it."""
         kept = random_numbers_kept() if self._audits else nullcontext()
         begun = time.perf_counter()
-        with kept, self._mapped or nullcontext():
+        with self._watched(), kept, self._mapped or nullcontext():
             yield
         if not self._audits:
             self._looks.trained += time.perf_counter() - begun

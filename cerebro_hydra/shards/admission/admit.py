@@ -72,7 +72,7 @@ class AdmittedCut:
     profile: TrialProfile | None = None
     """What the queues of workers must know; None if nobody asked for it."""
     attributes: tuple[str, ...] = ()
-    """The attributes that the first steps changed, which depend on no history."""
+    """Marks of what else the first steps changed, which depends on no history; `KnownChanges`."""
     set_in_evaluation: tuple[str, ...] = ()
     """What the first evaluations changed, each of which sets it anew."""
 

@@ -32,7 +32,6 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.admission.effects import (
-    OptimizerCounts,
     SideEffects,
     check_averaged,
     refused_random_numbers,
@@ -126,7 +125,7 @@ class CutCheck:
     written: tuple[str, ...]
     """The buffers and frozen parameters to which it wrote in these steps."""
     attributes: tuple[str, ...]
-    """The attributes that these steps changed; see `SideEffects`."""
+    """Marks of what else these steps changed; see `KnownChanges`."""
     set_in_evaluation: tuple[str, ...]
     """What evaluations changed, which set it anew; see `EvaluationEffects`."""
 
@@ -149,14 +148,13 @@ class CutCheck:
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
             trainer = _plain_trainer(recipe, trial_seed)
-            counts = OptimizerCounts(trainer.recipe.optimizer)
             writes = WrittenTensors(model, initial)
             for example, times in windows:
                 measured = profile.measured(model) if example is largest else nullcontext()
                 with told_with_batch(trainer, example), measured:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step(trainer.recipe.optimizer)
-            counts.check()
+            effects.check_kept()
             writes.check_shapes()
             written = writes.names()
             check_averaged(recipe, written)
@@ -169,13 +167,13 @@ class CutCheck:
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
             effects.check(state, attributes, examples[0], key)
-            of_evaluation.check(state, attributes, examples[0], key, effects.written)
+            of_evaluation.check(state, attributes, examples[0], key, effects.known)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
-            tuple(sorted(effects.written)),
+            effects.known,
             tuple(sorted(of_evaluation.written | {f"buffer {name!r}" for name in set_anew})),
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +17,22 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
 from cerebro_hydra.recipe.randomness import unit_hooks
-from cerebro_hydra.shards.admission.effects import (
-    NOTHING,
-    changed,
-    extends,
-    read_attributes,
-    read_metrics,
-)
+from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
+from cerebro_hydra.shards.admission.object_reader import (
+    KnownChanges,
+    Reading,
+    changed,
+    have_grown,
+    name_of,
+    told,
+)
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model
 from cerebro_hydra.shards.engine.differences import checksum
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import Microbatch
-
-_Attributes = dict[str, Any]
 
 
 class EvaluationEffects:
@@ -44,19 +43,19 @@ class EvaluationEffects:
     """
 
     def __init__(self, recipe: Recipe, evaluated: Recipe) -> None:
-        self._recipe, self._evaluated = recipe, evaluated
-        self._buffers = {name for name, _ in recipe.model.named_buffers()}
-        self._before: _Attributes = {}
+        self._recipe = recipe
+        self._held, self._held_by_evaluated = HeldState(recipe), HeldState(evaluated)
+        self._before: Reading = {}
         self.written: set[str] = set()
         """What evaluations have changed; that later ones do so, too, is no harm."""
 
     def begin(self) -> None:
         """Note what there is before an evaluation."""
-        self._before = _read(self._evaluated, self._buffers)
+        self._before = _read(self._held_by_evaluated)
 
     def look(self) -> None:
         """Look at what there is, as long as the evaluation has not given the attributes back."""
-        self.written |= changed(self._before, _read(self._evaluated, self._buffers))
+        self.written |= _names(changed(self._before, _read(self._held_by_evaluated)))
 
     def check(
         self,
@@ -83,15 +82,15 @@ class EvaluationEffects:
         before = self._after(trained, evaluated, lambda: None)
         alone = self._after(trained, evaluated, lambda: self._evaluate(example))
         of_first = changed(before, alone)
-        self.written |= of_first
+        self.written |= _names(of_first)
         if not self.written:
             return
         for _ in range(2):
             later = self._after(trained, history, lambda: self._evaluate(example))
-            for where in sorted(self.written):
-                if not extends(later.get(where), alone.get(where)):
+            for where in sorted(alone):
+                if name_of(where) in self.written and later.get(where) != alone[where]:
                     raise ConfigurationError(
-                        f"each evaluation changes {where}, on which others may depend; "
+                        f"each evaluation changes {told(where)}, on which others may depend; "
                         f"{_remedy(where)}"
                     )
         if not of_first:
@@ -108,12 +107,13 @@ class EvaluationEffects:
                 of_first, key=lambda each: (plain.get(each) == after.get(each), each)
             )  # one that training leaves as the evaluation has set it
             raise ConfigurationError(
-                f"training depends on {where}, which an evaluation has changed; {_remedy(where)}"
+                f"training depends on {told(where)}, which an evaluation has changed; "
+                f"{_remedy(where)}"
             )
 
     def _after(
         self, trained: Mapping[str, Tensor], attributes: AttributeValues, run: Callable[[], object]
-    ) -> _Attributes:
+    ) -> Reading:
         """Return what there is after a run of the model, which changes these attributes alone."""
         model = self._recipe.model
         with (
@@ -124,7 +124,7 @@ class EvaluationEffects:
             buffers = model.named_buffers()
             bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
             run()
-            return _read(self._recipe, self._buffers)
+            return _read(self._held)
 
     def _evaluate(self, example: Example) -> None:
         recipe, model = self._recipe, self._recipe.model.eval()
@@ -167,11 +167,11 @@ class LateEvaluation:
         budget: AuditBudget,
     ) -> None:
         self._recipe = trial.recipe
-        self._trained, self._known = trained, set(evaluated)
+        self._trained, self._known = KnownChanges(trained), set(evaluated)
         self._budget = budget
-        self._buffers = {each.name for each in trial.cut_model.buffers}
+        self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
-        self._before: _Attributes | None = None
+        self._before: Reading | None = None
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
@@ -193,29 +193,26 @@ class LateEvaluation:
                 "what trains"
             )
         found = tensors | self._changed_attributes()
-        if late := sorted(found - self._known):
+        if late := sorted(path for path in found if name_of(path) not in self._known):
             raise ConfigurationError(
-                f"an evaluation changed {late[0]}, as none did at admission, and it must leave the "
-                f"trial as it is; {_remedy(late[0])}"
+                f"an evaluation changed {told(late[0])}, as none did at admission, and it must "
+                f"leave the trial as it is; {_remedy(late[0])}"
             )
 
     def _changed_attributes(self) -> set[str]:
         if self._before is None:
             return set()
         before, after = self._before, self._read()
-        return {
-            name
-            for name in changed(before, after)
-            if not (self._may_grow(name) and _has_grown(before.get(name), after.get(name)))
-        }
+        found = changed(before, after)
+        return found - {p for p in have_grown(found, before, after) if self._may_grow(p)}
 
-    def _may_grow(self, name: str) -> bool:
+    def _may_grow(self, path: str) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""
-        return name in self._trained or _is_of_metric(name) or _is_of_loss_or_collate(name)
+        return self._trained.covers(path) or _is_of_metric(path) or _is_of_loss_or_collate(path)
 
-    def _read(self) -> _Attributes:
+    def _read(self) -> Reading:
         begun = time.perf_counter()
-        found = _read(self._recipe, self._buffers)
+        found = _read(self._held)
         self._budget.spent += max(0.0, time.perf_counter() - begun - FREE_SECONDS)
         return found
 
@@ -223,17 +220,16 @@ class LateEvaluation:
         return {name: p.requires_grad for name, p in self._recipe.model.named_parameters()}
 
 
-def _read(recipe: Recipe, buffers: Collection[str]) -> _Attributes:
-    return read_attributes(recipe, buffers) | read_metrics(recipe)
+def _read(held: HeldState) -> Reading:
+    return held.read() | held.read_metrics()
 
 
-def _has_grown(before: Any, after: Any) -> bool:
-    """Tell whether only entries were added, or there was nothing before."""
-    return before is None or before == NOTHING or extends(after, before)
+def _names(paths: Collection[str]) -> set[str]:
+    return set(map(name_of, paths))
 
 
 def _is_of_metric(name: str) -> bool:
-    return name.startswith("a value of metric ")
+    return name.startswith(f"a value{OF_METRIC}")
 
 
 def _is_of_loss_or_collate(name: str) -> bool:

@@ -57,8 +57,10 @@ class StateTemplate:
         For a trainable parameter without a gradient so far, a copy of the optimizer takes a step.
 
         Raises:
-            ConfigurationError: the optimizer's state has a value that is no tensor and not None.
+            ConfigurationError: the optimizer's state has a value that is no tensor and not None, or
+                a key that is no parameter.
         """
+        check_state_keys(optimizer)
         names = {id(p): name for name, p in model.named_parameters()}
         entries: dict[str, tuple[StateEntry, ...]] = {}
         for group in optimizer.param_groups:
@@ -99,6 +101,21 @@ def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) ->
     return key, value.dtype, tuple(value.shape)
 
 
+def check_state_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer keeps state for parameters alone.
+
+    Raises:
+        ConfigurationError: it keeps state under another key.
+    """
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            raise ConfigurationError(
+                f"optimizer {type(optimizer).__name__} keeps state under {key!r}, which is no "
+                "parameter, so it is no part of the state that hops; keep it in every param "
+                f"group, as group[{key!r}]"
+            )
+
+
 # LR schedulers wrap `step` in a function that refers to the original optimizer.
 NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
 
@@ -113,6 +130,7 @@ def clone_optimizer(
     Args:
         params: the new parameter by the id of the original one. Other parameters are left out.
     """
+    check_state_keys(optimizer)
     clone = object.__new__(type(optimizer))
     vars(clone).update((k, v) for k, v in vars(optimizer).items() if k not in NOT_CLONED)
     clone.state = defaultdict(dict)

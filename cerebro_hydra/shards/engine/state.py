@@ -21,6 +21,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import EXISTS, Segments, ShardLayout
+from cerebro_hydra.shards.engine.optimizer import check_state_keys
 
 
 class ShardState:
@@ -134,8 +135,10 @@ class ShardState:
         The optimizer has made it there, or keeps it on the host.
 
         Raises:
-            ConfigurationError: the optimizer made state that its template does not have.
+            ConfigurationError: the optimizer made state that its template does not have, or under
+                a key that is no parameter.
         """
+        check_state_keys(optimizer)
         on_host: list[tuple[Tensor, Tensor]] = []
         marks = self._marks.copy()
         for name, parameter in self.params.items():

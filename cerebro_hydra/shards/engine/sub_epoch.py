@@ -6,6 +6,7 @@ Clipping goes shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -402,6 +403,10 @@ class SubEpoch:
         for optimizer, _ in self._optimizers.values():
             optimizer.state.clear()
             optimizer.param_groups.clear()
+        if self._bound is None:  # else these are the model's own parameters
+            own = dict(self._recipe.model.named_parameters())
+            for name, parameter in itertools.chain(*(p.items() for p in self._params.values())):
+                vars(own[name]).update(vars(parameter))  # what the optimizer has kept there
         self._states.clear()
         self._params.clear()
         self._marks.clear()

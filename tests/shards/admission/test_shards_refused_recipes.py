@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "attribute 'calls' of module '1'",
     ),
     "a buffer that is made": (
-        made(MakesABuffer), "each step changes buffer 'rows', which the first"
+        made(MakesABuffer), "each step changes buffer 'rows', which training makes"
     ),
     "what a loss keeps": (
         made(zoo.Net, lambda model: Smoothed()), "each step changes attribute 'mean' of the loss"

@@ -1,0 +1,61 @@
+"""Finds code that draws random numbers from the generators of Python or NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from cerebro_hydra.errors import ConfigurationError
+
+_WORDS = 4 * 625  # of a Mersenne twister: 624 of its state, and its place in them
+PYTHONS, NUMPYS = "Python's random", "numpy.random"
+
+
+class GlobalDraws:
+    """Notes whether the global generators move while code runs that must leave them alone.
+
+    Args:
+        tolerated: how often Python's may: another thread that tries a request again, as clients of
+            object stores do, waits for a time that it draws.
+    """
+
+    def __init__(self, tolerated: int = 1) -> None:
+        self._tolerated = {PYTHONS: tolerated, NUMPYS: 0}
+        self._moved: Counter[str] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the body, which takes some microseconds."""
+        before = _states()
+        yield
+        self._moved.update(name for name, state in _states().items() if state != before[name])
+
+    def check(self) -> None:
+        """Refuse what has moved a generator, even if that has had no effect yet.
+
+        Raises:
+            ConfigurationError: one of them has moved.
+        """
+        for name, tolerated in self._tolerated.items():
+            if self._moved[name] > tolerated:
+                raise ConfigurationError(
+                    f"forward, loss, metrics or collate draw random numbers from {name}, which "
+                    "don't restart at a shard's key; draw them from torch, as by torch.rand(())"
+                )
+
+
+def _states() -> dict[str, object]:
+    # The generators' own functions make 600 objects of Python for it, which takes 0.1 ms.
+    pythons = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    numpys = np.random.get_bit_generator()
+    state = (
+        ctypes.string_at(numpys.ctypes.state_address, _WORDS)
+        if isinstance(numpys, np.random.MT19937)
+        else repr(numpys.state)
+    )
+    return {PYTHONS: ctypes.string_at(pythons, _WORDS), NUMPYS: state}

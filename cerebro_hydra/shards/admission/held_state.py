@@ -1,0 +1,177 @@
+"""Reads what a trial's model, functions and optimizer hold that hops with no shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.object_reader import (
+    ObjectReader,
+    Reading,
+    computed_attributes,
+)
+from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
+
+_OF_TORCH = vars(nn.Module()).keys()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OURS = __name__.partition(".")[0]
+_LIBRARIES = {"torch", "builtins", "functools"}
+
+OF_HOOKS = "what is kept by a"
+"""Begins the names of what is read of hooks."""
+OF_OPTIMIZER = " of optimizer "
+OF_PARAMETER = " of parameter "
+OF_SCHEDULER = " of the lr_scheduler"
+OF_METRIC = " of metric "
+
+
+class HeldState:
+    """Reads a trial's recipe, of which parameters and buffers that hop are no part.
+
+    Each value has a name, such as "attribute 'gain' of module '1'", and in it a path.
+
+    Args:
+        recipe: with the model as it was built.
+        buffers: the names of those that hop, None if all do that the model has now.
+    """
+
+    def __init__(self, recipe: Recipe, buffers: Collection[str] | None = None) -> None:
+        model = recipe.model
+        self._recipe = recipe
+        self._root = f"the model ({type(model).__name__})"
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._built = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._hopping = self._built if buffers is None else frozenset(buffers)
+        metrics = (metric.function for metric in recipe.metric_list)
+        held = (*model.modules(), *recipe.losses, recipe.collate, recipe.lr_scheduler, *metrics)
+        self._packages = {_package(each) for each in (*held, recipe.optimizer)} - _LIBRARIES
+
+    def read(self) -> Reading:
+        """Return what the model, its losses, collate and the LR scheduler's function hold."""
+        recipe, reader = self._recipe, self._reader()
+        self._read_model(reader)
+        losses = recipe.losses
+        for number, loss in enumerate(losses):
+            which = f"loss {number}" if len(losses) > 1 else "the loss"
+            if isinstance(loss, nn.Module):
+                _read_loss(reader, which, loss)
+            else:
+                reader.read(f"a value of {which}", loss)
+        reader.read("a value of the collate", recipe.collate)
+        reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
+        return reader.found
+
+    def read_metrics(self) -> Reading:
+        """Return what the metrics hold."""
+        reader = self._reader()
+        for metric in self._recipe.metric_list:
+            reader.read(f"a value{OF_METRIC}{metric.name!r}", metric.function)
+        return reader.found
+
+    def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
+        """Return what an optimizer holds beside its param groups and state, its hooks as well."""
+        reader, kind = self._reader(), type(optimizer).__name__
+        for name, value in tuple(vars(optimizer).items()):
+            if name in _HOOKS_OF_STEPS:
+                when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
+                _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{kind}", value)
+            elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
+                reader.read(f"attribute {name!r}{OF_OPTIMIZER}{kind}", value)
+        return reader.found
+
+    def _reader(self) -> ObjectReader:
+        model, leaves = self._recipe.model, {id(self._recipe.optimizer): "the optimizer"}
+        for place, module in model.named_modules():
+            leaves[id(module)] = f"module {place!r}"
+            prefix = f"{place}." if place else ""
+            for name in module._parameters:
+                if (own := self._parameters.get(prefix + name)) is not None:
+                    leaves.setdefault(id(own), f"parameter {prefix + name!r}")
+            for name, buffer in module._buffers.items():
+                if prefix + name in self._hopping:
+                    leaves.setdefault(id(buffer), f"buffer {prefix + name!r}")
+        leaves.pop(id(None), None)
+        return ObjectReader(leaves, self._packages)
+
+    def _read_model(self, reader: ObjectReader) -> None:
+        model, seen = self._recipe.model, set()
+        for place, module in model.named_modules(remove_duplicate=False):
+            told = f"module {place!r}" if place else self._root
+            if id(module) in seen:
+                reader.read(f"the object that is {told}", module)
+                continue
+            seen.add(id(module))
+            kind = type(module)
+            reader.found[f"the class of {told}"] = f"{kind.__module__}.{kind.__qualname__}"
+            self._read_tensors(reader, f"{place}." if place else "", module)
+            for name, value in _own_attributes(module):
+                if name in _HOOKS:
+                    when = name.strip("_").removesuffix("_hooks").replace("_", " ")
+                    _read_hooks(reader, f"{OF_HOOKS} {when} hook of {told}", value)
+                else:
+                    reader.read(f"attribute {name!r} of {told}", value)
+
+    def _read_tensors(self, reader: ObjectReader, prefix: str, module: nn.Module) -> None:
+        for name, parameter in tuple(module._parameters.items()):
+            told = f"parameter {prefix + name!r}"
+            if parameter is None or parameter is not self._parameters.get(prefix + name):
+                reader.read(told, parameter)
+                continue
+            reader.found[told] = ""
+            for attribute, value in tuple(vars(parameter).items()):
+                reader.read(f"attribute {attribute!r} of {told}", value)
+        for name, buffer in tuple(module._buffers.items()):
+            if prefix + name in self._hopping:
+                reader.found[f"buffer {prefix + name!r}"] = ""
+            elif buffer is not None or prefix + name not in self._built:
+                made = "" if prefix + name in self._built else ", which training makes"
+                reader.read(f"buffer {prefix + name!r}{made}", buffer)
+
+
+def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
+    for place, module in loss.named_modules():
+        prefix = f"{place}." if place else ""
+        for name, value in _own_attributes(module):
+            if name not in _HOOKS:
+                reader.read(f"attribute {prefix + name!r} of {which}", value)
+            elif value:
+                reader.read(f"attribute {prefix + name!r} of {which}", list(value.values()))
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                reader.read(f"{kind} {prefix + name!r} of {which}", tensor)
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's attributes, but those that its class computes and keeps, and its hooks."""
+    computed = computed_attributes(type(module))  # type: ignore[arg-type]
+    for name, value in tuple(vars(module).items()):
+        if name == "forward" and _is_ours(value):
+            continue  # that of a unit that runs again in backward
+        if name in _HOOKS or (name not in _OF_TORCH and name not in computed):
+            yield name, value
+
+
+def _read_hooks(reader: ObjectReader, name: str, hooks: Mapping[int, Any]) -> None:
+    """Read the user's hooks."""
+    if own := [hook for hook in hooks.values() if not _is_ours(hook)]:
+        reader.read(name, own)
+
+
+def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(f"{_OURS}.")
+
+
+def _package(held: Any) -> str:
+    """Return the package of an object's class, of a function its own."""
+    while isinstance(held, functools.partial):
+        held = held.func
+    module = held.__module__ if hasattr(held, "__code__") else type(held).__module__
+    return str(module).partition(".")[0]

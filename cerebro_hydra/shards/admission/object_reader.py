@@ -1,0 +1,475 @@
+"""Reads what objects of any kind hold, value by value, so that two readings can be compared.
+
+A reading walks through what pickle would take of an object: its attributes and slots, the entries
+of containers, the closures and defaults of functions. Each value has a path, whose parts stand
+between `PART`: the name that the reader was given, then attributes (`.gain`) and entries (`['w']`,
+`[0]`, `{member}`). Two readings of equal objects are equal, also in two processes.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+import random
+import sys
+import sysconfig
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.storage.digest import digest
+
+T = TypeVar("T")
+
+Reading = dict[str, str]
+"""What stands for each value, by its path."""
+
+PART = "\0"
+"""Parts the components of a path."""
+
+NOTHING = "None"
+"""What is read of None."""
+
+_CONTAINER = "<"  # begins what is read of a container
+_NUMBERS = {int, float, bool}
+_ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
+_NAMED = (
+    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_BUFFERS = (bytearray, memoryview, array.array)
+_OF_TORCH = ("torch.distributions.", "torch.optim.lr_scheduler", "torch.nn.")
+_STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "weakref"}
+"""Modules of what is no state of training, whether or not pickle would copy it."""
+
+_LONGEST = 1000
+"""Of a longer collection of plain values, one digest is read."""
+_SHOWN = 64
+"""Characters of what is read of a value; of a longer text it is the digest."""
+_DEEPEST = 100
+_MOST = 100_000
+"""Values of a reading; what is deeper, or comes after them, is not read."""
+
+
+class _Unreadable(Exception):
+    """Something within an object can't be read, such as a lock."""
+
+
+class ObjectReader:
+    """Reads objects into one reading; what it meets again is told by its first path.
+
+    Args:
+        leaves: what stands for objects by their ids, which are not read; they stay alive meanwhile.
+        packages: those of whose classes objects are read. Objects of the standard library are, too,
+            if all that is in them can be; of other installed packages no object is.
+    """
+
+    def __init__(self, leaves: Mapping[int, str], packages: Collection[str]) -> None:
+        self.found: Reading = {}
+        self._leaves = leaves
+        self._packages = packages
+        self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
+        self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
+        self._depth = 0
+        self._strict = 0
+
+    def read(self, path: str, value: Any) -> None:
+        """Read a value and all that it holds; the path must be a new one."""
+        kind = type(value)
+        if kind in _ATOMS:
+            self.found[path] = NOTHING if value is None else _short(f"{kind.__name__} {value!r}")
+        elif (leaf := self._leaves.get(id(value))) is not None:
+            self.found[path] = leaf
+        elif isinstance(value, Tensor):
+            self._read_tensor(path, value)
+        elif (text := self._once(value, _plain_text)) is not None:
+            self.found[path] = text
+        elif self._depth > _DEEPEST or len(self.found) > _MOST:
+            self.found[path] = f"{_name(kind)}, not read"
+        elif kind is not tuple and id(value) in self._seen:
+            self.found[path] = _short(f"as {self._seen[id(value)][1]}")
+        else:
+            self._seen[id(value)] = value, path
+            self._depth += 1
+            try:
+                self._read_object(path, value)
+            finally:
+                self._depth -= 1
+
+    def _read_tensor(self, path: str, value: Tensor) -> None:
+        self.found[path] = self._once(value, _tensor_text)
+        if attributes := getattr(value, "__dict__", None):
+            self.read_attributes(path, value, attributes)
+
+    def _once(self, value: Any, text: Callable[[Any], T]) -> T:
+        """Return the text of an object, which is made once."""
+        if id(value) not in self._texts:
+            self._texts[id(value)] = value, text(value)
+        return self._texts[id(value)][1]  # type: ignore[no-any-return]
+
+    def read_attributes(self, path: str, value: Any, attributes: Mapping[str, Any]) -> None:
+        """Read attributes of an object, but those that its class computes and keeps."""
+        if attributes:
+            computed = computed_attributes(type(value))
+            for name, each in tuple(attributes.items()):
+                if name not in computed:
+                    self.read(f"{path}{PART}.{name}", each)
+
+    def _read_object(self, path: str, value: Any) -> None:
+        if (state := _generator_state(value)) is not None:
+            self.found[path] = _short(f"{_name(type(value))} {state}")
+        elif isinstance(value, dict | types.MappingProxyType):
+            self._read_entries(path, value)
+        elif isinstance(value, set | frozenset):
+            self._read_members(path, value)
+        elif isinstance(value, list | tuple | deque):
+            self._read_items(path, value)
+        elif isinstance(value, np.ndarray):  # of objects, the others are plain
+            self._read_items(path, value.reshape(-1).tolist())
+        elif isinstance(value, types.FunctionType):
+            self._read_function(path, value)
+        elif isinstance(value, types.MethodType):
+            self.found[path] = f"method {value.__func__.__qualname__}"
+            self.read(f"{path}{PART}.__self__", value.__self__)
+        elif isinstance(value, functools.partial):
+            self.found[path] = "partial"
+            for name in ("func", "args", "keywords"):
+                self.read(f"{path}{PART}.{name}", getattr(value, name))
+        elif isinstance(value, nn.Module) or self._is_read(type(value)):
+            self.found[path] = f"object {_name(type(value))}"
+            self._read_state(path, value)
+        else:
+            self._read_of_library(path, value)
+
+    def _is_read(self, kind: type) -> bool:
+        if kind.__module__.startswith(_OF_TORCH):
+            return True
+        package = kind.__module__.partition(".")[0]
+        if package in sys.stdlib_module_names and package != "__main__":
+            return False
+        return package in self._packages or not _is_installed(package)
+
+    def _read_state(self, path: str, value: Any) -> None:
+        self.read_attributes(path, value, getattr(value, "__dict__", {}))
+        for owner, name in _slots(type(value)):
+            try:
+                each = vars(owner)[name].__get__(value)
+            except AttributeError:  # it was never set
+                continue
+            self.read(f"{path}{PART}.{name}", each)
+
+    def _read_of_library(self, path: str, value: Any) -> None:
+        """Read an object of the standard library, if pickle can take it and all that it holds."""
+        kind, before = type(value), len(self.found)
+        self.found[path] = f"{_name(kind)}, not read"
+        package = kind.__module__.partition(".")[0]
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
+            return
+        read = package in sys.stdlib_module_names and package not in _STREAMS
+        if not read or isinstance(value, Iterator):
+            if self._strict:
+                raise _Unreadable
+        else:
+            seen = len(self._seen)
+            self._strict += 1
+            try:
+                self._read_reduced(path, value)
+                self.found[path] = f"object {_name(kind)}"
+            except Exception:  # whatever the code that pickle calls may raise
+                for kept, number in ((self.found, before + 1), (self._seen, seen)):
+                    while len(kept) > number:
+                        kept.popitem()
+                if self._strict > 1:
+                    raise
+            finally:
+                self._strict -= 1
+
+    def _read_reduced(self, path: str, value: Any) -> None:
+        reduced = value.__reduce_ex__(2)
+        if isinstance(reduced, str):
+            return
+        _, arguments, state, items, entries = (*reduced, None, None, None)[:5]
+        self.read(f"{path}{PART}()", arguments)
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.read_attributes(path, value, part)
+            elif part is not None:
+                self.read(f"{path}{PART}.state", part)
+        if items is not None:
+            self._read_items(path, list(items))
+        if entries is not None:
+            self._read_entries(path, dict(entries))
+
+    def _read_entries(self, path: str, value: Mapping[Any, Any]) -> None:
+        self.found[path] = f"{_CONTAINER}{_name(type(value))}"
+        if len(value) > _LONGEST and _are_plain(value) and _are_plain(value.values()):
+            self.found[path] += f" {len(value)} {digest(repr(value).encode())}"
+            return
+        for name, each in zip(self._keys(value), tuple(value.values()), strict=True):
+            self.read(f"{path}{PART}[{name}]", each)
+        if attributes := getattr(value, "__dict__", None):
+            self.read_attributes(path, value, attributes)
+
+    def _read_members(self, path: str, value: Collection[Any]) -> None:
+        self.found[path] = f"{_CONTAINER}{_name(type(value))}"
+        if len(value) > _LONGEST and _are_plain(value):
+            members = repr(sorted(map(repr, value)))
+            self.found[path] += f" {len(value)} {digest(members.encode())}"
+            return
+        for name in self._keys(value):
+            self.found[f"{path}{PART}{{{name}}}"] = ""
+
+    def _read_items(self, path: str, value: Collection[Any]) -> None:
+        self.found[path] = f"{_CONTAINER}{_name(type(value))} {len(value)}"
+        if len(value) > _LONGEST and _are_plain(value):
+            self.found[path] += f" {_digest_of(value)}"
+            return
+        for number, each in enumerate(value):
+            self.read(f"{path}{PART}[{number}]", each)
+        if attributes := getattr(value, "__dict__", None):
+            self.read_attributes(path, value, attributes)
+
+    def _read_function(self, path: str, value: types.FunctionType) -> None:
+        self.found[path] = _function_text(value)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                self.read(f"{path}{PART}.{name}", cell.cell_contents)
+            except ValueError:  # it is empty
+                continue
+        both = {"defaults": value.__defaults__, "keywords": value.__kwdefaults__}
+        for name, defaults in both.items():
+            if defaults is not None:
+                self.read(f"{path}{PART}.{name}", defaults)
+        self.read_attributes(path, value, vars(value))
+
+    def _keys(self, values: Iterable[Any]) -> Iterator[str]:
+        """Yield a name for each key; equal names of objects are numbered in their order."""
+        counts: Counter[str] = Counter()
+        for value in tuple(values):
+            name = self._key(value)
+            number = counts[name]
+            counts[name] += 1
+            yield f"{name}#{number}" if number else name
+
+    def _key(self, value: Any) -> str:
+        if type(value) in _ATOMS:
+            return _short(repr(value))
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self._key, value))})"
+        if (leaf := self._leaves.get(id(value))) is not None:
+            return leaf
+        return _plain_text(value) or _name(type(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else digest(text.encode(errors="surrogatepass"))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _tensor_text(value: Tensor) -> str:
+    try:
+        content = tensor_digest(value)
+    except (RuntimeError, NotImplementedError):  # it is sparse or has no values
+        content = ""
+    return f"tensor {value.dtype} {tuple(value.shape)} {content}"
+
+
+def _function_text(value: types.FunctionType) -> str:
+    code = value.__code__
+    constants = [each for each in code.co_consts if type(each) in _ATOMS]
+    body = digest(code.co_code + repr(constants).encode(errors="surrogatepass"))
+    return f"function {value.__module__}.{value.__qualname__} {body}"
+
+
+def _plain_text(value: Any) -> str | None:
+    """Return what is read of a value that holds no other, None of any other."""
+    if isinstance(value, types.FunctionType):
+        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return None if any(held) else _function_text(value)
+    if isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray) and not value.dtype.hasobject
+    ):
+        plain = np.ascontiguousarray(value).reshape(-1)
+        content = digest(plain.view(np.uint8) if plain.dtype.itemsize else b"")
+        return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
+    if isinstance(value, _BUFFERS):
+        return f"{_name(type(value))} {len(value)} {digest(bytes(value))}"
+    if isinstance(value, _NAMED):
+        return f"{_name(type(value))} {getattr(value, '__qualname__', None) or value}"
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, int | float | complex | str | bytes):  # of a derived class
+        plain = next(k for k in (int, float, complex, str, bytes) if isinstance(value, k))
+        return _short(f"{_name(type(value))} {plain.__repr__(value)}")
+    return None
+
+
+def _generator_state(value: Any) -> str | None:
+    """Return the digest of the state of a generator of random numbers, None if it is none."""
+    if isinstance(value, random.Random):
+        return digest(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return _numpy_state(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return _numpy_state(value.get_state(legacy=False))
+    if isinstance(value, torch.Generator):
+        return tensor_digest(value.get_state())
+    return None
+
+
+def _numpy_state(state: Any) -> str:
+    reader = ObjectReader({}, ())
+    reader.read("", state)
+    return digest(repr(reader.found).encode())
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= _ATOMS
+
+
+def _digest_of(values: Collection[Any]) -> str:
+    """Return the digest of plain values; that of numbers is quick."""
+    if set(map(type, values)) <= {float}:
+        return digest(np.fromiter(values, np.float64, len(values)))
+    return digest(repr(tuple(values)).encode(errors="surrogatepass"))
+
+
+@functools.lru_cache(1000)
+def computed_attributes(kind: type) -> frozenset[str]:
+    """Return the attributes that a class computes when they are read first, and keeps."""
+    return frozenset(
+        name
+        for owner in kind.__mro__
+        for name, each in vars(owner).items()
+        if isinstance(each, functools.cached_property)
+        or (kind.__module__.startswith(_OF_TORCH) and type(each).__name__ == "lazy_property")
+    )
+
+
+@functools.lru_cache(1000)
+def _slots(kind: type) -> tuple[tuple[type, str], ...]:
+    """Return the names of an object's slots, each with the class that has it."""
+    return tuple(
+        (owner, name)
+        for owner in kind.__mro__
+        for name, each in vars(owner).items()
+        if isinstance(each, types.MemberDescriptorType) and "__slots__" in vars(owner)
+    )
+
+
+@functools.lru_cache(1000)
+def _is_installed(package: str) -> bool:
+    """Return whether a package is not the user's own code: installed, built in or of Python."""
+    module = sys.modules.get(package)
+    if module is None or package == "__main__":
+        return False
+    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
+    if places == [None]:
+        return package in sys.builtin_module_names
+    roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
+
+
+# ---------------------------------------------------------------------- two readings
+
+
+def name_of(path: str) -> str:
+    """Return the name that a path begins with."""
+    return path.partition(PART)[0]
+
+
+def told(path: str) -> str:
+    """Return a path in words: the name, and where in it the value is."""
+    name, *parts = path.split(PART)
+    return f"{name} at {''.join(parts)}" if parts else name
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """Return the paths of values that were made, deleted or changed between two readings."""
+    if before == after:
+        return set()
+    return {path for path, _ in before.items() ^ after.items()}
+
+
+class KnownChanges:
+    """Tells which changes were seen in a trial's first steps, where they depended on no history.
+
+    A container that then gained or lost entries may do so again, and its new entries may change.
+
+    Args:
+        marks: a path that changed; with `ANY` as its last part, a container for all that is below;
+            with `SAME`, a value there that did not change.
+    """
+
+    ANY = f"{PART}*"
+    SAME = f"{PART}="
+
+    MOST = 256
+    """Marks for one name; if there were more, everything below it is known."""
+
+    def __init__(self, marks: Collection[str]) -> None:
+        self._marks = frozenset(marks)
+        self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
+
+    def covers(self, path: str) -> bool:
+        """Return whether a change of this value was seen, or one of its kind."""
+        if path in self._marks:
+            return True
+        if not self._open or path + self.SAME in self._marks:
+            return False
+        parts = path.split(PART)
+        return any(PART.join(parts[:n]) in self._open for n in range(1, len(parts) + 1))
+
+    @classmethod
+    def marks_of(cls, readings: Iterable[Reading]) -> tuple[str, ...]:
+        """Return the marks of readings, one before the first steps and one after each."""
+        latest: Reading = {}
+        moved: set[str] = set()
+        opened: set[str] = set()
+        for number, reading in enumerate(readings):
+            if number:
+                moved |= (found := changed(latest, reading))
+                for path in found:
+                    opened |= _opened(path, latest.get(path), reading.get(path))
+            latest = reading
+        marks: dict[str, list[str]] = {}
+        for path in moved:
+            marks.setdefault(name_of(path), []).append(path)
+        for path in opened:
+            marks.setdefault(name_of(path), []).append(path + cls.ANY)
+        below = tuple(path + PART for path in opened)
+        for path in latest.keys() - moved if below else ():
+            if path.startswith(below):
+                marks.setdefault(name_of(path), []).append(path + cls.SAME)
+        few = (m if len(m) <= cls.MOST else [n + cls.ANY] for n, m in marks.items())
+        return tuple(sorted(itertools.chain.from_iterable(few)))
+
+
+def _opened(path: str, before: str | None, after: str | None) -> set[str]:
+    """Return the containers that are seen to change in size, or to be made, by a changed value."""
+    opened = set()
+    container, _, part = path.rpartition(PART)
+    if container and part.startswith(("[", "{")) and None in (before, after):
+        opened.add(container)
+    if any(text is not None and text.startswith(_CONTAINER) for text in (before, after)):
+        opened.add(path)
+    return opened
+
+
+def have_grown(paths: Iterable[str], before: Reading, after: Reading) -> set[str]:
+    """Return which changed paths are entries that were added, or values where there were none."""
+    return {path for path in paths if path not in before or before[path] == NOTHING}

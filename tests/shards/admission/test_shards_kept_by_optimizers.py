@@ -1,0 +1,102 @@
+"""Admission refuses what optimizers, their hooks and LR lambdas keep that hops with no shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from cerebro_hydra.errors import ConfigurationError
+from tests.shards import zoo
+from tests.shards.hopping import start
+from tests.shards.trials import Make, bound, mlp_recipe
+
+VECTORS = zoo.vectors(8)
+
+
+class Anchors(torch.optim.SGD):
+    """Keeps where each parameter began as an attribute of it."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if not hasattr(parameter, "anchor"):
+                parameter.anchor = parameter.detach().clone()
+
+
+class KeepsForAll(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["all"]["steps"] = 1
+
+
+class RemembersANorm(torch.optim.SGD):
+    """Keeps what each step sets anew."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.info = {"norm": 0.0, "k": 1.0}
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        self.info["norm"] = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        return super().step(closure)
+
+
+def counting_hook(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), [0]
+
+    def hook(*_):
+        calls[0] += 1
+
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+def by(optimizer: type[torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: optimizer(model.parameters(), lr=0.1)
+
+
+def counted_by(calls: list[int]) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    def factor(epoch):
+        calls[0] += 1
+        return 1 / calls[0]
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+REFUSED: dict[str, tuple[Callable[[int], Make], str]] = {
+    "a count in a hook": (
+        lambda shards: mlp_recipe(counting_hook, shards=shards),
+        r"each step changes what is kept by a step post hook of optimizer SGD at \[0\]\.calls\[0\]",
+    ),
+    "a tensor on each parameter": (
+        lambda shards: mlp_recipe(by(Anchors), shards=shards),
+        "each step changes attribute 'anchor' of parameter '0.bias'.*in the optimizer's state",
+    ),
+    "state under another key": (
+        lambda shards: mlp_recipe(by(KeepsForAll), shards=shards),
+        r"KeepsForAll keeps state under 'all', which is no parameter.* as group\['all'\]",
+    ),
+    "a count in an LR lambda": (
+        lambda shards: mlp_recipe(shards=shards, lr_scheduler=counted_by([0])),
+        r"each step changes a value of the lr_scheduler at \.factor\.calls\[0\].*the epoch",
+    ),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_by_the_same_name_in_each_cut(what: str, shards: int) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(ConfigurationError, match=message):
+        start(bound(make(shards))(), [VECTORS])
+
+
+def test_what_each_step_sets_anew_is_admitted_and_known_by_its_path() -> None:
+    trial = start(bound(mlp_recipe(by(RemembersANorm)))(), [VECTORS])
+    name = "attribute 'info' of optimizer RemembersANorm"
+    assert trial.admission.attributes == (f"{name}\0['norm']",)
