@@ -128,6 +128,7 @@ class Agent:
         make: Make = recipe,
         device: float | None = None,
     ) -> None:
+        Draws.audits = False
         self.folder, self.make = trained, make
         self.built: list[Recipe] = []
         self.begun: list[int] = []

@@ -42,6 +42,7 @@ NOTHING = "None"
 _CONTAINER = "<"  # begins what is read of a container
 _NUMBERS = {int, float, bool}
 _ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
+_DERIVED: tuple[type, ...] = (int, float, complex, str, bytes)
 _NAMED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -119,7 +120,7 @@ class ObjectReader:
     def read_attributes(self, path: str, value: Any, attributes: Mapping[str, Any]) -> None:
         """Read attributes of an object, but those that its class computes and keeps."""
         if attributes:
-            computed = computed_attributes(type(value))
+            computed = computed_attributes(type(value))  # type: ignore[arg-type]
             for name, each in tuple(attributes.items()):
                 if name not in computed:
                     self.read(f"{path}{PART}.{name}", each)
@@ -160,7 +161,7 @@ class ObjectReader:
 
     def _read_state(self, path: str, value: Any) -> None:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))
-        for owner, name in _slots(type(value)):
+        for owner, name in _slots(type(value)):  # type: ignore[arg-type]
             try:
                 each = vars(owner)[name].__get__(value)
             except AttributeError:  # it was never set
@@ -303,8 +304,8 @@ def _plain_text(value: Any) -> str | None:
     if isinstance(value, np.generic) or (
         isinstance(value, np.ndarray) and not value.dtype.hasobject
     ):
-        plain = np.ascontiguousarray(value).reshape(-1)
-        content = digest(plain.view(np.uint8) if plain.dtype.itemsize else b"")
+        flat = np.ascontiguousarray(value).reshape(-1)
+        content = digest(flat.view(np.uint8) if flat.dtype.itemsize else b"")
         return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
     if isinstance(value, _BUFFERS):
         return f"{_name(type(value))} {len(value)} {digest(bytes(value))}"
@@ -312,9 +313,9 @@ def _plain_text(value: Any) -> str | None:
         return f"{_name(type(value))} {getattr(value, '__qualname__', None) or value}"
     if isinstance(value, itertools.count):
         return repr(value)
-    if isinstance(value, int | float | complex | str | bytes):  # of a derived class
-        plain = next(k for k in (int, float, complex, str, bytes) if isinstance(value, k))
-        return _short(f"{_name(type(value))} {plain.__repr__(value)}")
+    if isinstance(value, _DERIVED):  # of a class that is derived from one of these
+        own = next(kind for kind in _DERIVED if isinstance(value, kind))
+        return _short(f"{_name(type(value))} {own.__repr__(value)}")  # type: ignore[call-arg]
     return None
 
 
