@@ -34,10 +34,10 @@ from cerebro_hydra.plan.queues.visit import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.clipping import Norms
 from cerebro_hydra.shards.engine.differences import StepResult
+from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes
-from cerebro_hydra.shards.engine.pass_record import PassRecord
-from cerebro_hydra.shards.engine.sub_epoch import Norms
 from cerebro_hydra.storage.run_document import TrialSpec
 
 

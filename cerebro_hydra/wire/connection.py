@@ -34,12 +34,6 @@ _STRANGERS = 256  # connections at most that have not shown the secret yet
 _CONNECTIONS = 4096  # connections at most in all
 _RETRY_SECONDS = 1.0  # seconds to wait where no connection can be accepted
 
-HEARTBEAT_SECONDS = 0.5
-"""Seconds between two heartbeats, which each end sends."""
-
-SILENCE_SECONDS = 10.0
-"""Seconds without a byte from the other end after which it is given up: it hangs, or is cut off."""
-
 GOODBYE_SECONDS = 5.0
 """Seconds, at most, that a peer has to hang up after a goodbye."""
 

@@ -24,15 +24,14 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.wire import connection as listener
 from cerebro_hydra.wire.connection import (
     GOODBYE_SECONDS,
-    HEARTBEAT_SECONDS,
     LONGEST_MESSAGE,
-    SILENCE_SECONDS,
     Connection,
     Listener,
     Message,
     encode,
 )
 from cerebro_hydra.wire.credentials import Credentials
+from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS, Heartbeat
 from cerebro_hydra.wire.messages import RUN_OVER, ControlFailed, RunOver
 
 _log = logging.getLogger(__name__)
@@ -75,8 +74,7 @@ class ControlClient:
         self._uri = uri
         self._on_message = on_message
         self._on_closed = on_closed
-        self._heartbeat_seconds = heartbeat_seconds
-        self._silence_seconds = silence_seconds
+        self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
         self._closing = False
         self._inbox: SimpleQueue[Message | str] = SimpleQueue()
         self._accepted: Future[None] = Future()
@@ -194,7 +192,7 @@ class ControlConnection(Connection):
         self.on_message: Callable[[Message], None] = _ignore
         self.on_end: Callable[[str], None] = _ignore
         self._greeting_seconds = greeting_seconds
-        self._missed_beats = 0
+        self._heartbeat = Heartbeat()
         self._opened = self._ended = False
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -212,7 +210,7 @@ class ControlConnection(Connection):
         """Begin the conversation, with a heartbeat each `heartbeat_seconds`."""
         self._timer.cancel()
         self._opened = True
-        self._heartbeat_seconds, self._silence_seconds = heartbeat_seconds, silence_seconds
+        self._heartbeat = Heartbeat(heartbeat_seconds, silence_seconds)
         self.limit = LONGEST_MESSAGE
         self.on_line = self._hear
         self._beat()
@@ -236,7 +234,7 @@ class ControlConnection(Connection):
 
     def data_received(self, data: bytes) -> None:
         """Count any byte as a sign of life."""
-        self._missed_beats = 0
+        self._heartbeat.hear()
         super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -262,21 +260,19 @@ class ControlConnection(Connection):
             self.on_message(value)
 
     def _beat(self) -> None:
-        # Beats are counted, not seconds: a pause of this process is no silence of the peer.
-        if self._missed_beats * self._heartbeat_seconds >= self._silence_seconds:
-            self.hang_up(f"no heartbeat for {self._silence_seconds:.1f} s")
-            self.transport.abort()  # the goodbye waits in the peer's socket; nobody waits here
-        else:
-            self._missed_beats += 1
+        if self._heartbeat.beat():
             self._say(b"\n")
-            self._timer = self.loop.call_later(self._heartbeat_seconds, self._beat)
+            self._timer = self.loop.call_later(self._heartbeat.seconds, self._beat)
+        else:
+            self.hang_up(f"no heartbeat for {self._heartbeat.silence:.1f} s")
+            self.transport.abort()  # the goodbye waits in the peer's socket; nobody waits here
 
     def _end(self, reason: str) -> None:
         if self._ended:
             return
         self._ended = True
         self._timer.cancel()
-        grace = min(GOODBYE_SECONDS, self._silence_seconds) if self._opened else GOODBYE_SECONDS
+        grace = min(GOODBYE_SECONDS, self._heartbeat.silence)
         self._timer = self.loop.call_later(grace, self.transport.abort)
         try:
             self.on_end(reason)

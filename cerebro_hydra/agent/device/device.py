@@ -56,8 +56,8 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
+from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, Segments, in_place, memory_of, on_host
-from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage.run_document import TrialSpec
 

@@ -13,8 +13,8 @@ from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
+from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes
-from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Cursor = Mapping[str, Any]

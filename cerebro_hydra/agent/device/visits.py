@@ -36,6 +36,7 @@ from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffect
 from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import (
     Bytes,
     GradientLayout,
@@ -45,7 +46,6 @@ from cerebro_hydra.shards.engine.layout import (
     memory_of,
 )
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
-from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.shards.heap import kept_heap, trim_heap

@@ -27,6 +27,7 @@ from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
+from cerebro_hydra.shards.engine.graph_passes import TensorLog, tensors_of
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
@@ -48,7 +49,6 @@ from cerebro_hydra.shards.engine.microbatch import (
     ReadsElsewhere,
 )
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
-from cerebro_hydra.shards.engine.pass_record import TensorLog, tensors_of
 from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
 
 _MOST_ROUNDS, _ENOUGH_SECONDS = 6, 0.2

@@ -1,20 +1,16 @@
-"""A sub-epoch of one trial: binds its shards to memory, updates them, and lets them go.
-
-Clipping goes shard by shard, with the bits of `clip_grad_norm_` and `clip_grad_value_`.
-"""
+"""A sub-epoch of one trial: binds its shards to memory, updates them, and lets them go."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe.randomness import random_numbers_kept
@@ -28,6 +24,7 @@ from cerebro_hydra.shards.engine.bound_model import (
     check_released,
     storages,
 )
+from cerebro_hydra.shards.engine.clipping import Clipping, Norms, floats, grad_norms
 from cerebro_hydra.shards.engine.differences import same_bits, used_elsewhere
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
@@ -36,8 +33,6 @@ from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
 
 Cursor = dict[str, Any]
-Norms = Mapping[str, float]
-"""The 2-norm of each gradient of a shard, by parameter."""
 
 MOST_TRIED = 1 << 20
 """Bytes of the largest parameter with which it is tried whether an optimizer is separable."""
@@ -72,7 +67,6 @@ class SubEpoch:
         self._start_step = start_step
         self._epoch_metrics = epoch_metrics
         self._held = held
-        self._order = [p.name for p in cut_model.params]
         self._states: dict[int, ShardState] = {}
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
@@ -81,8 +75,7 @@ class SubEpoch:
         self._updated: set[int] = set()  # in this window
         self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
         self.in_last_window = False
-        self._norms: dict[int, dict[str, Tensor]] = {}
-        self._coefficient: Tensor | None = None
+        self._clipping = Clipping(recipe, cut_model)
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
         self._idle: IdleModel | None = None
@@ -114,8 +107,7 @@ class SubEpoch:
     def begin_window(self, step: int) -> None:
         """Begin an optimizer step."""
         self.step = step
-        self._coefficient = None
-        self._norms.clear()
+        self._clipping.begin_window()
         if self._bound is not None:
             self._recipe.model.train()  # the forward may have left a module in evaluation
 
@@ -265,10 +257,8 @@ class SubEpoch:
         assert self._held is not None
         self._check_left_alone(k)
         self._write_back(state)
-        norms: Norms | None = None
-        if self._recipe.clip_grad_norm is not None and k not in self._updated:
-            self._norms[k] = grad_norms(state.params)
-            norms = floats(self._norms[k])
+        counts = self._clipping.by_norm and k not in self._updated
+        norms = self._clipping.note(k, state.params) if counts else None
         GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
         if self._bound is not None:
             if last:
@@ -287,12 +277,7 @@ class SubEpoch:
 
     def add_norms(self, norms: Mapping[int, Norms]) -> None:
         """Take the norms of gradients of shards whose last backward was in another process."""
-        kinds = {p.name: p.dtype.to_real() for p in self._cut_model.params}
-        for k, each in norms.items():
-            self._norms[k] = {
-                name: torch.tensor(norm, dtype=kinds[name], device=self._recipe.device)
-                for name, norm in each.items()
-            }
+        self._clipping.add(norms)
 
     def norms_of(self, k: int) -> Norms:
         """Return the norms of the gradients of a shard that is here."""
@@ -309,19 +294,7 @@ class SubEpoch:
             copies = self._end_hold(state)
         elif self._bound is not None:
             self._bound.collect_written(state)  # what a backward hook has assigned
-        limit = self._recipe.clip_grad_norm
-        if limit is not None:
-            if self._coefficient is None:  # the first update after the barrier
-                self._norms |= {k: grad_norms(s.params) for k, s in self._states.items()}
-                if missing := set(range(self._cut_model.num_shards)) - self._norms.keys():
-                    raise ValueError(f"the norms of the gradients of shards {missing} are unknown")
-                norms: dict[str, Tensor] = {}
-                for each in self._norms.values():
-                    norms |= each
-                self._coefficient = clip_coefficient(norms, self._order, limit)
-            scale_grads(state.params, self._coefficient)
-        if self._recipe.clip_grad_value is not None:
-            torch.nn.utils.clip_grad_value_(state.params.values(), self._recipe.clip_grad_value)
+        self._clipping.clip(k, self._states)
         optimizer, scheduler = self._optimizers[k]
         optimizer.step()
         state.keep_optimizer(optimizer)
@@ -332,7 +305,8 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
-        if self._bound is not None and k > 0 and limit is None:  # else no backward comes after it
+        if self._bound is not None and k > 0 and not self._clipping.by_norm:
+            # Else no backward comes after it.
             self._mark_updated(k, self._bound, state, copies)
 
     def _mark_updated(
@@ -413,56 +387,6 @@ class SubEpoch:
         self._gradients.clear()
         if self._held is not None:
             self._held.copies.clear()
-
-
-def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the 2-norm of each gradient that exists."""
-    norms: dict[str, Tensor] = {}
-    for grads in _grads_by_dtype(params):
-        norms |= zip(grads, torch._foreach_norm([*grads.values()], 2.0), strict=True)
-    return norms
-
-
-def floats(norms: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return norms as numbers of Python, for which a device is waited for once."""
-    if not norms:
-        return {}
-    values = torch.stack([norm.double() for norm in norms.values()]).tolist()
-    return dict(zip(norms, values, strict=True))
-
-
-def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: float) -> Tensor:
-    """Return the factor for every gradient that brings the total norm down to `limit`.
-
-    Args:
-        norms: the norms of all shards together.
-        order: every parameter's name in `model.parameters()` order, on which the sum depends.
-    """
-    present = [norms[name] for name in order if name in norms]
-    if not present:
-        return torch.tensor(1.0)
-    # Gradients of several dtypes are summed dtype by dtype, in an order that only torch defines.
-    groups = _group_tensors_by_device_and_dtype([present])  # type: ignore[list-item]
-    ordered = [
-        norm for (of_a_dtype, *_), _ in groups.values() for norm in of_a_dtype if norm is not None
-    ]
-    device = present[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in ordered]), 2.0)
-    return torch.clamp(limit / (total + 1e-6), max=1.0)
-
-
-def scale_grads(params: Mapping[str, Tensor], coefficient: Tensor) -> None:
-    """Multiply every gradient by the coefficient."""
-    for grads in _grads_by_dtype(params):
-        torch._foreach_mul_([*grads.values()], coefficient)
-
-
-def _grads_by_dtype(params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    groups: dict[torch.dtype, dict[str, Tensor]] = {}
-    for name, parameter in params.items():
-        if parameter.grad is not None:
-            groups.setdefault(parameter.grad.dtype, {})[name] = parameter.grad
-    return list(groups.values())
 
 
 def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:

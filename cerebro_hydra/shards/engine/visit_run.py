@@ -14,7 +14,8 @@ import torch
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Window
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.graph_passes import GraphPasses
+from cerebro_hydra.shards.engine.clipping import Norms
+from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
@@ -25,8 +26,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     Then,
 )
 from cerebro_hydra.shards.engine.module_tasks import PausedPass
-from cerebro_hydra.shards.engine.pass_record import PassRecord
-from cerebro_hydra.shards.engine.sub_epoch import Cursor, Norms, SubEpoch
+from cerebro_hydra.shards.engine.sub_epoch import Cursor, SubEpoch
 
 
 @dataclass(frozen=True)

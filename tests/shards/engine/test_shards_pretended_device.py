@@ -31,7 +31,7 @@ def check(case: str, found: dict[str, int]) -> None:
     assert rest == 0
     assert found.pop("layout.load") < loads
     assert found.pop("state._together", 0) < loads
-    assert found.pop("sub_epoch.floats", 0) < (loads if recipe.clip_grad_norm else 1)
+    assert found.pop("clipping.floats", 0) < (loads if recipe.clip_grad_norm else 1)
     assert found.pop("microbatch.finish_forward") == microbatches
     assert found.pop("evaluation.run") == 1
     assert found.pop("recipe.compute_metrics", 0) == len(recipe.metric_list)

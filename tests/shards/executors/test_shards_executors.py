@@ -23,8 +23,8 @@ from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
+from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import aligned
-from cerebro_hydra.shards.engine.pass_record import PassRecord
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.examples import examples
 from tests.shards.executors.alone import train_alone

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.engine.graph_passes import StoredTensor, TensorLog, tensors_of
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass
 from cerebro_hydra.shards.engine.microbatch import Microbatch
-from cerebro_hydra.shards.engine.pass_record import StoredTensor, TensorLog, tensors_of
 
 LENGTHS = {"running_mean": 100, "running_var": 200, "num_batches_tracked": 1}
 
