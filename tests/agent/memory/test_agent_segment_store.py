@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import LEAST_SPILLED, SegmentStore
+from cerebro_hydra.agent.worker_loop import WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
-from cerebro_hydra.plan.queues.ledger import StateName
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.ledger import Ledger, StateName
+from cerebro_hydra.plan.queues.log import DeviceLog
+from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
+from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.digest import digest
@@ -262,6 +267,96 @@ def test_whoever_wants_memory_and_the_loop_of_the_queues_never_wait_for_one_anot
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
+    assert {block.digest for block in queues.ledger.kept} == segment_store.digests()
+
+
+class Watched:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.met = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.met.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def keep_small(segment_store: SegmentStore, mark: int) -> str:
+    """Keep a segment that needs no room, and return its digest."""
+    buffer = np.full(8, mark, np.uint8)
+    segment_store.keep(StateName(mark, 0), 0, {"trainable": (digest(buffer), buffer)})
+    return digest(buffer)
+
+
+def tell_of_a_visit(segment_store: SegmentStore, queues: WorkerState) -> None:
+    """Have the loop of the queues hear that a visit begins, and wait until it has."""
+    decided = threading.Event()
+
+    def ignore(*_: object) -> None:
+        """Do nothing."""
+
+    log = DeviceLog(queues, lambda visit: visit)
+    loop = WorkerLoop(queues, segment_store.lock, log, lambda _: decided.set(), ignore, ignore)
+    loop.put(lambda: loop.tell(run(9, trial=1)))
+    loop.start()
+    assert decided.wait(SECONDS)
+    loop.stop()
+    loop.join()
+
+
+OTHERS: dict[str, Callable[[SegmentStore, WorkerState], object]] = {
+    "a shard is kept": lambda store, _: keep_small(store, 9),
+    "a segment is dropped": lambda store, _: store.discard(digest(np.full(8, 8, np.uint8))),
+    "a state is forgotten": lambda store, _: store.forget_state(StateName(1, 0)),
+    "a visit begins": tell_of_a_visit,
+}
+"""What other threads do meanwhile: fetches, the coordinator's messages, the loop of the queues."""
+
+
+@pytest.mark.parametrize(
+    "within", [(BufferPool, "is_shared"), (Ledger, "taken"), (Visit, "next_use")]
+)
+@pytest.mark.parametrize("other", OTHERS)
+def test_whoever_comes_while_it_is_chosen_what_goes_waits_and_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: tuple[type, str], other: str
+) -> None:
+    queues = idle_queues()
+    segment_store = SegmentStore(2 * SIZE, str(tmp_path), BufferPool(poison=True), queues)
+    add(segment_store, 1)
+    add(segment_store, 2)
+    keep_small(segment_store, 8)
+    queues.handle([run(0, trial=1), run(1, trial=2)])
+    segment_store.lock = lock = Watched(segment_store.lock)  # type: ignore[assignment]
+    came: list[threading.Thread] = []
+    ended = threading.Event()
+    choosing = getattr(*within)
+
+    def interrupted(*args: Any) -> Any:
+        """Let the other thread come, and go on when it has ended or has to wait."""
+        if not came:
+            came.append(threading.Thread(target=act))
+            came[0].start()
+            assert lock.met.wait(SECONDS)
+            assert not ended.is_set(), "it came in while others were looking"
+        return choosing(*args)
+
+    def act() -> None:
+        OTHERS[other](segment_store, queues)
+        ended.set()
+        lock.met.set()
+
+    cls, name = within
+    is_static = isinstance(vars(cls)[name], staticmethod)
+    monkeypatch.setattr(cls, name, staticmethod(interrupted) if is_static else interrupted)
+    add(segment_store, 3)
+    came[0].join(SECONDS)
+    assert ended.is_set()
+    assert segment_store.pool.leased <= 2 * SIZE
     assert {block.digest for block in queues.ledger.kept} == segment_store.digests()
 
 
