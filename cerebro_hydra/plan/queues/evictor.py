@@ -181,4 +181,4 @@ class Evictor:
 
 def _next_read(visit: Visit, shard: int) -> float:
     """Return how far away the next task is for which a visit may read a shard of its source."""
-    return visit.distance(shard) + (0 if visit.status == "open" else LATER)
+    return visit.next_use(shard) + (0 if visit.status == "open" else LATER)

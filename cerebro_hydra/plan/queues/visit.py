@@ -512,12 +512,7 @@ class Visit:
         They are those of its list, and one of another list for which that list is waiting. So what
         is ready is always nearer than what waits, and DRAM goes to it.
         """
-        self._tasks(self.lists[self._list_of[shard]])
-        return self.distance(shard)
-
-    def distance(self, shard: int) -> float:
-        """Return the same without taking a window, so that whoever asks changes no decision."""
-        left = self.lists[self._list_of[shard]].left
+        left = self._tasks(self.lists[self._list_of[shard]])
         waits_for = 0 if not left or self._is_ready(left[0]) else 1
         for distance, task in enumerate(left, start=waits_for):
             if task.shard == shard:

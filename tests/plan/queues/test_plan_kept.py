@@ -159,7 +159,7 @@ class Shell:
                     block = state.ledger.get(state_key(number, shard))
                     if digest == FROZEN or block is None or not block.changed:
                         waits = 0 if visit.status == "open" else 1e6
-                        found.append(visit.distance(shard) + waits)
+                        found.append(visit.next_use(shard) + waits)
         return min(found)
 
 
