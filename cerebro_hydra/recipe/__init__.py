@@ -10,7 +10,8 @@ from cerebro_hydra.recipe.build import (
     recipe_of,
 )
 from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
-from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics, resolve_metrics
+from cerebro_hydra.recipe.known_metrics import resolve_metrics
+from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics
 from cerebro_hydra.recipe.numerics import (
     exact_by_address,
     fingerprint_differences,

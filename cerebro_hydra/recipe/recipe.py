@@ -25,6 +25,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
+from cerebro_hydra.recipe.known_metrics import resolve_metrics
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import (
     BatchSum,
@@ -33,7 +34,6 @@ from cerebro_hydra.recipe.metrics import (
     SumOverRows,
     as_json,
     as_made,
-    resolve_metrics,
 )
 from cerebro_hydra.recipe.objective import Objective
 from cerebro_hydra.recipe.placement import CPU, Placement
