@@ -526,8 +526,7 @@ class VisitBoundary:
         self._slabs = slabs
         self._graph = graph
         self._records: dict[int, dict[int, PassRecord]] = {}  # by microbatch and place in it
-        # By window and shard, with the microbatch whose backward gave them.
-        self._norms: defaultdict[int, dict[int, tuple[int, Norms]]] = defaultdict(dict)
+        self._norms: defaultdict[int, dict[int, Norms]] = defaultdict(dict)  # by window and shard
         self._places: dict[Action, int] = {}  # of units under way, by their last tasks
 
     def order(self, tasks: Sequence[Action]) -> Compute:
@@ -544,18 +543,16 @@ class VisitBoundary:
             before = max((place for place in records if place < first), default=None)
             record = record if before is None else records[before]
             self._places[tasks[-1]] = self._place_of(passes[-1])
-        norms = {k: each for k, (_, each) in self._norms[window].items()}
-        record = replace(record, norms=norms)  # of units that came later, too
+        record = replace(record, norms=dict(self._norms[window]))  # of units that came later, too
         return Compute(tuple(tasks), {"boundary": self._slab_of(number)}, record)
 
     def note(self, last: Action, record: PassRecord) -> None:
         """Keep what a unit has left, by its last task."""
         number, k = last.microbatch or 0, last.shard
-        if k in record.norms and last.kind is not ActionKind.F:
-            norms = self._norms[number // self._graph.window]
-            # A backward that is done again has not the gradients of those after it.
-            if norms.get(k, (0,))[0] <= number:
-                norms[k] = number, record.norms[k]
+        # Only the last backward of a window has all gradients, whichever is done again after it.
+        ends = last.kind is not ActionKind.F and number == self._graph.window_of(number)[-1]
+        if ends and k in record.norms:
+            self._norms[number // self._graph.window][k] = record.norms[k]
         if (place := self._places.pop(last, None)) is not None:
             self._records[number][place] = record
 
