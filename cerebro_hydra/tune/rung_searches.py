@@ -60,6 +60,9 @@ class SuccessiveHalvingSearch(_RungSearch):
     validation loss goes on, then the lower trial. With `order="seeded"` two runs have the same
     trials, decisions and bits.
 
+    The algorithm is Jamieson and Talwalkar's (AISTATS 2016), as in Li et al., "A System for
+    Massively Parallel Hyperparameter Tuning" (MLSys 2020), Algorithm 1.
+
     Args:
         search_space: `{name: hp_log(1e-4, 1e-1)}`, and `hp_choice` and its like.
         num_models: how many draws.
@@ -98,6 +101,9 @@ class HyperbandSearch(_RungSearch):
     `num_epochs`, and others lie between, each with about the same work. With num_epochs=81, eta=3:
     81 trials begin with 1 epoch, 34 with 3, 15 with 9, 8 with 27 and 5 with 81. Within a bracket
     trials go on as in `SuccessiveHalvingSearch`, and two seeded runs are alike.
+
+    The algorithm is Li et al.'s, "Hyperband" (JMLR 18, 2018), Algorithm 1, with all brackets at
+    once.
 
     Args:
         search_space: `{name: hp_log(1e-4, 1e-1)}`, and `hp_choice` and its like.
@@ -139,6 +145,9 @@ class ASHASearch(_RungSearch):
     one in `eta` of those that have come there; else a new draw. So no worker waits at a rung; but
     what is decided depends on which trial came first, and is repeated by no second run. The other
     arguments are those of `Search`.
+
+    The algorithm is Li et al.'s, "A System for Massively Parallel Hyperparameter Tuning" (MLSys
+    2020), Algorithm 2.
 
     Args:
         search_space: `{name: hp_log(1e-4, 1e-1)}`, and `hp_choice` and its like.

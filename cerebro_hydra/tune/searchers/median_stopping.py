@@ -1,7 +1,8 @@
 """Stops trials that do worse than the median of the others did by the same epoch.
 
-The rule is Vizier's: a trial is stopped if its best value so far is worse than the median of the
-means that others had measured up to the same epoch. It depends on who came there first.
+The rule is that of Golovin et al., "Google Vizier" (KDD 2017), section 3.2.2: a trial is stopped if
+its best value so far is worse than the median of the means that others had measured up to the same
+epoch. It depends on who came there first.
 """
 
 from __future__ import annotations

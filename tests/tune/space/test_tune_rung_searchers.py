@@ -327,6 +327,16 @@ def test_where_larger_is_better_the_largest_goes_on() -> None:
     assert searcher.closed, "who trains to the last epoch is compared no more"
 
 
+def test_who_is_over_while_it_rests_is_not_counted_and_does_not_go_on() -> None:
+    losses = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}
+    searcher = halving(4, 1, 2, 4, eta=2)
+    asked(searcher)
+    play(searcher, losses, 0, 1, 2)
+    assert searcher.tell(0, 1, None) == []
+    why = "not among the best 1 of 3 trials after epoch 1"
+    assert play(searcher, losses, 3) == [Pause(3, 1), TrainTo(1, 2), Stop(2, why), Stop(3, why)]
+
+
 def test_asha_promotes_before_all_have_come_and_the_best_at_last() -> None:
     searcher = asha(5, 1, 3, 9, at_once=2)
     assert asked(searcher) == 2
