@@ -91,8 +91,8 @@ class WorkerState:
         self._rule = rule
         self._double_buffering = double_buffering
         self._evictor = Evictor(self.ledger, self.visits, self.queues)
-        self._keeping: dict[int, int] | None = None  # bytes by visit, see `_kept_in_dram`
-        self._kept = 0
+        self._homes: dict[int, int] | None = None  # bytes by visit, see `_kept_in_dram`
+        self._homes_bytes = 0
         self._coming: list[Visit] = []  # in the order of arrival
         self._changed: set[int] = set()  # visits that may be through with a shard now
         self._lacked_dram = False  # in the last look, so that some devices could not go on
@@ -301,7 +301,7 @@ class WorkerState:
                 if visit not in place.staying:
                     place.staying.append(visit)
                     visit.staying.add(place.number)
-                    self._keeping = None
+                    self._homes = None
         self._note(picked.visit)
 
     def _is_lacking(self, unit: Unit | None) -> bool:
@@ -348,12 +348,12 @@ class WorkerState:
 
     def _kept_in_dram(self, but: Visit) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
-        if self._keeping is None:
+        if self._homes is None:
             staying = (visit for queue in self.queues.values() for visit in queue.staying)
             keeping = {each.spec.visit: each.spec for each in staying if each.spec.keeps_all}
-            self._keeping = {number: spec.state_bytes for number, spec in keeping.items()}
-            self._kept = sum(self._keeping.values())
-        return self._kept - self._keeping.get(but.spec.visit, 0)
+            self._homes = {number: spec.state_bytes for number, spec in keeping.items()}
+            self._homes_bytes = sum(self._homes.values())
+        return self._homes_bytes - self._homes.get(but.spec.visit, 0)
 
     def _advance(self, queue: DeviceQueue) -> None:
         """Bring the reserved unit's shards closer, and start the unit when it can run."""
@@ -543,7 +543,7 @@ class WorkerState:
         if queue.is_ending(visit) and visit in queue.staying:
             queue.staying.remove(visit)
             visit.staying.remove(queue.number)
-            self._keeping = None
+            self._homes = None
         queue.running = None
         visit.end(unit)
         visit.waiting_since = self._events
@@ -574,7 +574,7 @@ class WorkerState:
         for queue in self.queues.values():
             if visit in queue.staying:
                 queue.staying.remove(visit)
-                self._keeping = None
+                self._homes = None
         if visit.status == "restarting":
             visit.begin()
             visit.status = "waiting"
@@ -613,7 +613,7 @@ class WorkerState:
         queue.alive, queue.running, queue.reserved = False, None, None
         queue.unanswered = deque()
         queue.staying.clear()
-        self._keeping = None
+        self._homes = None
         for number, tasks in redo.items():
             visit = self.visits[number]
             if visit.status == "open" and number not in torn:

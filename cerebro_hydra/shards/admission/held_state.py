@@ -76,7 +76,7 @@ class HeldState:
 
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
         """Return what an optimizer holds beside its param groups and state, its hooks as well."""
-        reader, kind = self._reader(), type(optimizer).__name__
+        reader, kind = self._reader(optimizer), type(optimizer).__name__
         for name, value in tuple(vars(optimizer).items()):
             if name in _HOOKS_OF_STEPS:
                 when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
@@ -85,8 +85,12 @@ class HeldState:
                 reader.read(f"attribute {name!r}{OF_OPTIMIZER}{kind}", value)
         return reader.found
 
-    def _reader(self) -> ObjectReader:
-        model, leaves = self._recipe.model, {id(self._recipe.optimizer): "the optimizer"}
+    def _reader(self, optimizer: torch.optim.Optimizer | None = None) -> ObjectReader:
+        """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
+        model, leaves = self._recipe.model, dict[int, str]()
+        for each in (self._recipe.optimizer, optimizer or self._recipe.optimizer):
+            leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
+            leaves[id(each.state)] = "its state"
         for place, module in model.named_modules():
             leaves[id(module)] = f"module {place!r}"
             prefix = f"{place}." if place else ""

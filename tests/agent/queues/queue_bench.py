@@ -116,6 +116,8 @@ class CheckedState(WorkerState):
                 if len(tasks) == 1:
                     self.check.begin(answer)
             elif isinstance(answer, Action):
+                if answer.kind is ActionKind.RECV:
+                    self.check.begin_anew(answer.trial)
                 self.check.begin(answer)
                 if answer.kind is ActionKind.DROP:
                     self.check.end(answer)

@@ -120,9 +120,18 @@ def test_what_an_abandoned_run_has_kept_is_gone_and_counts_when_it_begins_anew()
     validate_memory(begun, memory)
     memory.abandon(0)
     validate_memory(parse_actions("t0s0F2@0 t0s0DROP@0 t0s0DROP@host"), memory)
+    memory.begin_anew(0)
     validate_memory(begun, memory)
     with pytest.raises(InvalidSchedule, match="t0s0F2@0: 10 bytes are resident"):
         memory.begin(parse_action("t0s0F2@0"))
+
+
+def test_a_run_can_not_begin_anew_while_a_shard_of_it_is_there() -> None:
+    memory = MemoryCheck({0: 8}, None, {(0, 0): 4})
+    validate_memory(parse_actions("t0s0RECV t0s0LOAD@0"), memory)
+    memory.abandon(0)
+    with pytest.raises(InvalidSchedule, match="t0s0 is there when its visit begins anew"):
+        memory.begin_anew(0)
 
 
 def test_what_was_kept_on_a_lost_device_is_gone() -> None:

@@ -322,6 +322,8 @@ class Worker:
     def _take(self, actions: list[Action]) -> None:
         action, resident = actions[0], self.residents[actions[0].trial]
         age = resident.age
+        if action.kind is ActionKind.RECV:
+            self._check.begin_anew(action.trial)
 
         def work() -> None:
             for each in actions:
