@@ -35,9 +35,12 @@ def difference(
         loaded: the graph, from its files.
     """
     rows = len(batch[0])
-    with _aligned(recipe.model), recipe.precision():
-        expected = module(*map(_own, batch))
-        again = module(*map(_own, batch))
+    try:
+        with _aligned(recipe.model), recipe.precision():
+            expected = module(*map(_own, batch))
+            again = module(*map(_own, batch))
+    except Exception as error:
+        return f"its forward fails on {rows} rows after it was traced ({first_line(error)})"
     try:
         found = loaded(*map(_own, batch))
     except Exception as error:

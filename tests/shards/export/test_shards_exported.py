@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import safetensors.torch
@@ -475,9 +476,23 @@ class Restless(zoo.One):
         return nn.functional.dropout(self.a(x), 0.5, training=True)
 
 
+class Spoilt(zoo.One):
+    """Keeps something of a tracing, which later calls can't take."""
+
+    traced: ClassVar[list[object]] = []
+
+    def forward(self, x):
+        if type(x) is not torch.Tensor:
+            self.traced.append(x)
+        elif self.traced:
+            raise RuntimeError("fake")
+        return self.a(x)
+
+
 @pytest.mark.parametrize(
     ("build", "rows", "reason"),
     [
+        (Spoilt, 4, r"fails on 4 rows after it was traced \(RuntimeError: fake"),
         (FixedRows, 4, "does not run on 3 rows"),
         (Restless, 4, "other bits each time for 4 rows"),
         (zoo.Decides, 4, r"Decides can't be exported.*Guard"),
