@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,14 +42,10 @@ Make = Callable[[], Recipe]
 class Draws(nn.Module):
     """Uses numbers of Python and NumPy, which its outputs don't depend on, in audits."""
 
-    audits = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = Draws.audits
+    in_audits: ClassVar[set[int]] = set()  # their ids, since an attribute would make other models
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.draws:
+        if id(self) in Draws.in_audits:
             random.random()
             np.random.rand()
         return x
@@ -95,7 +91,7 @@ def train_without_agent(store: LocalStore, make: Make = recipe) -> RunFolder:
     x = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64)
     batch = Batch((torch.from_numpy(x[:BATCH]),), (torch.from_numpy(y[:BATCH]),), BATCH)
-    Draws.audits = False
+    Draws.in_audits.clear()
     return run_in_process(store, {"x": x, "y": y}, COLUMNS, start(make(), [[batch]]), {})
 
 
@@ -128,7 +124,7 @@ class Agent:
         make: Make = recipe,
         device: float | None = None,
     ) -> None:
-        Draws.audits = False
+        Draws.in_audits.clear()
         self.folder, self.make = trained, make
         self.built: list[Recipe] = []
         self.begun: list[int] = []
@@ -178,9 +174,11 @@ class Agent:
 
     def factory(self, params: Any) -> Recipe:
         """Build the trial, and keep the recipe."""
-        Draws.audits = bool(self.built)  # the first model is the trial's
-        self.built.append(self.make())
-        return self.built[-1]
+        made = self.make()
+        if self.built and all(made.model is not each.model for each in self.built):
+            Draws.in_audits.update(map(id, made.model.modules()))  # the first is the trial's
+        self.built.append(made)
+        return made
 
     def close(self) -> None:
         """End the agent."""
