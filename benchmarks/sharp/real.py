@@ -298,6 +298,8 @@ class FixedDevices:
             done.update(task.action for task in self._hear(Computed).tasks)
         seconds = time.monotonic() - begun
         for device, actions in lists.items():
+            for trial, shard in {(action.trial, action.shard) for action in actions}:
+                self._devices[device].give(Move(Action(trial, shard, ActionKind.DROP), {}))
             for trial in {action.trial for action in actions}:
                 self._devices[device].give(Close(trial, cancelled=True))
         return seconds

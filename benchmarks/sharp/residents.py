@@ -9,7 +9,7 @@ from random import Random
 from benchmarks.scheduler.bound import lower_bound
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation

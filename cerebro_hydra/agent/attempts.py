@@ -15,8 +15,8 @@ from typing import Literal
 
 from cerebro_hydra.agent.device.endings import MOST_DEATHS, deadly
 from cerebro_hydra.agent.device.messages import FailureKind
-from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, described
+from cerebro_hydra.agent.device.worker_devices import WorkerDevice
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.data.batches import batch_sizes
@@ -26,7 +26,7 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
@@ -239,7 +239,7 @@ class VisitPlanner:
         recompute = profile.recomputes(None, self._budget, window)
         spec = profile.training(number, microbatches, window, recompute)
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
-        return spec if recompute else replace(spec, unit_seconds=0.0)
+        return spec if recompute else replace(spec, unit_seconds=0.0, whole=True)
 
     def can_spare(self, visit: Visit) -> bool:
         """Return whether a visit that ran out of memory may need less when it is done once more.

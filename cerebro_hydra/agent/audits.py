@@ -8,9 +8,10 @@ clipping, and a model that was built anew with one that has trained.
 An audit is a visit of its own, of one step, by a model that the factory builds anew: the plain
 trainer trains it where a device has room for the whole, else its own forward runs shard by shard.
 The queues bring its shards like those of any other visit, so that it keeps to every budget. Any
-step is as likely to be drawn: each shard is copied before its first task of it. Where memory has no
-room for the copies it is the first step, from the state before, which stays until the sub-epoch is
-committed. What the step changed that hops with no shard, such as attributes, is compared, too.
+step is as likely to be drawn: each shard is copied before its first task of it, but for what
+updates alone need, which is copied before its update. Where memory has no room for the copies it is
+the first step, from the state before, which stays until the sub-epoch is committed. What the step
+changed that hops with no shard, such as attributes, is compared, too.
 The limits of a task hold for its audit, too: code that hangs there can't be told from slow code.
 """
 
@@ -22,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cerebro_hydra.agent.device.messages import Done, FailureKind
-from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import located
+from cerebro_hydra.agent.device.worker_devices import WorkerDevice
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.plan.messages.actions import Action

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,6 @@ from cerebro_hydra.agent.device.messages import (
     Profiled,
     Ready,
 )
-from cerebro_hydra.agent.device.process import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.device.task_watch import (
     BatchSeconds,
     MakeWatch,
@@ -54,11 +53,12 @@ from cerebro_hydra.agent.device.task_watch import (
     VisitTime,
     described,
 )
+from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.shard_store import ShardHome, ShardStore
 from cerebro_hydra.agent.visit import Arrivals, HostMoves, Visit
-from cerebro_hydra.agent.worker_loop import TICK_SECONDS, UnitGate, WorkerLoop
+from cerebro_hydra.agent.worker_loop import TICK_SECONDS, Unit, UnitGate, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.plan.messages import events
@@ -76,7 +76,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.events import Answer as Decision
 from cerebro_hydra.plan.queues.log import DeviceLog
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -139,7 +139,8 @@ class QueueTrainer:
         self._arrivals = Arrivals(shard_store)
         through = self._loop.through
         self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._raised))
-        self._devices = WorkerDevices(starts, through(self._hear), through(self._replace))
+        hear = self._loop.gathered(self._hear)
+        self._devices = WorkerDevices(starts, hear, through(self._replace))
         self._entrance = TaskEntrance()
 
     def start(self) -> None:
@@ -235,7 +236,7 @@ class QueueTrainer:
             trial,
             task,
             profile,
-            replace(spec, recompute=False) if resident else spec,
+            replace(spec, recompute=False, whole=True) if resident else spec,
             self._shard_store.follow(task.trial, task.source.state),
             VisitTime(task, self._make_watch, partial(self._end_overdue, spec.visit)),
             limited=self._planner.has_budget,
@@ -244,7 +245,7 @@ class QueueTrainer:
             audits=audits,
         )
         self._visits = {
-            n: r for n, r in self._visits.items() if n in self._state.visits or not r.over
+            number: each for number, each in self._visits.items() if not (each.over and each.ended)
         }
         self._visits[spec.visit] = visit
         self._loop.tell(VisitAdded(visit.spec))
@@ -280,7 +281,7 @@ class QueueTrainer:
             if visit.choosing:
                 visit.choosing = False
                 self._audits.choose(visit, room.result())
-            self._open_gate(visit.number)
+            self._order_units(self._gate.open(visit.number))
             self._begin_audit(visit)
             self._finish_closed(visit)
 
@@ -315,9 +316,9 @@ class QueueTrainer:
 
     # ------------------------------------------------------------------ what the queues decide
 
-    def _carry_out(self, decision: Decision | list[Action]) -> None:
+    def _carry_out(self, decision: Decision) -> None:
         match decision:
-            case list():
+            case tuple():
                 self._compute(self._visits[decision[0].trial], decision)
             case VisitEnded():
                 self._end(self._visits[decision.visit], decision)
@@ -332,7 +333,7 @@ class QueueTrainer:
                 self._move(self._visits[decision.trial], decision)
 
     def _end(self, visit: Visit, ended: VisitEnded) -> None:
-        visit.boundary = None
+        visit.boundary, visit.ended = None, True
         if ended.outcome == "cancelled" and visit.resident:
             self._mend(visit)  # its code is over
         if ended.outcome == "refused":
@@ -341,6 +342,8 @@ class QueueTrainer:
             visit.closing = set(visit.opened)
             for device in visit.closing:
                 self._devices.ask(device, Close(visit.number))
+            if not visit.closing:  # those that did its tasks have died since
+                self._unclosed(visit)
         elif ended.outcome == "cancelled":
             visit.homes.clear()  # with their files
 
@@ -359,25 +362,30 @@ class QueueTrainer:
         visit.announce(self._shard_store)
 
     def _stop(self, visit: Visit) -> None:
-        """End a visit on every device where it stands; units that are held back are not done."""
+        """End a visit where it stands, on devices that leave its units undone from now on."""
         visit.cancel()
         visit.choosing = False
-        self._loop.tell(*(ActionDone(task, 0.0) for task in self._gate.take(visit.number)))
+        self._order_units(self._gate.remove(visit.number))
 
-    def _open_gate(self, number: int | None) -> None:
-        for unit in self._gate.open(number):
-            self._compute(self._visits[unit[0].trial], unit)
-
-    def _compute(self, visit: Visit, tasks: list[Action]) -> None:
-        if self._audits.is_due(visit, tasks):
+    def _compute(self, visit: Visit, unit: Unit) -> None:
+        if self._audits.is_due(visit, unit):
             self._choose_audit(visit)
-        if self._gate.holds(tasks):
-            return
-        if any(map(visit.begins_last_step, tasks)):
-            self._report(events.SubEpochEnding(visit.task.attempt, self._incarnation))
-        device = self._devices[tasks[0].device or 0]
-        visit.time.start(device, device.thread, visit.batches(tasks))
-        self._devices.ask(device, visit.unit(tasks))
+        if not self._gate.holds(unit):
+            self._order_units([unit])
+
+    def _order_units(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            visit, device = self._visits[unit[0].trial], self._devices[unit[0].device or 0]
+            if not visit.over and any(map(visit.begins_last_step, unit)):
+                self._report(events.SubEpochEnding(visit.task.attempt, self._incarnation))
+            if self._devices.ask(device, visit.unit(unit)):
+                self._start_clock(device, time.monotonic())
+
+    def _start_clock(self, device: WorkerDevice, now: float) -> None:
+        """Note that a device begins with the unit that it was asked for first, if there is one."""
+        if (unit := self._devices.unit(device)) is not None:
+            visit = self._visits[unit.visit]
+            visit.time.start(device, device.thread, visit.batches(unit.tasks), now)
 
     def _move(self, visit: Visit, action: Action) -> None:
         assert action.device is not None
@@ -390,8 +398,7 @@ class QueueTrainer:
                     visit.time.build(device)
                     self._audits.opens(visit, device)
                     self._devices.ask(device, Open(visit.order(home.cursor)))
-                gradients = visit.gradients(action.shard)
-                device.give(Move(action, home.slabs, home.cursor, gradients))
+                device.give(visit.load(action))
             case ActionKind.SPILL:
                 self._host.write_back(visit, action, device)
             case _:
@@ -420,28 +427,27 @@ class QueueTrainer:
         else:
             self._loop.tell(moved)
 
-    def _hear(self, device: WorkerDevice, answer: Answer) -> None:
-        if device not in self._devices:
-            return  # it has died
-        asked = self._devices.hear(device, answer)
-        match answer:
-            case Ready():
-                if (number := self._devices.ready(device)) is not None:
-                    self._loop.tell(DeviceJoined(number))
-            case Failed(visit=int(number)) if number in self._visits:
-                self._fail(self._visits[number], answer.kind, answer.error, answer.lacking)
-            case Profiled() | Failed() if isinstance(asked, Profile):
-                self._profiled(answer, asked.trial)
-            case Opened(number) if number in self._visits:
-                self._visits[number].time.built(device)
-            case Closed(number, evaluation) if number in self._visits:
-                self._visits[number].evaluation = evaluation
-                self._closed(self._visits[number], device)
-            case Computed(tasks):
-                self._computed(self._visits[tasks[0].action.trial], device, tasks)
-            case Done(action, seconds, nbytes):
-                self._loop.tell(ActionDone(action, seconds, nbytes))
-                self._visits[action.trial].note_move(answer)
+    def _hear(self, heard: Sequence[tuple[WorkerDevice, Answer]]) -> None:
+        for device, answer, moment in self._devices.present(heard):
+            asked = self._devices.hear(device, answer)
+            match answer:
+                case Ready():
+                    if (number := self._devices.ready(device)) is not None:
+                        self._loop.tell(DeviceJoined(number))
+                case Failed(visit=int(number)) if number in self._visits:
+                    self._fail(self._visits[number], answer.kind, answer.error, answer.lacking)
+                case Profiled() | Failed() if isinstance(asked, Profile):
+                    self._profiled(answer, asked.trial)
+                case Opened(number) if number in self._visits:
+                    self._visits[number].time.built(device)
+                case Closed(number, evaluation) if number in self._visits:
+                    self._visits[number].note_closed(device, evaluation)
+                    self._closed(self._visits[number])
+                case Computed(tasks):
+                    self._computed(self._visits[tasks[0].action.trial], device, tasks, moment)
+                case Done(action, seconds, nbytes):
+                    self._loop.tell(ActionDone(action, seconds, nbytes))
+                    self._visits[action.trial].note_move(answer)
 
     def _profiled(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
         """Take what the first device found out about a trial, unless it was cut finer meanwhile."""
@@ -473,9 +479,12 @@ class QueueTrainer:
         if longest is not None:  # others end their units soon, and are watched until then
             longest.kill(why)
 
-    def _computed(self, visit: Visit, device: WorkerDevice, tasks: Sequence[Done]) -> None:
+    def _computed(
+        self, visit: Visit, device: WorkerDevice, tasks: Sequence[Done], ended: float
+    ) -> None:
         """Keep what the tasks of a unit gave."""
-        visit.time.stop(device, any(visit.ends_batch(done.action) for done in tasks))
+        visit.time.stop(device, any(visit.ends_batch(done.action) for done in tasks), ended)
+        self._start_clock(device, ended)
         for done in tasks:
             self._loop.tell(ActionDone(done.action, done.seconds))
             if not visit.over:
@@ -501,10 +510,10 @@ class QueueTrainer:
         if ran is not None and (error := self._reports.died(ran.task, device, beside)):
             self._fail(ran, FailureKind.OTHER, error)
         for each in tuple(self._visits.values()):
-            each.opened.discard(device)
-            each.time.died(device)
+            each.lose(device, number)
             if device in each.closing:
-                self._unclosed(each, device)
+                each.closing.discard(device)
+                self._unclosed(each)
         if number == 0:
             self._ask_again(order.trial if isinstance(order, Profile) else None, device.ending)
 
@@ -559,7 +568,7 @@ class QueueTrainer:
 
         def mended(done: Future[None]) -> None:
             done.result()
-            self._open_gate(None)
+            self._order_units(self._gate.open(None))
             then()
 
         self._gate.shut(None)
@@ -592,9 +601,8 @@ class QueueTrainer:
             why = f"{described(visit.task)}: {error}"
         self._fail(visit, kind, why, memory_that_ran_out(error))
 
-    def _closed(self, visit: Visit, device: WorkerDevice) -> None:
+    def _closed(self, visit: Visit) -> None:
         """End a visit once every device has closed it, and its audit is over."""
-        visit.closing.discard(device)
         if visit.closing or visit.over:
             return
         if visit.audits is not None:
@@ -606,10 +614,10 @@ class QueueTrainer:
             visit.closed = True
             self._finish_closed(visit)
 
-    def _unclosed(self, visit: Visit, device: WorkerDevice) -> None:
+    def _unclosed(self, visit: Visit) -> None:
         """End a visit that a device did not live to close; an evaluation is done once more."""
         if visit.over or visit.spec.graph.training:
-            self._closed(visit, device)
+            self._closed(visit)
         else:
             self._end_early(visit)
             self._leave(visit)

@@ -22,15 +22,15 @@ from cerebro_hydra.agent.device.messages import (
     VisitOrder,
     copy_of,
 )
-from cerebro_hydra.agent.device.process import WorkerDevice
 from cerebro_hydra.agent.device.task_watch import Task, VisitTime
+from cerebro_hydra.agent.device.worker_devices import WorkerDevice
 from cerebro_hydra.agent.memory.shard_store import HeldShard, Shard, ShardHome, ShardStore, State
 from cerebro_hydra.errors import TransferError
-from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
 from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.events import ActionDone
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -39,6 +39,13 @@ from cerebro_hydra.shards.engine.differences import StepResult
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.run_document import TrialSpec
+
+SEGMENTS = {
+    Part.PARAMETERS: ("frozen", "trainable"),
+    Part.GRADIENTS: ("gradients",),
+    Part.OPTIMIZER: ("trainable",),
+}
+"""The slabs in which the parts of a shard's state lie."""
 
 
 @dataclass(eq=False)
@@ -54,6 +61,7 @@ class Visit:
         boundary: what a microbatch leaves between two units, if it goes from device to device.
         opened: the devices that have opened the visit.
         over: whether it has been reported how the visit ended.
+        ended: whether the queues have ended it.
         closing: the devices that have yet to say that its results can be used.
         begun: when its first shard was there.
         losses: the mean loss of each microbatch and its rows.
@@ -92,6 +100,7 @@ class Visit:
     boundary: VisitBoundary | None = None
     opened: set[WorkerDevice] = field(default_factory=set)
     over: bool = False
+    ended: bool = False
     closing: set[WorkerDevice] = field(default_factory=set)
     begun: float | None = None
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -170,25 +179,59 @@ class Visit:
             ends = (graph.window_of(n * graph.window)[-1] for n in {0, self.audited or 0})
             order = replace(order, watched=tuple(ends))
         if self.audited:
-            first = self.audited * graph.window
-            copied = [t.shard for t in tasks if (t.kind, t.microbatch) == (ActionKind.F, first)]
-            # An F that is done again, because its device was lost, was copied before.
+            window = graph.window_of(self.audited * graph.window)
+            edges = (ActionKind.F, window[0]), (ActionKind.U, window[-1])
+            copied = {task.shard for task in tasks if (task.kind, task.microbatch) in edges}
+            # Of a U that is done again, because its device was lost, all was copied before.
             if slabs := {copy_of(k): self.copies[k] for k in copied if k in self.copies}:
-                order = replace(order, slabs={**order.slabs, **slabs}, copied=first)
+                slabs, step = {**order.slabs, **slabs}, (window[0], window[-1])
+                order = replace(order, slabs=slabs, copied=step)
         return order
+
+    def load(self, action: Action) -> Move:
+        """Return the order to bring parts of a shard to a device."""
+        home, parts = self.homes[action.shard], action.parts or tuple(Part)
+        wanted = {name for part in parts for name in SEGMENTS[part]}
+        slabs = {name: slab for name, slab in home.slabs.items() if name in wanted}
+        gradients = self.gradients(action.shard) if Part.GRADIENTS in parts else 0
+        return Move(action, slabs, home.cursor, gradients, self.split(action.shard))
+
+    def split(self, shard: int) -> int:
+        """Return where devices part a shard's trainable segment; 0 if they have it in one."""
+        apart = 0 if self.spec.whole else self.spec.shards[shard].optimizer
+        return self.profile.shards[shard].trainable - apart if apart else 0
 
     def cancel(self) -> None:
         """Let every device end the visit where it stands."""
         for device in self.opened:
             device.give(Close(self.number, cancelled=True))
 
-    def saved_sizes(self, shard: int) -> dict[str, int]:
-        """Return the bytes of slabs that have a shard's changes, by name."""
+    def lose(self, device: WorkerDevice, number: int) -> None:
+        """Note that the device of a number has died."""
+        self.opened.discard(device)
+        self.time.died(device)
+        if self.boundary is not None:
+            self.boundary.lose(number)
+
+    def note_closed(self, device: WorkerDevice, evaluation: Evaluation | None) -> None:
+        """Note that a device has closed the visit, and what it summed."""
+        self.closing.discard(device)
+        self.evaluation = evaluation
+
+    def saved_sizes(self, action: Action) -> dict[str, int]:
+        """Return the bytes of slabs that get a shard's changes, by name."""
+        shard, parts = action.shard, action.parts or tuple(Part)
         sizes = {
             "trainable": self.profile.shards[shard].trainable,
             "gradients": self.gradients(shard),
         }
-        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+        written = {name for part in parts for name in SEGMENTS[part]}
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes and name in written}
+
+    def saves_a_part(self, action: Action) -> bool:
+        """Return whether a move writes some of the trainable segment and leaves the rest."""
+        saved = {Part.PARAMETERS, Part.OPTIMIZER}.intersection(action.parts)
+        return len(saved) == 1 and bool(self.split(action.shard))
 
     def gradients(self, shard: int) -> int:
         """Return the bytes of a shard's gradients if they leave the device, else 0."""
@@ -228,12 +271,13 @@ class Visit:
         if self.mapped:
             home.leave_dram()  # the device has copied what it changes
         if done.action.kind is ActionKind.SPILL and not self.over:
-            home.changed(done.cursor, done.has_gradients)
+            trained = done.action.parts != (Part.GRADIENTS,)
+            home.changed(done.cursor, done.has_gradients, trained)
 
     def copied(self, done: Done) -> ShardHome | None:
-        """Return the home of a shard that was copied before a task, if it was."""
+        """Return the home of a shard, all of which was copied by a task, if it was."""
         k = done.action.shard
-        if done.action.kind is not ActionKind.F or done.cursor is None or k not in self.copies:
+        if done.action.kind is not ActionKind.U or done.cursor is None or k not in self.copies:
             return None
         return ShardHome.of_copy(self.homes[k], self.copies.pop(k), done.cursor)
 
@@ -480,12 +524,12 @@ class HostMoves:
 
         def work() -> None:
             try:
-                slabs = home.room_for(visit.saved_sizes(action.shard))
+                slabs = home.room_for(visit.saved_sizes(action), visit.saves_a_part(action))
             except Exception as error:
                 self._on_no_room(visit, error)
                 device.give(Move(action))  # it lets go of them, and answers
             else:
-                device.give(Move(action, slabs))
+                device.give(Move(action, slabs, split=visit.split(action.shard)))
 
         self._threads.submit(work)
 
@@ -514,7 +558,8 @@ class VisitBoundary:
     """Keeps the memory of a visit's microbatches that are under way, and a record after each unit.
 
     A unit begins with the record of the one before it, also if it is done again because a device
-    was lost. Every order refers to the memory, so nobody else gets that before it is answered.
+    was lost. A device that was given the one before it, too, has that itself. Every order refers to
+    the memory, so nobody else gets that before it is answered.
 
     Args:
         slabs: memory that devices share, each for all that a microbatch leaves. A microbatch has
@@ -541,7 +586,9 @@ class VisitBoundary:
                 self._begin(number)
             records, first = self._records[number], self._place_of(passes[0])
             before = max((place for place in records if place < first), default=None)
-            record = record if before is None else records[before]
+            under_way = (p for t, p in self._places.items() if t.microbatch == number)
+            if before is not None and first - 1 not in under_way:
+                record = records[before]
             self._places[tasks[-1]] = self._place_of(passes[-1])
         record = replace(record, norms=dict(self._norms[window]))  # of units that came later, too
         return Compute(tuple(tasks), {"boundary": self._slab_of(number)}, record)
@@ -555,6 +602,10 @@ class VisitBoundary:
             self._norms[number // self._graph.window][k] = record.norms[k]
         if (place := self._places.pop(last, None)) is not None:
             self._records[number][place] = record
+
+    def lose(self, device: int) -> None:
+        """Note that a device does none of its units, because it has died."""
+        self._places = {t: p for t, p in self._places.items() if t.device != device}
 
     def _begin(self, number: int) -> None:
         """Forget what nobody needs any more when a microbatch begins."""

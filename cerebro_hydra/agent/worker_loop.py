@@ -6,9 +6,10 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
@@ -25,7 +26,7 @@ class WorkerLoop:
         state: the queues.
         lock: of the queues, which other threads ask what leaves DRAM.
         log: is told what happens, and looks at the queues after each decision.
-        carry_out: begins what they decide, with the tasks of a unit as a list.
+        carry_out: begins what they decide.
         broken: takes an error that ends the loop.
         tick: is called now and then by the loop.
     """
@@ -35,7 +36,7 @@ class WorkerLoop:
         state: WorkerState,
         lock: AbstractContextManager[object],
         log: DeviceLog,
-        carry_out: Callable[[Answer | list[Action]], object],
+        carry_out: Callable[[Answer], object],
         broken: Callable[[Exception], object],
         tick: Callable[[], object],
     ) -> None:
@@ -46,6 +47,8 @@ class WorkerLoop:
         self._next_tick = 0.0
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._events: list[WorkerEvent] = []
+        self._gathering = threading.Lock()
+        self._last: tuple[object, list[Any]] | None = None  # what was put last, if it gathers
         self._thread = threading.Thread(target=self._run, name="shard-queues", daemon=True)
 
     def start(self) -> None:
@@ -54,11 +57,35 @@ class WorkerLoop:
 
     def put(self, work: Callable[[], object]) -> None:
         """Let the loop do something; called from any thread."""
-        self._work.put(work)
+        with self._gathering:
+            self._last = None
+            self._work.put(work)
 
     def through(self, work: Callable[..., object]) -> Callable[..., None]:
         """Return what lets the loop do the work with its arguments; called from any thread."""
         return lambda *args: self.put(partial(work, *args))
+
+    def gathered(self, work: Callable[[list[Any]], object]) -> Callable[..., None]:
+        """Return what lets the loop do the work with the arguments of all calls, each a tuple.
+
+        The work is done once for all calls that come before it is begun, unless the loop was given
+        something else in between. They come from any thread.
+        """
+
+        def gather(*args: Any) -> None:
+            with self._gathering:
+                if self._last is None or self._last[0] is not work:
+                    self._last = work, []
+                    self._work.put(partial(self._do_gathered, work, self._last[1]))
+                self._last[1].append(args)
+
+        return gather
+
+    def _do_gathered(self, work: Callable[[list[Any]], object], calls: list[Any]) -> None:
+        with self._gathering:
+            if self._last is not None and self._last[1] is calls:
+                self._last = None
+        work(calls)
 
     def tell(self, *events: WorkerEvent) -> None:
         """Tell the queues of something; called by what the loop does."""
@@ -66,7 +93,9 @@ class WorkerLoop:
 
     def stop(self) -> None:
         """End the loop after what it is doing."""
-        self._work.put(None)
+        with self._gathering:
+            self._last = None
+            self._work.put(None)
 
     def join(self) -> None:
         """Wait for the end of the loop."""
@@ -92,7 +121,7 @@ class WorkerLoop:
                     with self._lock:
                         decisions = self._state.handle(events)
                     self._log.look()
-                    for decision in with_units(decisions):
+                    for decision in decisions:
                         self._carry_out(decision)
         except Exception as error:
             self._broken(error)
@@ -102,59 +131,46 @@ def _nothing() -> None:
     """Is done when nothing has happened for a while."""
 
 
+Unit = tuple[Action, ...]
+
+
 class UnitGate:
     """Holds units back while other threads do what must be done before; the loop uses it.
 
-    It may be shut for a visit, or for all of them (None), and more than once.
+    It may be shut for a visit, or for all of them (None), and more than once. A unit that is held
+    back holds back those that come after it on its device.
     """
 
     def __init__(self) -> None:
         self._shut = Counter[int | None]()
-        self._held: list[list[Action]] = []
+        self._held: list[Unit] = []
 
-    def holds(self, unit: list[Action]) -> bool:
+    def holds(self, unit: Unit) -> bool:
         """Return whether a unit may not begin yet; it is kept then."""
-        if is_shut := bool(self._shut[None] or self._shut[unit[0].trial]):
+        first = unit[0]
+        is_behind = any(each[0].device == first.device for each in self._held)
+        if holds := bool(is_behind or self._shut[None] or self._shut[first.trial]):
             self._held.append(unit)
-        return is_shut
+        return holds
 
     def shut(self, visit: int | None) -> None:
         """Hold units back until it is opened as often."""
         self._shut[visit] += 1
 
-    def open(self, visit: int | None) -> list[list[Action]]:
+    def open(self, visit: int | None) -> list[Unit]:
         """Return the units that may begin now, in their order."""
         self._shut -= Counter([visit])  # a visit that is not shut any more has no entry
-        held, self._held = self._held, []
-        return [unit for unit in held if not self.holds(unit)]
+        return self._free()
 
-    def take(self, visit: int) -> list[Action]:
-        """Return the tasks that are held back of a visit which will not do them."""
-        tasks = [task for unit in self._held for task in unit if task.trial == visit]
-        self._held = [unit for unit in self._held if unit[0].trial != visit]
-        return tasks
+    def remove(self, visit: int) -> list[Unit]:
+        """Hold nothing back for a visit any more; return the units that may begin now."""
+        del self._shut[visit]
+        return self._free()
 
     def lose(self, device: int) -> None:
         """Forget the units of a device that has died."""
         self._held = [unit for unit in self._held if unit[0].device != device]
 
-
-def with_units(decisions: Sequence[Answer]) -> Iterator[Answer | list[Action]]:
-    """Yield the decisions, with the tasks that a device is to do one after the other as a list."""
-    unit: list[Action] = []
-    for decision in decisions:
-        if unit and not _continues(unit, decision):
-            yield unit
-            unit = []
-        if isinstance(decision, Action) and decision.kind.computes:
-            unit.append(decision)
-        else:
-            yield decision
-    if unit:
-        yield unit
-
-
-def _continues(unit: list[Action], decision: Answer) -> bool:
-    if not isinstance(decision, Action) or not decision.kind.computes:
-        return False
-    return (decision.trial, decision.device) == (unit[0].trial, unit[0].device)
+    def _free(self) -> list[Unit]:
+        held, self._held = self._held, []
+        return [unit for unit in held if not self.holds(unit)]

@@ -260,7 +260,7 @@ class Coordinator:
             self._decide([RunResumed()])
             self._remade = self._resumed.remade()
         self._decide(self._events_of(self._trials.start(self._inbox.put)))
-        while not self._state.finished:
+        while not (self._state.finished or self._state.at_rest):
             self._decide(self._next_events())
 
     def _decide(self, events: Iterable[Event]) -> None:

@@ -22,7 +22,7 @@ from cerebro_hydra.observe.records import (
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.messages.events import TrialRefused
+from cerebro_hydra.plan.messages.events import TrialPaused, TrialRefused
 from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, ForkState, Instruction
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -40,7 +40,7 @@ ENDS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MLflowTracker:
-    """Logs parameters, metrics by epoch, how trials end, the report, the best model; an observer.
+    """Logs parameters, metrics by epoch, rungs, how trials end, the report, the best model.
 
     `mlflow.pytorch.load_model` and `mlflow.pyfunc.load_model` load the best model from
     `runs:/<id of the search's run>/model`, without its source. Neither file of it is a pickle.
@@ -81,10 +81,14 @@ class MLflowTracker:
             case TrialAdmitted(spec):
                 self._admit(self._view.trials[spec.trial])
             case Decision():
-                if isinstance(record.event, TrialRefused):
-                    self._admit(self._view.trials[record.event.trial])
+                now = round(1000 * record.time)
+                match record.event:
+                    case TrialRefused(index):
+                        self._admit(self._view.trials[index])
+                    case TrialPaused(index, int(rung)) if not self._view.trials[index].over:
+                        self._measured(index, {rung - 1: {"rung": rung}}, now)
                 for instruction in record.instructions:
-                    self._instruction(instruction, round(1000 * record.time))
+                    self._instruction(instruction, now)
             case RunEnded():
                 self._finish()
 

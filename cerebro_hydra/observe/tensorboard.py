@@ -1,4 +1,4 @@
-"""Logs a run to TensorBoard: a run there per trial, with parameters and a point per epoch."""
+"""Logs a run to TensorBoard: a run per trial, with parameters, a point per epoch, and its rungs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.text import utf8
 from cerebro_hydra.observe.view import RunView, TrialView
-from cerebro_hydra.plan.messages.events import TrialRefused
+from cerebro_hydra.plan.messages.events import TrialPaused, TrialRefused
 from cerebro_hydra.plan.messages.instructions import (
     EndEpoch,
     FinishTrial,
@@ -64,8 +64,12 @@ class TensorBoardTracker:
             case TrialAdmitted(spec):
                 self._admit(self._view.trials[spec.trial])
             case Decision():
-                if isinstance(record.event, TrialRefused):
-                    self._admit(self._view.trials[record.event.trial])
+                match record.event:
+                    case TrialRefused(index):
+                        self._admit(self._view.trials[index])
+                    case TrialPaused(index, int(rung)) if index in self._writers:
+                        trial = self._view.trials[index]
+                        self._measured(trial, rung - 1, {"rung": rung}, record.time)
                 for instruction in record.instructions:
                     self._instruction(instruction, record.time)
             case RunEnded():

@@ -59,6 +59,8 @@ class RunView:
         """Rows of each ("train" or "val", partition) that a task has gone through."""
         self.closed = False
         """Whether the search proposes nothing more."""
+        self.suspended = ""
+        """Why the run has ended for now, if it may go on."""
         self._tasks: dict[int, Task] = {}
 
     @classmethod
@@ -90,7 +92,7 @@ class RunView:
                 self.seconds = record.seconds
                 for trial in self.trials.values():
                     if not trial.over:
-                        trial.status = "interrupted"
+                        trial.status = "paused" if self.suspended else "interrupted"
 
     @property
     def share_done(self) -> float:
@@ -160,7 +162,7 @@ class RunView:
         None if no such trial has a number as its metric.
         """
         best = self.leader
-        if best is None or best.status == "finished":
+        if best is None or best.status == "finished" or (self.suspended and best.result_state):
             return best
         over = all(trial.over for trial in self.trials.values())
         return best if over and best.status == "stopped" else None
@@ -178,7 +180,8 @@ class RunView:
         for trial in self.trials.values():
             epoch = trial.result_epoch or 0
             found = Measured.of(trial.result_metrics, self.metric, epoch, trial.trial)
-            group = _group(trial, found is not None)
+            so_far = bool(self.suspended and trial.result_state)
+            group = 0 if so_far and found is not None else _group(trial, found is not None)
             groups.setdefault(group, []).append(trial)
             if found is not None:
                 measured.setdefault(group, []).append(found)
@@ -249,9 +252,12 @@ class RunView:
                 self.workers[event.worker] = event.incarnation
             case events.WorkerLost():
                 self._lose(event.incarnation)
+            case events.RunSuspended(reason):
+                self.suspended = reason
             case events.RunResumed():
                 for incarnation in list(self.workers.values()):
                     self._lose(incarnation)
+                self._go_on()
             case events.CheckpointFailed():
                 self.not_saved[event.trial] = event.error
             case events.Checkpointed():
@@ -297,9 +303,18 @@ class RunView:
                 trial.worker = trial.partition = trial.attempt = None
             case instructions.ForkState(number, parent, state):
                 self._fork(self.trials[number], self.trials[parent], state)
+            case instructions.RestTrial():
+                self.trials[instruction.trial].result_state = instruction.state
             case instructions.ReopenTrial():
                 trial = self.trials[instruction.trial]
                 trial.status, trial.result_state = "waiting", None
+
+    def _go_on(self) -> None:
+        """Let the trials of a run that was suspended wait, which have no result any more."""
+        for trial in self.trials.values():
+            if self.suspended and not trial.over:
+                trial.result_state = None
+        self.suspended = ""
 
     def _lose(self, incarnation: str) -> None:
         """Forget a lost agent and its tasks."""
@@ -435,6 +450,11 @@ class TrialView:
     def over(self) -> bool:
         """Return whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
+
+    @property
+    def rests(self) -> bool:
+        """Return whether its run has ended for now, and keeps its result so far."""
+        return not self.over and bool(self.result_state)
 
     def pause(self, rung: int | None) -> None:
         """Note that its search lets it rest, at a rung if there is one."""

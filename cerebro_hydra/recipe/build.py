@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +24,10 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
 
+_HOOKS_FOR_ALL = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)  # fmt: skip
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
@@ -97,7 +103,8 @@ def build_recipe(
 
     def build() -> Recipe:
         torch.manual_seed(seed)
-        return recipe_of(factory(dict(params)))
+        with _no_hooks_for_all():
+            return recipe_of(factory(dict(params)))
 
     recipe = build()
     if is_on_meta(recipe.model):
@@ -105,6 +112,28 @@ def build_recipe(
             recipe = build()
         give_memory(recipe, operations)
     return recipe.bind(columns)
+
+
+@contextmanager
+def _no_hooks_for_all() -> Iterator[None]:
+    """Refuse hooks for all modules of a process: its other trials would have them, too.
+
+    Raises:
+        ConfigurationError: the body registers one, which is taken out again.
+    """
+    hooks = {name: getattr(torch_module, name) for name in _HOOKS_FOR_ALL}
+    before = {name: set(each) for name, each in hooks.items()}
+    yield
+    added = [name for name, each in hooks.items() if set(each) - before[name]]
+    for name in added:
+        for key in set(hooks[name]) - before[name]:
+            del hooks[name][key]
+    if added:
+        kind = added[0].removeprefix("_global_").removesuffix("s").replace("_", " ")
+        raise ConfigurationError(
+            f"estimator_gen_fn registers a {kind} for all modules of the process, which other "
+            "trials would have, too; register it on the modules of its model"
+        )
 
 
 def build_keeping_random_state(

@@ -43,6 +43,14 @@ Window = Sequence[BatchTensors]
 """The batches of one optimizer step."""
 
 
+def not_finite(loss: float, step: int, microbatch: int) -> NonFiniteLoss:
+    """Return the error of a training loss that is NaN or infinite."""
+    return NonFiniteLoss(
+        f"the loss is {loss} at step {step}, batch {microbatch} of its window; try a lower "
+        "learning rate or clip_grad_norm"
+    )
+
+
 class PlainTrainer:
     """Trains and evaluates a recipe's own model with its own optimizer.
 
@@ -109,8 +117,7 @@ class PlainTrainer:
                 loss = self._loss(batch, key)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
-                    where = f"at step {self.steps}, batch {microbatch} of its window"
-                    raise NonFiniteLoss(f"the loss is {losses[-1]} {where}")
+                    raise not_finite(losses[-1], self.steps, microbatch)
                 if len(window) > 1:
                     loss = loss * (batch.rows / rows)
                 self.phase = "backward"

@@ -94,6 +94,22 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
     return (torch.default_generator, own)
 
 
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Let the generators go on as if the body had drawn nothing."""
+    states = [(each, each.get_state()) for each in generators(device)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def generator_states(device: torch.device) -> list[bytes]:
+    """Return what tells whether one of these generators has drawn numbers meanwhile."""
+    return [each.get_state().numpy().tobytes() for each in generators(device)]
+
+
 class UnitCalls:
     """Counts the calls of each unit in a forward.
 

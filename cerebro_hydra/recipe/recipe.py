@@ -195,7 +195,7 @@ class Recipe:
         return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
 
     def _check_cut(self) -> None:
-        check_schedule(self.schedule)
+        check_schedule(self.schedule, self.clip_grad_norm is not None, self.accumulate)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):
@@ -436,6 +436,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                     f"{attribute!r}, whose state and options don't hop; give {inner} itself, or "
                     f"derive {outer} from it"
                 )
+    step = vars(optimizer).get("step")
+    if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
+        told = type(optimizer).__name__  # LR schedulers wrap it so
+        raise ConfigurationError(
+            f"the step of this {told} was replaced, and the copies of it that train have the one "
+            f"of the class; derive a class from {told} and override step there, or register a hook"
+        )
     known = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -471,6 +478,11 @@ def checked_model(given: Any) -> nn.Module:
         _check_initialised(name, module)
         _check_computed_tensors(name, module)
     _check_hooks(model)
+    if getattr(model.zero_grad, "__func__", None) is not nn.Module.zero_grad:
+        raise ConfigurationError(
+            f"{type(model).__name__} overrides zero_grad, and shards have no gradients before a "
+            "step; leave it as nn.Module has it"
+        )
     return model
 
 

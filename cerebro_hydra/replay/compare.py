@@ -60,6 +60,8 @@ class Expected:
     problem: str | None
     metrics: Mapping[int, dict[str, float]]
     saved: SavedState = field(repr=False)
+    rests: bool = False
+    """Whether it is to go on: then its run may not have measured the last epoch yet."""
 
 
 def expectations(run: RunData, spec: TrialSpec) -> Expected:
@@ -76,7 +78,8 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
         problem = f"the journal has {len(record.visit_log)} visits, the result is that of {state}"
     saved = read_saved(run.folder, spec.trial, state, run.document.run_id)
     seen = (record.visit_log, record.ancestors)
-    return Expected(spec.trial_id, *seen, state, problem, record.metrics, saved)
+    rests = record.rests
+    return Expected(spec.trial_id, *seen, state, problem, record.metrics, saved, rests)
 
 
 def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:
@@ -108,7 +111,8 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
     for shard, groups in enumerate(expected.saved.groups):
         yield from _group_differences(shard, groups, replayed.groups)
     replayed_metrics = dict(enumerate(replayed.history))
-    for epoch in sorted(replayed_metrics.keys() | expected.metrics.keys()):
+    measured_here = set() if expected.rests else replayed_metrics.keys()
+    for epoch in sorted(measured_here | expected.metrics.keys()):
         measured, run = replayed_metrics.get(epoch, {}), expected.metrics.get(epoch, {})
         for name in sorted(measured.keys() | run.keys()):
             here, there = measured.get(name), run.get(name)

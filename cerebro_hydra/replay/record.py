@@ -41,6 +41,16 @@ class TrialRecord:
     """The state that is the trial's result, 0 if it failed; None while it is unfinished."""
 
     @property
+    def rests(self) -> bool:
+        """Return whether its run has ended for now, and keeps its result so far."""
+        return self.status == TrialRecord.status and self.result_state is not None
+
+    def go_on(self) -> None:
+        """Have no result so far any more, because the run was resumed."""
+        if self.rests:
+            self.result_state = None
+
+    @property
     def visit_log(self) -> list[tuple[int, int]]:
         return [self.visits[state] for state in sorted(self.visits)]
 
@@ -78,6 +88,9 @@ def read_trial(folder: RunFolder, trial: int) -> TrialRecord:
     """
     records = defaultdict[int, TrialRecord](TrialRecord)
     for line in folder.read_records():
+        if _value(line, "event", dict[str, Any], {}).get("type") == "RunResumed":
+            for record in records.values():
+                record.go_on()
         for instruction in _value(line, "instructions", list[dict[str, Any]], []):
             if "trial" not in instruction:
                 continue
@@ -104,6 +117,8 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
         case "EndEpoch":
             epoch = _value(instruction, "epoch", Count)
             record.metrics[epoch] = _value(instruction, "metrics", dict[str, float])
+        case "RestTrial":
+            record.result_state = _value(instruction, "state", Count)
         case "FinishTrial":
             record.status = _value(instruction, "status", str)
             record.result_state = _value(instruction, "state", Count)

@@ -192,7 +192,7 @@ def train(
                 replayed.history.append(_measured(trainer, run, spec, losses))
                 losses = {}
     except NonFiniteLoss as error:  # the run's losses were finite: its trial went on
-        replayed.failure = str(error)
+        replayed.failure = str(error).partition(";")[0]
     return replayed
 
 

@@ -30,6 +30,8 @@ TRIAL_FILE = "trial.json"
 """What a trial is; it is written last of all that a trial begins with."""
 NUMERIC_FILE = "numeric.json"
 """What the bits of results depend on, as each worker found it."""
+SEARCH_FILE = "search.json"
+"""What the search was begun with that its arguments may not have again, such as a study."""
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
 

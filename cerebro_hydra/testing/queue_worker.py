@@ -22,10 +22,12 @@ import numpy as np
 
 from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.audits import Audits
-from cerebro_hydra.agent.device.device import DeviceMemory, Lane, VisitOpener
+from cerebro_hydra.agent.device.device import DeviceMemory, VisitOpener
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
-from cerebro_hydra.agent.device.process import OnAnswer, OnGone, OwnDevice, WorkerDevice
+from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
+from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
@@ -36,9 +38,9 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
-from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments
+from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments, ShardBytes
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -296,6 +298,10 @@ class DelayRun:
         """Take a shard."""
         self._slots[shard] = slots
         self._steps[shard] = (cursor or {}).get("step", 0)
+
+    def complete(self, shard: int, slots: Segments) -> None:
+        """Take more of a shard."""
+        self._slots[shard] = slots
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
         """Let go of a shard."""

@@ -6,8 +6,10 @@ from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.rung_searches import (
     ASHASearch,
     HyperbandSearch,
+    PBTSearch,
     SuccessiveHalvingSearch,
 )
+from cerebro_hydra.tune.sampled_searches import OptunaSearch, TPESearch
 from cerebro_hydra.tune.searchers.median_stopping import MedianStopping
 from cerebro_hydra.tune.searchers.searcher import Fork, Pause, Searcher, Stop, TrainTo
 from cerebro_hydra.tune.searchers.space import (
@@ -29,12 +31,15 @@ __all__ = [
     "GridSearch",
     "HyperbandSearch",
     "MedianStopping",
+    "OptunaSearch",
+    "PBTSearch",
     "Pause",
     "RandomSearch",
     "SearchResult",
     "Searcher",
     "Stop",
     "SuccessiveHalvingSearch",
+    "TPESearch",
     "TrainTo",
     "Trial",
     "hp_choice",

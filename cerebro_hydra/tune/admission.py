@@ -35,7 +35,7 @@ from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
@@ -64,12 +64,8 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.profile import (
-    TaskProfile,
-    TaskProfiler,
-    TrialProfile,
-    asked_recompute,
-)
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, asked_recompute
+from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.engine.layout import (

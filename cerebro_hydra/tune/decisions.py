@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, JournalError
@@ -28,6 +29,51 @@ from cerebro_hydra.tune.searchers.searcher import (
     TrainTo,
 )
 from cerebro_hydra.tune.searchers.space import as_json
+
+
+@dataclass(frozen=True)
+class Target:
+    """Says when a run has reached what was asked of it: a trial measures all of it in one epoch.
+
+    Args:
+        values: by the names of what epochs measure, such as "val_accuracy".
+        directions: returns "min" or "max" of each metric, by its name alone. Only the first trial
+            that is admitted says so.
+    """
+
+    values: Mapping[str, float]
+    directions: Callable[[], Mapping[str, str]]
+
+    def check(self) -> None:
+        """Refuse a metric that is not measured.
+
+        Raises:
+            ConfigurationError: it is named, with those that are.
+        """
+        for name in self.values:
+            if _bare(name) not in self.directions():
+                raise ConfigurationError(
+                    f"target has {name!r}, which is not measured; the trials measure "
+                    f"{list(self.directions())}"
+                )
+
+    def reached(self, instructions: Sequence[Instruction]) -> str:
+        """Return in words who has reached it; empty if nobody."""
+        for each in instructions:
+            if isinstance(each, EndEpoch) and all(
+                self._is_reached(name, each.metrics.get(name, nan)) for name in self.values
+            ):
+                found = ", ".join(f"{name} {each.metrics[name]:.6g}" for name in self.values)
+                return f"trial {each.trial} has reached {found} after epoch {each.epoch + 1}"
+        return ""
+
+    def _is_reached(self, name: str, value: float) -> bool:
+        asked = self.values[name]
+        return value <= asked if self.directions()[_bare(name)] == "min" else value >= asked
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("val_").removeprefix("train_")
 
 
 @dataclass(slots=True)

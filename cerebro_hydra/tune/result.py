@@ -150,7 +150,8 @@ class SearchResult:
     def best_trial(self) -> Trial:
         """Return the finished trial whose result's epoch has the best metric.
 
-        If all trials are over and none has finished, it is the best of those that were stopped.
+        If all trials are over and none has finished, it is the best of those that were stopped. If
+        the run has ended for now, by its time budget or its target, it is the best of all so far.
         Of values that are equal to within one part in 10^12 the better validation loss wins, then
         the earlier epoch, then the lower trial.
 

@@ -32,7 +32,7 @@ from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
 from cerebro_hydra.tune.searchers.searcher import Searcher
-from cerebro_hydra.tune.trials import SearchTrials
+from cerebro_hydra.tune.trials import EndOfRun, SearchTrials
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
 """The arguments of a search that change no bit, so that a run may go on with others."""
@@ -120,6 +120,7 @@ class RunToResume:
         around: Surroundings,
         searcher: Searcher | None = None,
         num_epochs: int | None = None,
+        end: EndOfRun | None = None,
         **limits: float | None,
     ) -> SearchResult:
         """Train until every trial is over, on as many workers as the backend has.
@@ -129,6 +130,7 @@ class RunToResume:
             searcher: a new one, as the run was begun with; it may propose more candidates. Without
                 one the run ends with those that it has.
             num_epochs: as the run has, or more.
+            end: when the run ends although its trials are not over; None when they are.
             limits: the fields of the run's document that are in `LIMITS` and hold from now on; what
                 is not given stays as it was.
 
@@ -140,13 +142,14 @@ class RunToResume:
             and whatever `run_trials` raises.
         """
         with run_claim(self.folder):
-            return self._go_on(around, searcher, num_epochs, limits)
+            return self._go_on(around, searcher, num_epochs, end or EndOfRun(), limits)
 
     def _go_on(
         self,
         around: Surroundings,
         searcher: Searcher | None,
         num_epochs: int | None,
+        end: EndOfRun,
         limits: Mapping[str, Any],
     ) -> SearchResult:
         resumed = ResumedRun(self.folder) if self.folder.journal_end()[1] else None
@@ -171,12 +174,17 @@ class RunToResume:
                 f"begun with {self.document.numerics!r}, which gives other bits; give the backend "
                 f"numerics={self.document.numerics!r}"
             )
+        if resumed is not None and end.target is not None:
+            told = (end.target.reached(each.instructions) for each in resumed.decisions())
+            if reached := next(filter(None, told), ""):
+                around.report(f"the run goes on with another target: {reached}")
+                return SearchResult.open(self.folder.path, around.factory)
         document = replace(self._with_epochs(num_epochs or self.document.num_epochs), **limits)
         admission = self._admission(around)
         seconds, partitions = document.admission_seconds, self.manifest.num_partitions
 
         def trials_of(ask_and_tell: AskAndTell | None) -> SearchTrials:
-            return SearchTrials(ask_and_tell, admission, self.folder, seconds, around.report)
+            return SearchTrials(ask_and_tell, admission, self.folder, seconds, around.report, end)
 
         if resumed is None:
             assert searcher is not None

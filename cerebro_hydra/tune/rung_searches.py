@@ -6,12 +6,21 @@ goes on does so from there, with the bits of a trial that was never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.tune.search import Search, drawn, refuse_seeded, require_validation
+from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.tune.search import (
+    Search,
+    drawn,
+    refuse_seeded,
+    require_as_begun,
+    require_validation,
+)
 from cerebro_hydra.tune.searchers.asynchronous_halving import AsynchronousHalving
+from cerebro_hydra.tune.searchers.population import Mutation, Population
 from cerebro_hydra.tune.searchers.rungs import (
     Bracket,
     hyperband_brackets,
@@ -19,7 +28,7 @@ from cerebro_hydra.tune.searchers.rungs import (
     shared_out,
 )
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
-from cerebro_hydra.tune.searchers.space import check_space, whole
+from cerebro_hydra.tune.searchers.space import check_space, share, whole
 from cerebro_hydra.tune.searchers.successive_halving import SuccessiveHalving
 
 AT_ONCE_PER_PARTITION = 2
@@ -29,6 +38,8 @@ whenever two trials need the same partition next."""
 
 class _RungSearch(Search):
     """Trains random draws of a search space to the first rung, and one of `eta` to the next."""
+
+    num_models: int
 
     def __init__(
         self,
@@ -48,6 +59,14 @@ class _RungSearch(Search):
                 "that a trial trains is no less than the epochs before the first rung"
             )
         require_validation(self, type(self).__name__)
+
+    def given(self) -> dict[str, Any]:
+        """Return what decides who is compared with whom, and when."""
+        return {name: getattr(self, name) for name in ("num_models", "eta", "grace_epochs")}
+
+    def _candidates(self, run: SearchedRun) -> Sequence[Mapping[str, Any]]:
+        require_as_begun(run.given, self.given())
+        return drawn(self, self.search_space, self.num_models)
 
 
 class SuccessiveHalvingSearch(_RungSearch):
@@ -87,9 +106,9 @@ class SuccessiveHalvingSearch(_RungSearch):
         self.num_models = whole("num_models", num_models, least=1)
 
     def searcher(self, run: SearchedRun) -> Searcher:
-        """Return a new searcher."""
+        """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
         rungs = rungs_from(self.grace_epochs, self.num_epochs, self.eta)
-        candidates = drawn(self, self.search_space, self.num_models)
+        candidates = self._candidates(run)
         return SuccessiveHalving(candidates, [Bracket(self.num_models, rungs)], self.eta, run)
 
 
@@ -132,8 +151,8 @@ class HyperbandSearch(_RungSearch):
         self.num_models = sum(bracket.trials for bracket in self.brackets)
 
     def searcher(self, run: SearchedRun) -> Searcher:
-        """Return a new searcher."""
-        candidates = drawn(self, self.search_space, self.num_models)
+        """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
+        candidates = self._candidates(run)
         return SuccessiveHalving(candidates, self.brackets, self.eta, run)
 
 
@@ -173,8 +192,96 @@ class ASHASearch(_RungSearch):
         self.num_models = whole("num_models", num_models, least=1)
 
     def searcher(self, run: SearchedRun) -> Searcher:
-        """Return a new searcher."""
+        """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
         rungs = rungs_from(self.grace_epochs, self.num_epochs, self.eta)
-        candidates = drawn(self, self.search_space, self.num_models)
+        candidates = self._candidates(run)
         at_once = AT_ONCE_PER_PARTITION * run.partitions
         return AsynchronousHalving(candidates, rungs, self.eta, at_once, run)
+
+
+class PBTSearch(Search):
+    """Trains a population, whose worst give way to forks of the best; `Search` has the others.
+
+    All members rest after each `perturbation_interval` epochs. Then each of the worst is stopped,
+    and one of the best, drawn at random, goes on in its place as a fork: a new trial that takes
+    over the state of its parent by reference, weights and the optimizer's state, and trains on with
+    parameters that were drawn anew or moved. A number moves by 1.2 or 0.8, an option to one beside
+    it. A replay follows the lineage. With `order="seeded"` two runs have the same trials, decisions
+    and bits.
+
+    The algorithm is Jaderberg et al.'s, "Population Based Training of Neural Networks" (2017).
+
+    Args:
+        search_space: `{name: hp_log(1e-4, 1e-1)}`, and `hp_choice` and its like.
+        num_models: how many members train at the same time; forks take the places of others.
+        mutations: the names of those parameters that change in a fork. They must leave the model
+            and the optimizer's kind as they are, as learning rate, weight decay, momentum, batch
+            size and dropout do; a fork that is of another structure is refused and fails alone.
+        perturbation_interval: epochs between two comparisons.
+        quantile_fraction: the share of members that give way, and of those that are forked.
+        resample_probability: how likely a parameter that changes is drawn anew.
+
+    Raises:
+        ConfigurationError: `mutations` names what the space does not have, no comparison comes
+            before `num_epochs`, or `validation` is None; or as `Search`.
+    """
+
+    def __init__(
+        self,
+        *,
+        search_space: Mapping[str, Any],
+        num_models: int,
+        mutations: Sequence[str],
+        perturbation_interval: int = 1,
+        quantile_fraction: float = 0.25,
+        resample_probability: float = 0.25,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self.search_space = check_space(search_space)
+        self.num_models = whole("num_models", num_models, least=2)
+        if isinstance(mutations, str) or not isinstance(mutations, Sequence) or not mutations:
+            raise ConfigurationError(
+                f"mutations is {mutations!r}; give a list of names of search_space, such as "
+                f"{list(self.search_space)[:1]!r}"
+            )
+        for name in mutations:
+            if name not in self.search_space:
+                raise ConfigurationError(
+                    f"mutations has {name!r}, and search_space has no such parameter; it has "
+                    f"{list(self.search_space)}"
+                )
+        self.mutations = tuple(mutations)
+        self.perturbation_interval = whole("perturbation_interval", perturbation_interval, least=1)
+        if self.perturbation_interval >= self.num_epochs:
+            raise ConfigurationError(
+                f"perturbation_interval is {perturbation_interval} and num_epochs "
+                f"{self.num_epochs}, so that no trial would be compared; give more epochs"
+            )
+        self.quantile_fraction = share("quantile_fraction", quantile_fraction)
+        if not 0 < self.quantile_fraction <= 0.5:
+            raise ConfigurationError(
+                f"quantile_fraction is {quantile_fraction!r}; it is above 0 and at most 0.5"
+            )
+        self.resample_probability = share("resample_probability", resample_probability)
+        require_validation(self, type(self).__name__)
+
+    def given(self) -> dict[str, Any]:
+        """Return what decides who gives way to whom, and when."""
+        names = "num_models", "perturbation_interval", "quantile_fraction", "resample_probability"
+        return {name: getattr(self, name) for name in names}
+
+    def searcher(self, run: SearchedRun) -> Searcher:
+        """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
+        require_as_begun(run.given, self.given())
+        interval = self.perturbation_interval
+        rungs = (*range(interval, self.num_epochs, interval), self.num_epochs)
+        space = {name: self.search_space[name] for name in self.mutations}
+        return Population(
+            drawn(self, self.search_space, self.num_models),
+            rungs,
+            self.quantile_fraction,
+            Mutation(space, self.resample_probability),
+            Random(seed_of(self.seed, "population")),
+            run,
+        )

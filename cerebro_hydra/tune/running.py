@@ -24,6 +24,7 @@ from cerebro_hydra.observe import (
     console_observer,
 )
 from cerebro_hydra.observe.view import RunView
+from cerebro_hydra.plan.messages.events import RunSuspended
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
@@ -63,10 +64,13 @@ class _Begun:
 
     def __init__(self, around: Surroundings) -> None:
         workers = around.backend.num_workers
+        self.suspended = ""
         self.waiting = Waiting(around.report, f"starting {workers} workers and reading their rows")
 
     def on_record(self, record: Record) -> None:
         """Take in one record."""
+        if isinstance(record, Decision) and isinstance(record.event, RunSuspended):
+            self.suspended = record.event.reason
         match record:
             case Decision(instructions=instructions) if any(
                 isinstance(each, StartSubEpoch) for each in instructions
@@ -123,6 +127,8 @@ def run_trials(
             around.report(f"report: {report.path}")
         around.report(f"open it again: cerebro_hydra.SearchResult.open({folder.path!r})")
     result = SearchResult.open(folder.path)
+    if begun.suspended:
+        around.report(f"the run ended for now: {begun.suspended}\n{how_to_resume(folder)}")
     if all(trial.status == "failed" for trial in result.trials):
         raise all_failed([trial.error or "" for trial in result.trials], folder.path)
     return result

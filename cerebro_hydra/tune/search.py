@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from random import Random
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,16 +32,24 @@ from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
-from cerebro_hydra.storage.run_document import RUN_FILE, HeldOut, RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE, HeldOut, RunDocument
 from cerebro_hydra.tune.admission import Admission, loading_exporter
-from cerebro_hydra.tune.decisions import AskAndTell
+from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
-from cerebro_hydra.tune.searchers.space import Dimension, draws, seconds, share, whole
-from cerebro_hydra.tune.trials import SearchTrials
+from cerebro_hydra.tune.searchers.space import (
+    Dimension,
+    as_json,
+    draws,
+    duration,
+    seconds,
+    share,
+    whole,
+)
+from cerebro_hydra.tune.trials import EndOfRun, SearchTrials
 from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
@@ -88,6 +97,13 @@ class Search(ABC):
         audit_share: how much of the training time may go into audits, which take single steps also
             with the uncut model and compare every bit; 0 makes none. A trial that differs is
             trained again as one piece, or fails if it is one already.
+        time_budget: how long the trials of one call of `fit` may train, in seconds or as "90s",
+            "30m", "2h" or "1h30m"; None allows any time.
+        target: what a trial shall measure in one epoch, such as `{"accuracy": 0.97}` or
+            `{"val_loss": 0.1}`; None lets every trial train as far as its search does. When the
+            time is over or a trial has reached the target, the run ends for now with the best so
+            far: the trials that are not over rest, keep their best state so far as their result,
+            and go on from their newest one when the run is resumed.
         verbose: 0 prints nothing, 1 shows progress.
         observers: are given every record of the run, such as a `TensorBoardTracker`; one that
             raises is left out, and the run goes on.
@@ -120,6 +136,8 @@ class Search(ABC):
         checkpoint: str = "epoch",
         audit_share: float = 0.01,
         keep: str | None = None,
+        time_budget: float | str | None = None,
+        target: Mapping[str, float] | None = None,
         verbose: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -157,6 +175,8 @@ class Search(ABC):
         if keep is not None and keep not in KEEPS:
             raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
         self.keep = keep
+        self.time_budget = duration("time_budget", time_budget)
+        self.target = _checked_target(target, validation)
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -172,6 +192,20 @@ class Search(ABC):
     @abstractmethod
     def searcher(self, run: SearchedRun) -> Searcher:
         """Return a new searcher, which proposes the trials of one run."""
+
+    def given(self) -> dict[str, Any]:
+        """Return as JSON what a searcher begins with, and a resumed one must have again.
+
+        The folder of a run keeps it, and `SearchedRun.given` has it again when the run is resumed.
+        """
+        return {}
+
+    def check_direction(self, direction: str) -> None:  # noqa: B027
+        """Refuse "min" or "max" of the metric that decides; most searches take both.
+
+        Raises:
+            ConfigurationError: the search can't use it.
+        """
 
     def fit(self, df: DataFrame, resume: str | None = None, recheck: bool = False) -> SearchResult:
         """Train every candidate on `df`.
@@ -289,9 +323,13 @@ class Search(ABC):
                 found = self.backend.identify(self.store, df, spec, partitions, waiting.now)
             self._surroundings.report(run.require_rows(found))
         limits = {name: getattr(self, name) for name in LIMITS}
-        searched = self._searched(run.manifest, lambda: run.document.metrics)
+        there = folder.store.exists(f"{folder.path}/{SEARCH_FILE}")
+        given = folder.read_json(SEARCH_FILE) if there else {}
+        searched = self._searched(run.manifest, lambda: run.document.metrics, given)
         searcher = self.searcher(searched)
-        go_on = partial(run.go_on, self._surroundings, searcher, self.num_epochs, **limits)
+        end = self._end(run.manifest, lambda: run.document.metrics)
+        end.check()
+        go_on = partial(run.go_on, self._surroundings, searcher, self.num_epochs, end, **limits)
         return self._watched(folder, go_on)
 
     def _fit(
@@ -304,13 +342,24 @@ class Search(ABC):
         with run_claim(folder):
             with _removed_on_error(folder):
                 admission = self._admission(folder, manifest)
-                searcher = self.searcher(self._searched(manifest, lambda: admission.metrics))
+                if given := as_json("the search was given", self.given()):
+                    folder.write_json(SEARCH_FILE, given)
+                run = self._searched(manifest, lambda: admission.metrics, given)
+                searcher = self.searcher(run)
                 ask_and_tell = AskAndTell(searcher, self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
+                end = self._end(manifest, lambda: admission.metrics)
                 trials = SearchTrials(
-                    ask_and_tell, admission, folder, self.admission_seconds, report
+                    ask_and_tell,
+                    admission,
+                    folder,
+                    self.admission_seconds,
+                    report,
+                    end,
                 )
                 trials.admit_first()
+                end.check()
+                self.check_direction(run.direction())
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)
                 document = replace(document, held_out=held_out)
@@ -331,11 +380,24 @@ class Search(ABC):
         return self.result
 
     def _searched(
-        self, manifest: Manifest, directions: Callable[[], Mapping[str, str]]
+        self,
+        manifest: Manifest,
+        directions: Callable[[], Mapping[str, str]],
+        given: Mapping[str, Any],
     ) -> SearchedRun:
         split, metric = "val" if manifest.has_validation else "train", self.evaluation_metric
         partitions = manifest.num_partitions
-        return SearchedRun(f"{split}_{metric}", lambda: directions()[metric], partitions)
+        return SearchedRun(f"{split}_{metric}", lambda: directions()[metric], partitions, given)
+
+    def _end(self, manifest: Manifest, directions: Callable[[], Mapping[str, str]]) -> EndOfRun:
+        if self.target is None:
+            return EndOfRun(self.time_budget)
+        split = "val" if manifest.has_validation else "train"
+        values = {
+            name if name.startswith(("val_", "train_")) else f"{split}_{name}": value
+            for name, value in self.target.items()
+        }
+        return EndOfRun(self.time_budget, Target(values, directions))
 
     @property
     def _surroundings(self) -> Surroundings:
@@ -404,6 +466,24 @@ def require_validation(search: Search, what: str) -> None:
         )
 
 
+def require_as_begun(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that a run was begun with otherwise, and whose trials follow from them.
+
+    Args:
+        given: what the run's folder has of the search, by name.
+        arguments: what the search has now.
+
+    Raises:
+        ConfigurationError: the search that resumes the run has another value of one of them.
+    """
+    for name, value in arguments.items():
+        if name in given and given[name] != value:
+            raise ConfigurationError(
+                f"{name} is {value!r}, and the run was begun with {given[name]!r}, by which its "
+                "trials were compared or drawn; give that again, or begin a new run"
+            )
+
+
 def refuse_seeded(search: Search, what: str) -> None:
     """Refuse a seeded order for what is decided by who came first.
 
@@ -446,6 +526,26 @@ def _checked_metric(metric: Any, validation: Any) -> str:
             "training loss"
         )
     return metric
+
+
+def _checked_target(target: Any, validation: Any) -> dict[str, float] | None:
+    if target is None:
+        return None
+    if not isinstance(target, Mapping) or not target:
+        raise ConfigurationError(
+            f'target is {target!r}; give a dictionary such as {{"accuracy": 0.97}}, or None'
+        )
+    for name, value in target.items():
+        if not isinstance(name, str) or isinstance(value, bool):
+            raise ConfigurationError(f"target has {name!r}: {value!r}; give a metric and a number")
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise ConfigurationError(f"target has {name!r}: {value!r}; give a finite number")
+        if validation is None and name not in ("loss", "train_loss"):
+            raise ConfigurationError(
+                f"target has {name!r} and validation is None, but metrics are measured on "
+                "validation rows only; give validation=0.2, or a target of the training loss"
+            )
+    return dict(target)
 
 
 Handler = Callable[[int, FrameType | None], object]

@@ -40,6 +40,7 @@ class Trial:
     on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
     best or its last, as the search keeps; None before the first has ended. `rung` is the number of
     epochs after which its search compared it last with others; None if it never did.
+    It `rests` if its run has ended for now and keeps what it has reached; it is "paused" then.
     `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
 
@@ -52,11 +53,12 @@ class Trial:
     result_epoch: int | None = None
     seconds: float = 0.0
     rung: int | None = None
+    rests: bool = False
 
     @property
     def has_result(self) -> bool:
         """Return whether the run keeps a state as its result: it has trained, and did not fail."""
-        return self.status in ("finished", "stopped") and bool(self.visit_log)
+        return self.rests or (self.status in ("finished", "stopped") and bool(self.visit_log))
 
     @property
     def result_metrics(self) -> dict[str, float]:
@@ -80,6 +82,7 @@ class Trial:
             None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
             view.rung,
+            view.rests,
         )
 
 

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.messages.events import (
     Event,
     RecutRefused,
+    RunSuspended,
     TrialAdded,
     TrialForked,
     TrialProposed,
@@ -32,9 +34,28 @@ from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.tune.admission import Admission, Refused
-from cerebro_hydra.tune.decisions import AskAndTell
+from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.trial import all_failed, reason
 from cerebro_hydra.waits import Waiting
+
+
+@dataclass(frozen=True)
+class EndOfRun:
+    """Says when a run ends although its trials are not over; it may be resumed then.
+
+    Attributes:
+        seconds: since its trials began to train; None for any time.
+        target: what one of them measures; None lets all of them train.
+    """
+
+    seconds: float | None = None
+    target: Target | None = None
+
+    def check(self) -> None:
+        """Refuse a target that no trial measures; raises as `Target.check`."""
+        if self.target is not None:
+            self.target.check()
+
 
 NOT_FINER = "{}\nIt was to be cut finer, in vain: {}"
 
@@ -61,6 +82,7 @@ class SearchTrials:
         folder: the run's.
         seconds: how long the admission of one candidate may take; None for any time.
         report: is given lines on progress.
+        end: when the run ends for now.
     """
 
     def __init__(
@@ -70,10 +92,12 @@ class SearchTrials:
         folder: RunFolder,
         seconds: float | None,
         report: Callable[[str], None],
+        end: EndOfRun,
     ) -> None:
         self._ask_and_tell, self._admission, self._folder = ask_and_tell, admission, folder
         self._seconds, self._report = seconds, report
-        self._waiting = Waiting(report)
+        self._waiting, self._end = Waiting(report), end
+        self._timer: threading.Timer | None = None
         self._checked = self._to_check = 0
         self._state_metrics: dict[int, tuple[Metric, ...]] = {}
         self._begun: list[Event | NewTrial] = []  # what happened before the run began
@@ -152,6 +176,11 @@ class SearchTrials:
     def start(self, put: Callable[[News], None]) -> Iterable[News]:
         """Return what has happened before, and admit the other candidates from now on."""
         threading.Thread(target=self._admit_all, args=(put,), name="search", daemon=True).start()
+        if (seconds := self._end.seconds) is not None:
+            event = RunSuspended(f"its time_budget of {seconds:g} seconds is spent")
+            self._timer = threading.Timer(seconds, put, (event,))
+            self._timer.daemon = True
+            self._timer.start()
         return self._begun
 
     def follow(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
@@ -159,6 +188,10 @@ class SearchTrials:
         for instruction in instructions:
             if isinstance(instruction, CutFiner):
                 self._candidates.put(instruction)
+        reached = self._end.target.reached(instructions) if self._end.target else ""
+        return [*self._decided(event, instructions), *([RunSuspended(reached)] if reached else ())]
+
+    def _decided(self, event: Event, instructions: Sequence[Instruction]) -> Iterable[Event]:
         match event:
             case TrialProposed(trial) if trial >= self._settled:
                 self._to_check += trial >= self._counted
@@ -177,6 +210,8 @@ class SearchTrials:
     def close(self) -> None:
         """Admit nothing more; a candidate under way is given up."""
         self._closed.set()
+        if self._timer is not None:
+            self._timer.cancel()
         self._candidates.put(None)
         if self._call is not None:
             self._call.give_up()

@@ -24,6 +24,7 @@ from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
     NUMERIC_FILE,
     RUN_FILE,
+    SEARCH_FILE,
     TRIAL_FILE,
     WORKERS_FILE,
     RunDocument,
@@ -116,7 +117,7 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
     readers: dict[str, Callable[[RunFolder], object]] = {
         RUN_FILE: read_document,
     }
-    for optional in sorted(there & {NUMERIC_FILE, WORKERS_FILE}):
+    for optional in sorted(there & {NUMERIC_FILE, SEARCH_FILE, WORKERS_FILE}):
         readers[optional] = methodcaller("read_json", optional)
     problems = []
     for read in readers.values():

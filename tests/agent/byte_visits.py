@@ -11,8 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
-from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments
+from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments, ShardBytes
 from cerebro_hydra.storage.digest import digest
 from tests.agent.standins import SECONDS
 
@@ -38,6 +38,7 @@ class ByteTrials:
 
     Args:
         sizes: bytes of the trainable segment of each shard; those of the frozen one are half of it.
+        apart: bytes at the end of that segment that updates alone read and write.
         seconds: how long each task takes.
         lethal: a file that ends the process in the first task after it was made, once.
         faults: what is wrong with a trial's code, by its number. "dies: factory", "dies: opened",
@@ -63,6 +64,7 @@ class ByteTrials:
     wrong_from: int = 0
     stale: bool = False
     hooks: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
+    apart: int = 0
 
     def __call__(self) -> ByteTrials:
         """Be what makes the opener, too."""
@@ -80,7 +82,10 @@ class ByteTrials:
     def profile(self, trial: Any) -> TrialProfile:
         self.reach(getattr(trial, "trial", trial), "factory")
         sizes = self.sizes[: len(getattr(trial, "shards", self.sizes))]
-        shards = (ShardBytes(n // 2, n, n + 1 if self.window > 1 else 0, False) for n in sizes)
+        outlive, apart = self.window > 1, self.apart
+        shards = (
+            ShardBytes(n // 2, n, n - apart + 1 if outlive else 0, False, apart) for n in sizes
+        )
         return TrialProfile(tuple(shards), (), False)
 
     def open(self, order: VisitOrder) -> ByteRun:
@@ -121,14 +126,33 @@ class ByteRun:
         return slots
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
-        self.slots[shard] = slots
-        arrays = self.shards[shard] = {name: slot.cpu().numpy() for name, slot in slots.items()}
+        arrays = self._take(shard, slots)
         self.first.setdefault(shard, arrays)
         self.cursors[shard] = dict(cursor or {"step": 0})
         if self.fault == "dies audited" and self.order.audits is not None:
             self.cursors[shard]["step"] = self.order.first_step  # as shards of models do
         if "gradients" in arrays and arrays["gradients"][0]:
             self.gradients[shard] = arrays["gradients"][1:]
+
+    def complete(self, shard: int, slots: Segments) -> None:
+        had = "gradients" in self.shards[shard]
+        arrays = self._take(shard, {**slots, **self.slots[shard]}) | self.shards[shard]
+        self.shards[shard] = arrays
+        if not had and "gradients" in arrays and arrays["gradients"][0]:
+            self.gradients[shard] = arrays["gradients"][1:]
+
+    def _take(self, shard: int, slots: Segments) -> HostSegments:
+        self.slots[shard] = slots
+        arrays = self.shards[shard] = {name: slot.cpu().numpy() for name, slot in slots.items()}
+        return arrays
+
+    def _parted(self, shard: int) -> tuple[Bytes, Bytes | None]:
+        """Return what tasks read of the trainable segment, and what updates read if it is there."""
+        arrays, apart = self.shards[shard], self.trials.apart
+        trainable = arrays["trainable"]
+        if "optimizer" in arrays or len(trainable) < self.trials.sizes[shard]:
+            return trainable, arrays.get("optimizer")
+        return trainable[: len(trainable) - apart], trainable[len(trainable) - apart :]
 
     @property
     def stays(self) -> bool:
@@ -147,13 +171,15 @@ class ByteRun:
             arrays["gradients"][0] = gradients is not None
         for name, slot in self.slots.pop(shard, {}).items():
             slot.copy_(torch.from_numpy(arrays[name]), non_blocking=True)
-        return self.cursors.pop(shard), gradients is not None
+        return self.cursors.pop(shard), gradients is not None or "gradients" not in arrays
 
     def cursor(self, shard: int) -> Mapping[str, Any]:
         return dict(self.cursors[shard])
 
     def digests(self, shard: int) -> TensorDigests:
-        return {"param:bytes": digest(self.shards[shard]["trainable"])}
+        parameters, optimizer = self._parted(shard)
+        assert optimizer is not None
+        return {"param:bytes": digest(parameters), "optim:bytes": digest(optimizer)}
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Do a task, and in the agent's memory the later passes of its microbatch, too."""
@@ -172,15 +198,18 @@ class ByteRun:
         time.sleep(self.trials.seconds)
         self._die(task)
         slots = self.shards[task.shard]
-        trainable = slots["trainable"]
+        trainable, optimizer = self._parted(task.shard)
         assert task.microbatch is not None
         number = task.microbatch + (self.order.audits or 0) * self.trials.window
         last = task.shard == len(self.trials.sizes) - 1
         match task.kind:
             case ActionKind.F:
                 self.trials.reach(self.order.task.trial, "forward")
-                read = self.first[task.shard] if self.trials.stale else slots
-                loss = loss_of(read, number)
+                frozen = slots["frozen"]
+                if self.trials.stale:
+                    frozen = self.first[task.shard]["frozen"]
+                    trainable = self.first[task.shard]["trainable"][: len(trainable)]
+                loss = loss_of({"frozen": frozen, "trainable": trainable}, number)
                 if last and isinstance(self.order.task, StartSubEpoch):
                     return Done(task, losses={task.microbatch: (loss, ROWS)})
                 if last:
@@ -193,7 +222,9 @@ class ByteRun:
             case ActionKind.U:
                 step = self.order.first_step + task.microbatch // self.trials.window
                 assert self.cursors[task.shard]["step"] == step
-                trainable += self.gradients.pop(task.shard)
+                assert optimizer is not None, "an update has no optimizer state"
+                gradient = self.gradients.pop(task.shard)
+                update(trainable, optimizer, gradient)
                 self.cursors[task.shard]["step"] += 1
                 plain = self.order.audits is not None or self.order.task.uncut
                 if self.fault == "wrong" and not plain and step >= self.trials.wrong_from:
@@ -241,9 +272,16 @@ class ByteRun:
         half_done = self.order.audits is not None and task.kind is ActionKind.U
         if lethal is None or (self.fault == "dies audited" and not half_done):
             return
-        if Path(lethal).exists():
+        with suppress(FileNotFoundError):  # another device may have been first
             os.unlink(lethal)
             os._exit(1)
+
+
+def update(trainable: Bytes, optimizer: Bytes, gradient: Bytes) -> None:
+    optimizer *= 3
+    optimizer += gradient[: len(optimizer)]
+    trainable += gradient
+    trainable[: len(optimizer)] += optimizer
 
 
 def loss_of(slots: HostSegments, microbatch: int) -> float:
@@ -261,12 +299,14 @@ def trained(
     state = [{name: b.copy() for name, b in each.items()} for each in state]
     loss_sum, gradients = 0.0, [None] * len(state)
     for microbatch in range(microbatches):
-        loss_sum += loss_of(state[-1], microbatch) * ROWS
-        for k, each in enumerate(state):
-            gradient = gradient_of(each["trainable"], microbatch)
+        parted = [np.split(b, [len(b) - trials.apart]) for b in (s["trainable"] for s in state)]
+        heads = [head for head, *_ in parted]
+        loss_sum += loss_of({**state[-1], "trainable": heads[-1]}, microbatch) * ROWS
+        for k, (head, tail) in enumerate(parted):
+            gradient = gradient_of(head, microbatch)
             before = gradients[k]
             gradients[k] = gradient if before is None else before * 3 + gradient
             if microbatch % trials.window == trials.window - 1 or microbatch == microbatches - 1:
-                each["trainable"] += gradients[k]
+                update(head, tail, gradients[k])
                 gradients[k] = None
     return state, loss_sum

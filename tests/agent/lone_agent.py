@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.agent.device.builder import TrialBuilder
-from cerebro_hydra.agent.device.device import Lane
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.visits import TrialVisits
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.data.batches import Batch

@@ -136,6 +136,7 @@ def broken_from(
     def wrong(self: Any, k: int) -> None:
         update(self, k)
         self._marks.pop(k, None)  # else it is found as what the trial's code writes
+        self._samples.pop(k, None)
         if self.step >= step and parameter in self._states[k].params:
             with torch.no_grad():
                 change(self._states[k].params[parameter])

@@ -234,7 +234,6 @@ LATE: dict[str, tuple[Callable[[int], Recipe], str]] = {
     "a class": (child(of_class), "the class of module '2.act'"),
     "a parameter": (child(a_parameter), "parameter '2.w'"),
     "a buffer": (child(a_buffer), "buffer '2.g', which training makes"),
-    "pruning": (child(pruned), "attribute 'weight' of module '2.act'"),
     "a number of numpy": (
         event("held", [np.float32(1)], lambda v: v.__setitem__(0, np.float32(2))),
         r"attribute 'held' of module '2' at \[0\]",
@@ -292,6 +291,16 @@ def test_a_late_change_fails_its_trial_by_the_same_name_in_each_cut(
     assert isinstance(failed, events.TaskFailed), failed
     told = rf"training changed ({name}), as it did not in the trial's first steps; it is no part"
     assert re.search(told, failed.error), failed.error
+
+
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_pruning_that_comes_late_fails_by_the_name_of_what_it_replaces(
+    start: Callable[..., Agent], shards: int
+) -> None:
+    agent = start(lambda: child(pruned)(shards), share=0.0)
+    failed = agent.train()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert "another tensor in the place of parameter '2.act.weight'" in failed.error, failed.error
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 2])

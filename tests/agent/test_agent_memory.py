@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.agent.device.device import Lane
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.pool import BufferPool
@@ -33,7 +33,8 @@ from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.run import ClosedSearch
-from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder

@@ -112,6 +112,20 @@ def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(tmp_path: Path,
     assert [(each.step, each.value) for each in logged] == expected
 
 
+def test_trackers_log_the_rungs_at_which_a_trial_was_compared(tmp_path: Path, flow: Any) -> None:
+    pauses = [ev.TrialPaused(0, 1), ev.TrialResumed(0), ev.TrialPaused(0), ev.TrialPaused(0, 3)]
+    told = [Decision(seq, float(seq + 1), each, ()) for seq, each in enumerate(pauses)]
+    begun = begin(1)
+    for tracker in (TensorBoardTracker(tmp_path), mlflow_tracker(flow, "rungs")):
+        for record in [*begun, *told]:
+            tracker.on_record(record)
+    expected = [(1, 1.0), (3, 3.0)]
+    assert scalars(tmp_path / begun[0].document.run_id / "trial-000", "rung") == expected
+    (trial,) = (run for run in runs_of(flow, "rungs") if run.info.run_name == "trial-000")
+    logged = flow.get_metric_history(trial.info.run_id, "rung")
+    assert [(each.step, each.value) for each in logged] == expected
+
+
 def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     started, *admitted = begin(5)

@@ -42,7 +42,7 @@ def inject_fault(world: World, random: Random) -> None:
     elif kind == "duplicate" and world.journal:
         event = from_json(world.journal[-random.randint(1, 30) :][0]["event"])
         # A stream keeps its order, writes have no number, and choices are not sent.
-        once = ev.StateReceived | ev.CheckpointFailed | ev.Assigned | ev.RunResumed
+        once = (ev.StateReceived, ev.CheckpointFailed, ev.Assigned, ev.RunResumed, ev.RunSuspended)
         if not isinstance(event, once):
             world.handle(event)
     elif kind == "cut" and world.state.trials:

@@ -108,7 +108,7 @@ RULES: dict[str, tuple[Any, ...]] = {
     "clip_grad_value": (-1,),
     "ema": ("0.9",),
     "metrics": (5,),
-    "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
+    "schedule": ("sharp", "oldest_first", "gpipe", "fastest", "pipedream", "2bw"),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
@@ -139,6 +139,12 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
         },
         "schedule = 'gpipe', cut = 'modules'": partial(
             recipe_of, schedule="gpipe", cut="modules", shards=2
+        ),
+        "schedule = 'pipedream', clip_grad_norm = 1.0": partial(
+            recipe_of, schedule="pipedream", clip_grad_norm=1.0
+        ),
+        "schedule = 'pipedream', accumulate = 4": partial(
+            recipe_of, schedule="pipedream", accumulate=4
         ),
         **{f"a model {what}": partial(unusual, make) for what, make in MODELS.items()},
         **{

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -11,6 +13,41 @@ from torch import nn
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import ForwardCall
 from cerebro_hydra.shards.cut.sample import Sample
+
+LATE = "CEREBRO_HYDRA_TESTS_LATE"
+
+
+class Unseen(type):
+    """Gives classes a number that no reading of a trial finds, by which a test says when to act."""
+
+    @property
+    def late(cls) -> int:
+        return int(os.environ.get(LATE, "0"))
+
+    @late.setter
+    def late(cls, number: int) -> None:
+        os.environ[LATE] = str(number)
+
+
+class Notes:
+    """Takes notes of what a trial does where no reading of it finds them."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()
+
+    def add(self, note: object) -> None:
+        self.queue.put(note)
+
+    def all(self) -> list:
+        """Return the notes so far."""
+        found = [self.queue.get() for _ in range(self.queue.qsize())]
+        for note in found:
+            self.queue.put(note)
+        return found
+
+    def clear(self) -> None:
+        while not self.queue.empty():
+            self.queue.get()
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from cerebro_hydra.data.spec import DataSpec
@@ -16,12 +17,16 @@ from cerebro_hydra.tune import (
     ASHASearch,
     HyperbandSearch,
     MedianStopping,
+    OptunaSearch,
+    PBTSearch,
     RandomSearch,
     SuccessiveHalvingSearch,
+    TPESearch,
     hp_log,
 )
 from cerebro_hydra.tune.decisions import AskAndTell
 from tests.golden import assert_golden, refusal
+from tests.processes import run_python
 from tests.tune.searchers import RUN
 from tests.tune.test_tune_search import arguments, rows
 
@@ -48,6 +53,23 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "a seeded ASHA": (ASHASearch, {"order": "seeded"}),
     "a seeded median": (RandomSearch, {"order": "seeded", "stopping": MedianStopping()}),
     "stopping = 'median'": (RandomSearch, {"stopping": "median"}),
+    "a population of one": (PBTSearch, {"num_models": 1, "mutations": ["lr"]}),
+    "an unknown mutation": (PBTSearch, {"mutations": ["lr", "momentum"]}),
+    "mutations = 'lr'": (PBTSearch, {"mutations": "lr"}),
+    "no mutations": (PBTSearch, {"mutations": []}),
+    "no comparison": (PBTSearch, {"mutations": ["lr"], "perturbation_interval": 9}),
+    "quantile_fraction = 0.6": (PBTSearch, {"mutations": ["lr"], "quantile_fraction": 0.6}),
+    "a population without validation": (
+        PBTSearch, {"mutations": ["lr"], "validation": None, "evaluation_metric": "loss"},
+    ),
+    "num_models of TPE = 0": (TPESearch, {"num_models": 0}),
+    "neither sampler nor study": (OptunaSearch, {}),
+    "sampler = 'tpe'": (OptunaSearch, {"sampler": "tpe"}),
+    "study = 'digits'": (OptunaSearch, {"study": "digits"}),
+    "a study of two objectives": (
+        OptunaSearch,
+        {"study": optuna.create_study(study_name="two", directions=["minimize", "maximize"])},
+    ),
 }  # fmt: skip
 
 
@@ -102,3 +124,19 @@ def test_more_trials_begin_with_the_same_draws(tmp_path: Path) -> None:
 
     assert drawn(SuccessiveHalvingSearch, 9)[:4] == drawn(SuccessiveHalvingSearch, 4)
     assert drawn(ASHASearch, 9) == drawn(ASHASearch, 4) == drawn(HyperbandSearch, 4)
+
+
+def test_without_optuna_the_searches_say_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["optuna"] = None
+from cerebro_hydra import GridSearch, OptunaSearch, TPESearch
+for kind in (OptunaSearch, TPESearch):
+    try:
+        kind(search_space={}, num_models=1)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    said = run_python("-c", code).stdout.splitlines()
+    remedy = "needs optuna; install it with pip install 'cerebro-hydra[optuna]'"
+    assert said == [f"SetupError {kind} {remedy}" for kind in ("OptunaSearch", "TPESearch")]

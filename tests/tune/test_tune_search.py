@@ -73,6 +73,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "label_columns": ([],),
     "seed": (-1,),
     "order": ("random",),
+    "time_budget": ("soon", 0, -1, "0h", True),
+    "target": ({}, "accuracy", {"accuracy": "high"}, {"accuracy": float("nan")}, {3: 1}),
     "verbose": (None,),
 }
 

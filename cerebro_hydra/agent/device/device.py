@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.logs import attribute_to
 from cerebro_hydra.agent.device.messages import (
     Answer,
@@ -70,40 +70,6 @@ CUDA_ASSERT = 710
 _ASSERTION = "device-side assert"  # where torch gives no code
 
 _log = logging.getLogger(__name__)
-
-
-class Lane:
-    """Does one thing after the other, on a thread of its own or on the one that calls `run`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.thread: int | None = None
-
-    def start(self) -> None:
-        """Begin on a thread of its own."""
-        threading.Thread(target=self.run, name=self._name, daemon=True).start()
-
-    def put(self, work: Callable[[], object]) -> None:
-        """Let something be done; called from any thread."""
-        self._items.put(work)
-
-    def close(self) -> None:
-        """End after what was put before."""
-        self._items.put(None)
-
-    def run(self) -> None:
-        """Do what is put, until it is closed."""
-        self.thread = threading.get_ident()
-        while self.step():
-            pass
-
-    def step(self) -> bool:
-        """Do the next thing, once it is there; return whether there was one before the end."""
-        if (work := self._items.get()) is None:
-            return False
-        work()  # its slabs are given back before the next order comes
-        return True
 
 
 class _Given:
@@ -153,6 +119,8 @@ class Device:
         double_buffering: whether shards are moved beside the computing.
         begin: is told of the attempt whose trial's code runs next, if it is another one.
         end: ends the process, whose device is lost.
+        answer_soon: takes what may be told with what comes in a moment; None is `answer`.
+        flush: lets that be told now. What is told last says whose code runs, if the process ends.
     """
 
     def __init__(
@@ -165,18 +133,22 @@ class Device:
         double_buffering: bool = True,
         begin: Callable[[int], object] | None = None,
         end: Callable[[], object] = lambda: None,
+        answer_soon: Callable[[Answer], object] | None = None,
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
         self._begin, self._end = begin, end
         self._begun = -1
         self._opener = opener
         self._memory = memory
         self._answer = answer
+        self._answer_soon, self._flush = answer_soon or answer, flush
+        self._computed = -1  # the visit of the latest unit
+        self._units = 0  # that were ordered and not answered
         self._visits: dict[int, DeviceVisit] = {}
-        self._live: dict[
-            int, Task
-        ] = {}  # of visits that were opened, and neither failed nor closed
+        self._live: dict[int, Task] = {}  # of opened visits that neither failed nor closed
         self._slots: dict[Key, Segments] = {}
         self._unbound: dict[Key, tuple[Cursor | None, bool]] = {}  # what unloading gave
+        self._grown: set[Key] = set()  # bound shards of which more has come
         self._given: _Given | None = None  # the unit under way
         self._inside: int | None = None  # the visit in whose call the computing thread is
         self._coming: Compute | None = None  # the next unit of that visit
@@ -213,6 +185,7 @@ class Device:
             case Close():
                 self._put_outside(partial(self._close, order, self._live.pop(order.visit, None)))
             case Compute():
+                self._units += 1
                 self._computing.put(partial(self._compute, order))
             case Move():
                 key = (order.action.trial, order.action.shard)
@@ -228,6 +201,7 @@ class Device:
         """Let the computing thread do something, outside of every call of a visit."""
 
         def later() -> None:
+            self._flush()
             if self._inside is None:
                 work()
             else:
@@ -315,6 +289,9 @@ class Device:
     # ------------------------------------------------------------------ actions
 
     def _compute(self, unit: Compute) -> None:
+        if unit.visit != self._computed:
+            self._flush()
+        self._computed = unit.visit
         if self._inside is not None:
             assert unit.visit == self._inside, "a resident visit has the device to itself"
             self._coming = unit
@@ -352,10 +329,16 @@ class Device:
         if key in self._unbound:
             cursor, _ = self._unbound.pop(key)
             visit.load(task.shard, self._slots[key], cursor)
-        if task.kind is ActionKind.F and task.microbatch == unit.copied:
-            copy = {"trainable": unit.slabs[copy_of(task.shard)]}
-            self._memory.demote(self._slots[key], copy)
-            self._given.cursor = visit.cursor(task.shard)
+        elif key in self._grown:
+            self._grown.remove(key)
+            visit.complete(task.shard, self._slots[key])
+        if unit.copied is not None and (copy := unit.slabs.get(copy_of(task.shard))) is not None:
+            split = self._slots[key]["trainable"].nbytes
+            if (task.kind, task.microbatch) == (ActionKind.F, unit.copied[0]):
+                self._memory.demote(self._slots[key], {"trainable": copy[:split]})
+            elif (task.kind, task.microbatch) == (ActionKind.U, unit.copied[1]):
+                self._memory.demote(self._slots[key], {"optimizer": copy[split:]})
+                self._given.cursor = visit.cursor(task.shard)
 
     def _perform(self, task: Action) -> Done:
         """Do a task; a resident visit goes on with those that come after it in a microbatch."""
@@ -425,23 +408,28 @@ class Device:
 
     def _answer_unit(self) -> None:
         if self._given is not None:
-            self._answer(self._given.answer())
+            self._units -= 1
+            answer = self._answer_soon if self._units > 0 else self._answer
+            answer(self._given.answer())
         self._given = None
 
     def _move(self, order: Move) -> None:
         """Move a shard; one that a visit stays bound to is let go of by the computing thread."""
         action, begun = order.action, time.perf_counter()
         key, done = (action.trial, action.shard), Done(action)
-        asked = self._live.get(action.trial)
+        asked, slabs = self._live.get(action.trial), order.parted()
         try:
             if asked is None:
                 self._give_up(key)
             elif action.kind is ActionKind.LOAD:
-                slots = self._memory.promote(order.slabs, order.gradients)
+                slots = self._memory.promote(slabs, order.gradients)
                 if self._promoting is self._computing and action.trial in self._visits:
                     slots = self._visits[action.trial].moved(slots)
-                self._slots[key] = slots
-                self._unbound[key] = order.cursor, False
+                if (before := self._slots.get(key)) is None:
+                    self._unbound[key] = order.cursor, False
+                elif key not in self._unbound:
+                    self._grown.add(key)
+                self._slots[key] = {**(before or {}), **slots}
             else:
                 if key not in self._unbound:
                     unbound = self._visits[action.trial].unload(action.shard)
@@ -452,7 +440,7 @@ class Device:
                         return
                 cursor, has_gradients = self._unbound[key]
                 if action.kind is ActionKind.SPILL:
-                    self._memory.demote(self._slots[key], order.slabs)
+                    self._memory.demote(self._slots[key], slabs)
                 self._give_up(key)
                 done = replace(done, cursor=cursor, has_gradients=has_gradients)
         except (Exception, SystemExit) as error:
@@ -460,7 +448,7 @@ class Device:
                 raise
             self._fail(action.trial, asked.trial, error)
         if action.kind is not ActionKind.DROP:
-            moved = sum(slab.nbytes for slab in order.slabs.values())
+            moved = sum(slab.nbytes for slab in slabs.values())
             self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
 
     def _lane_of(self, move: Action) -> Lane:
@@ -469,6 +457,7 @@ class Device:
 
     def _give_up(self, key: Key) -> None:
         self._unbound.pop(key, None)
+        self._grown.discard(key)
         if (slots := self._slots.pop(key, None)) is not None:
             self._memory.give_up(slots)
 
@@ -579,8 +568,12 @@ class DeviceVisit(Protocol):
         """Take a shard, which lies in the slots; "gradients" is one of them if it has some."""
         ...
 
+    def complete(self, shard: int, slots: Segments) -> None:
+        """Take what has come of a shard that is bound: optimizer state, or memory for gradients."""
+        ...
+
     def unload(self, shard: int) -> tuple[Mapping[str, Any] | None, bool]:
-        """Let go of a shard; return its cursor, and whether it has gradients in their slot."""
+        """Let go of a shard; return its cursor, and whether nobody has used its gradients up."""
         ...
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:

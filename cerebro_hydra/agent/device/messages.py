@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, TransferError
-from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.messages.actions import Action, Part
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -93,14 +93,15 @@ class Compute:
             the first step that is watched.
         record: says what lies in "boundary".
         watched: the microbatches that end the steps after which shards' digests are told.
-        copied: the microbatch before whose F shards are copied.
+        copied: the first and last microbatch of that step. Before F of the first one parameters and
+            buffers are copied, and before U the rest, which nobody changes in between.
     """
 
     tasks: tuple[Action, ...]
     slabs: Mapping[str, Bytes] = field(default_factory=dict)
     record: PassRecord | None = None
     watched: tuple[int, ...] = ()
-    copied: int | None = None
+    copied: tuple[int, int] | None = None
 
     @property
     def visit(self) -> int:
@@ -118,16 +119,28 @@ class Move:
     """The device is to take a shard, to write it back, or to let it go.
 
     Args:
-        slabs: host memory by the names "frozen", "trainable" and "gradients"; LOAD reads them all,
-            SPILL writes to those that it is given.
+        slabs: host memory by the names "frozen", "trainable" and "gradients"; LOAD reads the parts
+            that the action names, SPILL writes to those of them that it is given.
         cursor: of the shard that is loaded.
         gradients: bytes to keep on the device for gradients, if LOAD is given none to read.
+        split: where the device parts the trainable segment; 0 if it has that in one.
     """
 
     action: Action
     slabs: Mapping[str, Bytes] = field(default_factory=dict)
     cursor: Cursor | None = None
     gradients: int = 0
+    split: int = 0
+
+    def parted(self) -> dict[str, Bytes]:
+        """Return the memory of what is moved, by the names of a device's slots."""
+        parts, slabs = self.action.parts or tuple(Part), dict(self.slabs)
+        if self.split and (trainable := slabs.pop("trainable", None)) is not None:
+            if Part.PARAMETERS in parts:
+                slabs["trainable"] = trainable[: self.split]
+            if Part.OPTIMIZER in parts:
+                slabs["optimizer"] = trainable[self.split :]
+        return slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,7 @@ class Done:
         seconds: what it took, without the wait for its turn.
         nbytes: the bytes that were moved.
         cursor: of a shard that was written back, or copied.
-        has_gradients: whether its gradients were written back too.
+        has_gradients: whether nobody has used up the gradients that DRAM may have of it.
         losses: the mean loss and the rows of microbatches that have ended, by their numbers.
         digests: those of a shard's tensors, after an update that is watched; beside those of shard
             0 are the values that the step changed and that hop with no shard.
@@ -196,6 +209,11 @@ class Computed:
     """The device has done the tasks of a unit."""
 
     tasks: tuple[Done, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return what all of them took."""
+        return sum(done.seconds for done in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ main thread. Else each has a process of its own, so that a crash in it ends no o
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -15,42 +14,35 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from cerebro_hydra.agent.device import watchdog
-from cerebro_hydra.agent.device.device import Device, DeviceMemory, Lane, VisitOpener
+from cerebro_hydra.agent.device.answer_batches import AnswerBatches
+from cerebro_hydra.agent.device.device import Device, DeviceMemory, VisitOpener
 from cerebro_hydra.agent.device.endings import ending_of, no_life
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
     Alive,
     Answer,
-    Close,
-    Closed,
     Compute,
-    Computed,
-    Failed,
     Move,
-    Open,
-    Opened,
     Order,
-    Profile,
-    Profiled,
     Ready,
 )
 from cerebro_hydra.agent.device.runtime import CudaRuntime
 from cerebro_hydra.agent.device.visible_gpus import THE_GPU, show_gpu
+from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
-from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_deterministically
@@ -214,13 +206,14 @@ class DeviceProcess:
     def _listen(self) -> None:
         while True:
             try:
-                answer = self._connection.recv()
+                told = self._connection.recv()
             except (EOFError, OSError):
                 break
-            if isinstance(answer, _Said):
-                self._on_said(answer.message)
+            if isinstance(told, _Said):
+                self._on_said(told.message)
             else:
-                self._on_answer(self, answer)
+                for answer in told:
+                    self._on_answer(self, answer)
         self._process.kill()
         self._process.join()
         self.ending = self.ending or ending_of(self._process.exitcode)
@@ -258,13 +251,14 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
     watchdog.watch_parent()
     lock = threading.Lock()
 
-    def tell(answer: Answer | _Said) -> None:
+    def tell(told: list[Answer] | _Said) -> None:
         try:
             with lock:
-                connection.send(answer)
+                connection.send(told)
         except OSError:
             os._exit(0)
 
+    answers = AnswerBatches(tell)
     with forwarded(lambda message: tell(_Said(message))):
         try:
             if settings.prepare is not None:
@@ -279,15 +273,18 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
         device = Device(
             opener,
             memory,
-            tell,
+            answers.give,
             computing,
             double_buffering=settings.double_buffering,
             end=partial(os._exit, _LOST),
+            answer_soon=answers.give_soon,
+            flush=answers.flush,
         )
         computing.start()
         device.start()
-        tell(Ready())
-        _repeat(settings.limits.heartbeat_interval, lambda: tell(Alive()))
+        answers.start()
+        answers.give(Ready())
+        _repeat(settings.limits.heartbeat_interval, lambda: tell([Alive()]))
         while True:
             try:
                 order = connection.recv()
@@ -451,193 +448,3 @@ def _numeric_here(threads: int) -> Mapping[str, Any]:
 def gpu_memory(poison: bool = False) -> DeviceMemory:
     """Return the memory of the GPU that this process sees."""
     return DeviceMemory(poison, CudaRuntime(THE_GPU))
-
-
-MOST_STARTS = 10  # of a device that dies each time before it is ready
-
-CodeOrder = Profile | Open | Compute | Close
-"""An order that runs code of a trial."""
-
-
-class WorkerDevice(Protocol):
-    """Takes orders for a device, here or in another process. Thread-safe."""
-
-    @property
-    def limits(self) -> LossLimits | None:
-        """Return for how long its process may be silent; None if that is this one."""
-        ...
-
-    @property
-    def thread(self) -> int | None:
-        """Return the thread of this process that computes; None if that is another process."""
-        ...
-
-    def give(self, order: Order) -> None:
-        """Take an order and return at once."""
-        ...
-
-    @property
-    def ending(self) -> str:
-        """Return how its process has ended."""
-        ...
-
-    def kill(self, why: str) -> None:
-        """End the process of the device, because it hangs."""
-        ...
-
-    def close(self) -> None:
-        """End the device; nothing that was ordered needs to be done any more."""
-        ...
-
-
-OnAnswer = Callable[[WorkerDevice, Answer], object]
-OnGone = Callable[[WorkerDevice], object]
-DeviceStart = Callable[[OnAnswer, OnGone], WorkerDevice]
-"""Starts a device, and is told what takes its answers and what hears of its death."""
-
-
-class Death(NamedTuple):
-    """Tells of a device that has died.
-
-    Args:
-        number: of the device.
-        was_up: whether it was ready.
-        order: what it was doing; None if it ran no code of a trial.
-        beside: the devices that were running code of the same visit.
-    """
-
-    number: int
-    was_up: bool
-    order: CodeOrder | None
-    beside: Set[WorkerDevice]
-
-
-class WorkerDevices:
-    """Holds the present devices of a worker by their numbers; one thread uses it.
-
-    Args:
-        starts: each starts the device of its place.
-    """
-
-    def __init__(self, starts: Sequence[DeviceStart], on_answer: OnAnswer, on_gone: OnGone) -> None:
-        self._starts = starts
-        self._on_answer, self._on_gone = on_answer, on_gone
-        self._devices: list[WorkerDevice] = []
-        self._down = Counter[int]()  # the deaths of each number since it was ready
-        self._unanswered: list[deque[CodeOrder]] = []
-        self._patience: list[float] = []  # the seconds in which each has to show life
-        self._heard: dict[WorkerDevice, float] = {}  # the moment when each has shown it last
-
-    def start(self) -> None:
-        """Start them all."""
-        self._devices = [start(self._on_answer, self._on_gone) for start in self._starts]
-        self._unanswered = [deque() for _ in self._starts]
-        self._patience = [_patience_with_start(device) for device in self._devices]
-
-    def __getitem__(self, number: int) -> WorkerDevice:
-        """Return a device."""
-        return self._devices[number]
-
-    def __contains__(self, device: WorkerDevice) -> bool:
-        """Return whether it was not replaced."""
-        return device in self._devices
-
-    def tell(self, order: Order) -> None:
-        """Give an order to all of them."""
-        for device in self._devices:
-            device.give(order)
-
-    def ask(self, device: WorkerDevice, order: CodeOrder) -> None:
-        """Give a device an order that runs code of a trial; it answers all of them in turn."""
-        self._unanswered[self._devices.index(device)].append(order)
-        device.give(order)
-
-    def hear(self, device: WorkerDevice, answer: Answer) -> CodeOrder | None:
-        """Note that a device lives; return what it answers: what it was asked first, or nothing."""
-        number = self._devices.index(device)
-        if device.limits is not None:
-            self._patience[number] = device.limits.silence_seconds
-            self._heard[device] = time.monotonic()
-        if isinstance(answer, Profiled | Opened | Computed | Closed) or (
-            isinstance(answer, Failed) and answer.visit is None
-        ):
-            asked = self._unanswered[number]
-            if not isinstance(answer, Profiled | Failed):
-                return _taken(asked, lambda order: not isinstance(order, Profile))
-            return _taken(asked, lambda order: isinstance(order, Profile))
-        return None
-
-    def silence(self, devices: Iterable[WorkerDevice]) -> float:
-        """Return for how long the most silent of these has shown no life; 0 if it is no process."""
-        now = time.monotonic()
-        return max((now - self._heard.get(device, now) for device in devices), default=0.0)
-
-    def age(self, seconds: float) -> None:
-        """Let time pass, and end the devices whose processes have been silent for too long."""
-        for number, device in enumerate(self._devices):
-            self._patience[number] -= seconds
-            if self._patience[number] < 0:
-                self._patience[number] = math.inf
-                assert device.limits is not None, "a device of this process has all the time"
-                _log.warning("device %d shows no life; it is killed and started again", number)
-                device.kill(no_life(device.limits.silence_seconds))
-
-    def replace(self, device: WorkerDevice) -> Death:
-        """Start a device that died again.
-
-        Raises:
-            SetupError: it died too often before it was ready.
-        """
-        number = self._devices.index(device)
-        was_up = number not in self._down
-        self._down[number] += 1
-        if self._down[number] == MOST_STARTS:
-            raise SetupError(
-                f"device {number} could not be started {MOST_STARTS} times in a row; see the log "
-                "for what it said, and take another number of devices_per_worker"
-            )
-        asked = self._unanswered[number]
-        order = asked[0] if asked else None
-        death = Death(number, was_up, order, self._beside(device, order))
-        asked.clear()
-        self._heard.pop(device, None)
-        self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
-        self._patience[number] = _patience_with_start(self._devices[number])
-        return death
-
-    def _beside(self, device: WorkerDevice, order: CodeOrder | None) -> Set[WorkerDevice]:
-        """Return the other devices that were asked to run code of the same visit."""
-        if order is None or isinstance(order, Profile):
-            return set()
-        pairs = zip(self._devices, self._unanswered, strict=True)
-        return {
-            each
-            for each, asked in pairs
-            if each is not device
-            and any(not isinstance(one, Profile) and one.visit == order.visit for one in asked)
-        }
-
-    def ready(self, device: WorkerDevice) -> int | None:
-        """Note that a device is ready; return its number if one of that number had died."""
-        number = self._devices.index(device)
-        if number not in self._down:
-            return None
-        del self._down[number]
-        return number
-
-    def close(self) -> None:
-        """End them all."""
-        for device in self._devices:
-            device.close()
-
-
-def _taken(asked: deque[CodeOrder], fits: Callable[[CodeOrder], bool]) -> CodeOrder:
-    """Take out the first order that fits: one may be answered after those of a call under way."""
-    at = next(n for n, order in enumerate(asked) if fits(order))
-    order = asked[at]
-    del asked[at]
-    return order
-
-
-def _patience_with_start(device: WorkerDevice) -> float:
-    return math.inf if device.limits is None else device.limits.join_timeout

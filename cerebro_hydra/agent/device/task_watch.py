@@ -237,46 +237,49 @@ class VisitTime:
     def built(self, device: Any) -> None:
         """Note that it has done so."""
         self._building.discard(device)
+        now = time.monotonic()
         if device in self._begun:
-            self._begun[device] = time.monotonic()
-        self._turn()
+            self._begun[device] = now
+        self._turn(now)
 
-    def start(self, device: Any, thread: int | None, batches: int) -> None:
-        """Note that a device does a unit which ends so many batches.
+    def start(self, device: Any, thread: int | None, batches: int, now: float) -> None:
+        """Note that a device does a unit from this moment on, which ends so many batches.
 
         Args:
             thread: that computes, if it is one of this process.
         """
         self._watch.run_on(thread, batches)
-        self._begun[device] = time.monotonic()
-        self._turn()
+        self._begun[device] = now
+        self._turn(now)
 
-    def stop(self, device: Any, ends_batch: bool) -> None:
-        """Note that it has done the unit, and with it maybe batches."""
-        self.lose(device)
+    def stop(self, device: Any, ends_batch: bool, now: float) -> None:
+        """Note that it has done the unit by this moment, and with it maybe batches."""
+        self.lose(device, now)
         if ends_batch:
             self._watch.batch()
 
-    def lose(self, device: Any) -> None:
-        """Note that a device does the unit no longer."""
+    def lose(self, device: Any, now: float) -> None:
+        """Note that a device does the unit no longer from this moment on."""
         begun = self._begun.pop(device, None)
         if begun is not None and device not in self._building:
-            self._seconds += time.monotonic() - begun
+            self._seconds += max(0.0, now - begun)
         self._building.discard(device)
-        self._turn()
+        self._turn(now)
 
     def died(self, device: Any) -> None:
         """Note that a device has died: the time of its unit, which is done again, is given back."""
+        now = time.monotonic()
         computing, begun = device in self.computing, self._begun.get(device, 0.0)
-        self.lose(device)
+        self.lose(device, now)
         if computing:
-            self._passed -= time.monotonic() - begun
+            self._passed -= now - begun
             self._watch.begin_batch_anew()
 
-    def _turn(self) -> None:
-        """Let the clock go on, or stand still."""
-        self._passed = self._clock()
-        self._since = time.monotonic() if self.computing else math.inf
+    def _turn(self, now: float) -> None:
+        """Let the clock go on, or stand still; what is told late may go back by a moment."""
+        since = now if math.isinf(self._since) else self._since
+        self._passed += max(0.0, now - since)
+        self._since = max(now, since) if self.computing else math.inf
 
     def check(self, patience: float = 1, silence: float = 0.0) -> None:
         """Tell if the visit is slow or overdue, with so many times the limits.

@@ -33,7 +33,8 @@ from cerebro_hydra.recipe.randomness import (
 )
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffects
-from cerebro_hydra.shards.admission.profile import TaskProfile, TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -241,7 +242,7 @@ class _Memory:
 
     def digests(self, shard: int) -> TensorDigests:
         """Return the digests of a shard's tensors."""
-        return tensor_digests(self._layout.shards[shard], self._slots[shard]["trainable"])
+        return tensor_digests(self._layout.shards[shard], self._slots[shard])
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -324,11 +325,16 @@ class TrainingVisit:
         given = None if cursor is None else dict(cursor)
         self._visit.load(shard, slots, given, slots.get("gradients"))
 
+    def complete(self, shard: int, slots: Segments) -> None:
+        """Bind what has come of a shard that is bound."""
+        self._memory.load(shard, slots)
+        self._visit.complete(shard, slots, slots.get("gradients"))
+
     def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
         """Leave a shard's slots as the visit has changed them."""
         self._visit.unload(shard)
         slot = self._memory.unload(shard).get("gradients")
-        has_gradients = slot is not None and bool(slot[: self._marks[shard]].any())
+        has_gradients = slot is None or bool(slot[: self._marks[shard]].any())
         return self._visit.cursor(shard), has_gradients
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
@@ -407,7 +413,10 @@ class EvaluationVisit:
         if may_look:
             self._effects.begin()
         self._kept.enter_context(kept_attributes(trial.recipe.model))
-        self._visit = ShardEvaluation(trial, batches, shared, limit, order.resident, looks=may_look)
+        waits = order.task.uncut and order.resident  # else shards leave before others come
+        self._visit = ShardEvaluation(
+            trial, batches, shared, limit, order.resident, looks=may_look, waits=waits
+        )
 
     def moved(self, slots: Segments) -> Segments:
         """Return the slots, for an evaluation copies nothing."""
@@ -416,6 +425,9 @@ class EvaluationVisit:
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
         self._visit.load(shard, slots)
+
+    def complete(self, shard: int, slots: Segments) -> None:
+        """Take nothing: what forwards read comes at once."""
 
     def unload(self, shard: int) -> tuple[None, bool]:
         """Leave a shard's slots, which are as they were."""
@@ -429,7 +441,8 @@ class EvaluationVisit:
             assert then is not None
             return then(Done(ended))
 
-        return Done(self._visit.perform(task, following))
+        with self._effects.watched():
+            return Done(self._visit.perform(task, following))
 
     def cursor(self, shard: int) -> None:
         """Return None: an evaluation changes nothing."""
@@ -450,7 +463,7 @@ class EvaluationVisit:
             finally:
                 self._visit.close()
             self._looks.spent += max(0.0, self._visit.looked_seconds - FREE_SECONDS)
-            self._effects.check(written)
+            self._effects.check(written, self._visit.draws)
         return self._visit.result
 
     def cancel(self) -> None:
@@ -504,6 +517,9 @@ class PlainVisit:
         """Take a shard, which lies in the slots."""
         self._memory.load(shard, slots)
         self._cursors[shard] = None if cursor is None else dict(cursor)
+
+    def complete(self, shard: int, slots: Segments) -> None:
+        """Take nothing: the whole of a shard comes at once."""
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any] | None, bool]:
         """Let go of a shard."""

@@ -296,18 +296,35 @@ class ShardHome:
         """Return the bytes of the shard's files, which are what moves between disk and DRAM."""
         return sum(file.nbytes for file in self._files.values())
 
-    def room_for(self, sizes: Mapping[str, int]) -> Mapping[str, Bytes]:
-        """Return slabs that a device may write the shard's changes to."""
+    def room_for(self, sizes: Mapping[str, int], in_part: bool = False) -> Mapping[str, Bytes]:
+        """Return slabs that a device may write the shard's changes to.
+
+        Args:
+            sizes: the bytes of each slab, by name.
+            in_part: whether it leaves some of the trainable segment as that is.
+        """
         for name, nbytes in sizes.items():
             if name not in self._own:
-                self._own[name] = self._segments.allocate(nbytes)
+                slab = self._segments.allocate(nbytes)
+                if in_part and name == "trainable":
+                    slab[:] = self._stored[name]
+                self._own[name] = slab
         return {name: self._own[name] for name in sizes}
 
-    def changed(self, cursor: Mapping[str, Any] | None, has_gradients: bool) -> None:
-        """Note that a device has written to the slabs."""
+    def changed(
+        self, cursor: Mapping[str, Any] | None, has_gradients: bool, trained: bool = True
+    ) -> None:
+        """Note that a device has written to the slabs.
+
+        Args:
+            cursor: the one with the shard's last update.
+            has_gradients: whether those in their slab are still wanted.
+            trained: whether it has written to the trainable segment, or to gradients alone.
+        """
         self.cursor = cursor
         self._files.clear()
-        self._stored.pop("trainable", None)
+        if trained:
+            self._stored.pop("trainable", None)
         if not has_gradients:
             self._own.pop("gradients", None)
 

@@ -66,6 +66,18 @@ class Checkpoints:
             return None
         return failed.error
 
+    def hopeless(self, index: int) -> bool:
+        """Return whether what was written last of a trial failed often enough."""
+        failed = self._tables.failed_writes.get(index)
+        return failed is not None and failed.times >= MOST_FAILED_WRITES
+
+    def write_needed(self, index: int, trial: TrialProgress) -> Instructions:
+        """Write the states that the trial needs, its best one first, unless that is hopeless."""
+        missing = [v for v in self._retention.needed(trial) if not self.stored(index, v)]
+        if not missing or self.hopeless(index):
+            return []
+        return self.write(index, min(missing))
+
     def unsaved(self) -> list[int]:
         """Return the trials that failed because their result could not be written."""
         failures = self._tables.failed_writes

@@ -61,6 +61,7 @@ from cerebro_hydra.plan.messages.instructions import (
     MergeMetrics,
     Redo,
     ReopenTrial,
+    RestTrial,
     TrainUncut,
 )
 
@@ -264,6 +265,30 @@ class TrialCourse:
         fallback = self._retention.fallback(index, trial)
         return told + self._roll_back(index, trial, fallback, reason)
 
+    def suspend(self, index: int, trial: TrialProgress) -> Instructions:
+        """Take back what a trial does, until the run is resumed; it loses nothing else."""
+        self._tables.log(index, "suspended")
+        return self._attempts.abandon_all(trial)
+
+    def rest(self) -> Instructions:
+        """Note which trials of a suspended run rest, because all that they need is in the store.
+
+        What can't be written there is made again when the run is resumed.
+        """
+        left = [number for number in self._tables.not_over if number not in self._tables.resting]
+        return [each for n in left for each in self._rest_once_stored(n, self._tables.trials[n])]
+
+    def _rest_once_stored(self, index: int, trial: TrialProgress) -> Instructions:
+        if trial.stage is not WAITING or trial.attempts or index in self._tables.saving:
+            return []
+        stored = (self._checkpoints.stored(index, v) for v in self._retention.needed(trial))
+        if not (all(stored) or self._checkpoints.hopeless(index)):
+            return []
+        self._tables.resting.add(index)
+        result = result_state(self._config, trial)
+        kept = result and self._checkpoints.stored(index, result)
+        return [RestTrial(index, result)] if kept else []
+
     def pause(self, index: int, trial: TrialProgress) -> Instructions:
         """Let a trial do nothing."""
         told = self._attempts.abandon_all(trial)
@@ -335,6 +360,8 @@ class TrialCourse:
             return told
         if over := self._outcome(trial):
             return told + self._end_with_result(index, trial, over)
+        if self._tables.suspended:
+            return told + self._checkpoints.write_needed(index, trial)
         told += self._checkpoints.write_at_cadence(index, trial)
         unreachable = not (trial.pending_visits or any(self._tables.sources(trial)))
         if unreachable and (error := self._checkpoints.gave_up(index, trial.newest)) is not None:

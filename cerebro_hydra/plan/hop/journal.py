@@ -69,6 +69,8 @@ def comparable(state: HopState) -> dict[str, Any]:
         "adoptions": state.adoptions.comparable(),
         "estimates": state.tables.estimates.comparable(),
         "finished": state.finished,
+        "suspended": state.tables.suspended,
+        "resting": sorted(state.tables.resting),
     }
 
 

@@ -32,6 +32,9 @@ goes on from the newest one before it that its parent still has.
 
 Partitions of workers that don't come back go to those that are there.
 
+A run that is suspended ends for now: nothing is trained any more, and what every trial needs goes
+to the store. When it is resumed its trials go on.
+
 Whoever decides returns the instructions for it, and the caller puts them after its own. What an
 event leads to is told first, then what follows for the trials that it concerns.
 """
@@ -73,6 +76,7 @@ from cerebro_hydra.plan.messages.events import (
     PartitionsAdopted,
     RecutRefused,
     RunResumed,
+    RunSuspended,
     SearchClosed,
     SearchEvent,
     SearchReopened,
@@ -155,6 +159,8 @@ class HopState:
         for index in concerned:
             told += self._course.drop_unneeded(index, self.trials[index])
             self.tables.refresh(index)
+        if self.tables.suspended:
+            told += self._course.rest()
         if not self.finished and self.tables.search_closed and self.tables.all_over:
             self.tables.finished = True
             told.append(FinishRun())
@@ -172,6 +178,11 @@ class HopState:
     def finished(self) -> bool:
         """Return whether the run is over."""
         return self.tables.finished
+
+    @property
+    def at_rest(self) -> bool:
+        """Return whether the run was suspended, and every trial rests or is over."""
+        return self.tables.suspended and self.tables.resting.issuperset(self.tables.not_over)
 
     @property
     def unsaved(self) -> list[int]:
@@ -241,12 +252,25 @@ class HopState:
         self.adoptions.adopt(event)
         return NOTHING
 
+    def _suspend(self, event: RunSuspended) -> Applied:
+        """Let every trial rest: its newest state and its result so far go to the store."""
+        if self.finished or self.tables.suspended:
+            return NOTHING
+        self.tables.suspended = True
+        left, told = self.tables.not_over, list[Instruction]()
+        for number in left:
+            told += self._course.suspend(number, self.trials[number])
+        return Applied(left, told)
+
     def _resume(self, event: RunResumed) -> Applied:
         """Go on from the store alone; merges and cuts without an answer are asked for again."""
         reason = "the run was resumed"
         self.adoptions = Adoptions(self.tables)
         lost = {agent.incarnation for agent in self.workers}
         concerned, told = self._course.forget_questions(), list[Instruction]()
+        if self.tables.suspended:
+            concerned |= set(self.tables.not_over)
+            self.tables.suspended, self.tables.resting = False, set()
         for agent in list(self.workers):
             self._fenced.add(agent.incarnation)
             removed = self._remove(agent, reason)
@@ -416,6 +440,7 @@ _HANDLERS: dict[type[Event], Callable[[HopState, Any], Applied]] = {
     WorkerGivenUp: HopState._give_up,
     PartitionsAdopted: HopState._adopt,
     RunResumed: HopState._resume,
+    RunSuspended: HopState._suspend,
     DevicesWorked: HopState._ignore,
     StateReceived: HopState._hear_received,
     Checkpointed: HopState._hear_written,

@@ -79,6 +79,8 @@ class RunTables:
         self.refused: set[int] = set()  # the candidates that can't be trials
         self.search_closed = False  # whether nothing is proposed and no budget extended any more
         self.finished = False  # whether the run is over
+        self.suspended = False  # whether the run ends for now, and every trial rests
+        self.resting: set[int] = set()  # of a suspended run, the trials that need nothing more
         self.events = 0
         self.in_training = 0
         """The trials that may go on now, as a mask."""
@@ -143,6 +145,11 @@ class RunTables:
             trial.goal = goal
 
     @property
+    def not_over(self) -> list[int]:
+        """Return the trials that have not ended."""
+        return [number for number, trial in self.trials.items() if not trial.over]
+
+    @property
     def all_over(self) -> bool:
         """Return whether every trial has ended, and no candidate may become one."""
         ended = self.with_status(*OVER).bit_count() == len(self.trials)
@@ -155,6 +162,7 @@ class RunTables:
         """
         return (
             trial.stage.status in IN_TRAINING
+            and not self.suspended
             and not trial.goal.paused
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None

@@ -13,6 +13,9 @@
 
 An action ends in its place if there are several: ``t3s1F0@2`` runs on device 2, and
 ``t3s1LOAD@host`` brings the shard from disk to DRAM, off which ``SPILL@host`` takes it to disk.
+
+LOAD may bring parts of a state, and SPILL write some of those that leave: ``t3s1LOAD[p]@0`` brings
+parameters, ``t3s1LOAD[go]@0`` then gradients and optimizer state, too. Without parts it is all.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ HOST = -1  # the place of a move between disk and DRAM
 
 _NUMBER = r"(0|[1-9]\d*)"
 _TEXT = re.compile(
-    rf"t{_NUMBER}s{_NUMBER}(?:([FBU]){_NUMBER}|(RECV|LOAD|SPILL|DROP|SEND))(?:@(?:{_NUMBER}|host))?",
+    rf"t{_NUMBER}s{_NUMBER}"
+    rf"(?:([FBU]){_NUMBER}|(RECV|LOAD|SPILL|DROP|SEND)(?:\[((?=[pgo])p?g?o?)\])?)"
+    rf"(?:@(?:{_NUMBER}|host))?",
     re.ASCII,
 )
 
@@ -49,15 +54,27 @@ class ActionKind(StrEnum):
         return self in (ActionKind.F, ActionKind.B, ActionKind.U)
 
 
+class Part(StrEnum):
+    """Names the parts of a shard's state that a device can have apart, as in the text of actions.
+
+    Buffers belong to the parameters, and moving averages to what updates alone read and write.
+    """
+
+    PARAMETERS = "p"
+    GRADIENTS = "g"
+    OPTIMIZER = "o"
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """Describes one task on one shard of one trial; only F, B and U have a microbatch.
 
     ``device`` is its place: the number of a device, ``HOST``, or None if the place goes without
-    saying.
+    saying. ``parts`` are those that LOAD brings or SPILL writes; none are named if it is all.
 
     Raises:
-        ValueError: a number is negative, or ``microbatch`` or ``device`` is missing or not allowed.
+        ValueError: a number is negative, or ``microbatch``, ``device`` or ``parts`` are missing or
+            not allowed.
     """
 
     trial: int
@@ -65,6 +82,7 @@ class Action:
     kind: ActionKind
     microbatch: int | None = None
     device: int | None = None
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse an action that has no text."""
@@ -75,10 +93,20 @@ class Action:
             raise ValueError(f"{self!r} can't be made: {self.kind} {need} microbatch")
         if self.device is not None and self.device < (0 if self.kind.computes else HOST):
             raise ValueError(f"{self!r} can't be made: {self.kind} needs the number of a device")
+        if self.parts and (
+            self.kind not in (ActionKind.LOAD, ActionKind.SPILL)
+            or self.device == HOST
+            or self.parts != tuple(part for part in Part if part in self.parts)
+        ):
+            raise ValueError(
+                f"{self!r} can't be made: LOAD and SPILL of a device have parts, each once and in "
+                f"the order of {[*map(str, Part)]}"
+            )
 
     def __str__(self) -> str:
         """Return the action's text, such as ``t3s1F0``."""
-        tail = "" if self.microbatch is None else self.microbatch
+        tail = "" if self.microbatch is None else str(self.microbatch)
+        tail += f"[{''.join(self.parts)}]" if self.parts else ""
         place = "" if self.device is None else "@host" if self.device == HOST else f"@{self.device}"
         return f"t{self.trial}s{self.shard}{self.kind}{tail}{place}"
 
@@ -96,10 +124,11 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not an action; write it like t3s1F0, t3s1LOAD or t3s1F0@2")
-    trial, shard, kind, microbatch, movement, device = match.groups()
+    trial, shard, kind, microbatch, movement, parts, device = match.groups()
     place = HOST if text.endswith("@host") else None if device is None else int(device)
     number = None if microbatch is None else int(microbatch)
-    return Action(int(trial), int(shard), ActionKind(kind or movement), number, place)
+    named = tuple(map(Part, parts or ""))
+    return Action(int(trial), int(shard), ActionKind(kind or movement), number, place, named)
 
 
 def format_actions(actions: Iterable[Action]) -> str:

@@ -286,6 +286,13 @@ class RunResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class RunSuspended:
+    """The run ends for now, for this reason: every trial rests until ``RunResumed``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrialProposed:
     """The search proposes a candidate, which may train up to the epoch ``budget``.
 
@@ -433,6 +440,7 @@ Event = (
     | TrialRecut
     | RecutRefused
     | RunResumed
+    | RunSuspended
     | SearchEvent
     | Assigned
 )

@@ -227,6 +227,14 @@ class ReopenTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class RestTrial:
+    """The trial rests, because the run ends for now; ``state``, its result so far, is stored."""
+
+    trial: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
     """End the run, because every trial is over; it comes again if the search was reopened."""
 
@@ -250,6 +258,7 @@ Instruction = (
     | EndEpoch
     | FinishTrial
     | ReopenTrial
+    | RestTrial
     | FinishRun
 )
 

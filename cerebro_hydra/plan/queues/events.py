@@ -1,8 +1,10 @@
 """Events tell the queues of a worker what happened; answers tell its shell what to do.
 
 ``WorkerState`` takes the events and gives actions (``plan/messages/actions.py``) or the answers
-below. Every action but DROP, which takes no time, is answered once: RECV by ``ShardArrived``, the
-others by ``ActionDone``, or all that a device had to do by its ``DeviceLost``. Actions of a
+below. The tasks of a unit, which a device does one after the other, are a tuple; a device does its
+units in the order in which they were given. Every action but DROP, which takes no time, is answered
+once: RECV by ``ShardArrived``, the others by ``ActionDone``, or all that a device had to do by its
+``DeviceLost``. Actions of a
 cancelled visit are answered too. The shell hands in nothing of a lost device, and measures all
 seconds.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +86,4 @@ class VisitRestarted:
     visit: int
 
 
-Answer = Action | VisitEnded | VisitRestarted
+Answer = Action | tuple[Action, ...] | VisitEnded | VisitRestarted

@@ -35,40 +35,41 @@ class Evictor:
         self._queues = queues
 
     def used(self, queue: DeviceQueue) -> int:
-        """Return the bytes that are in use on a device, the running task's included."""
+        """Return the bytes that are in use on a device, those of what it was given included."""
         begun = [visit for visit in queue.staying if queue.has_begun(visit)]
         kept = sum(visit.share_on(queue.number).held for visit in begun)
-        working = 0 if queue.running is None else self._activations(queue, queue.running)
+        working = max(queue.activations, default=0)  # the device does one unit at a time
         return self._ledger.used(queue.number) + kept + working
 
     def work(self, queue: DeviceQueue, unit: Unit) -> int:
-        """Return the bytes that the reserved unit adds to its blocks when it starts."""
+        """Return the bytes that the reserved unit adds to what is in use when it is given."""
         visit = self._visits[unit.visit]
         begins = visit in queue.staying and not queue.has_begun(visit)
-        held = visit.share_on(queue.number).held
-        return self._activations(queue, unit) + (held if begins else 0)
+        held = visit.share_on(queue.number).held if begins else 0
+        working = max(queue.activations, default=0)
+        return held + max(self.activations(queue, unit) - working, 0)
 
-    def _activations(self, queue: DeviceQueue, unit: Unit) -> int:
+    def activations(self, queue: DeviceQueue, unit: Unit) -> int:
         """Return the bytes that only the unit itself has; a staying microbatch may hold them."""
         visit = self._visits[unit.visit]
-        joined = unit is queue.reserved or queue.has_begun(visit)
-        kept = visit.spec.keeps_all and visit in queue.staying and joined
+        kept = visit.spec.keeps_all and visit in queue.staying
+        kept = kept and (unit is queue.reserved or queue.has_begun(visit))
         return 0 if kept else max(visit.spec.shards[key.number].activations for key in unit.keys)
 
     def free(self, queue: DeviceQueue) -> float:
         """Return the bytes of a device that nobody has."""
-        return queue.budget - self.used(queue)
+        return math.inf if math.isinf(queue.budget) else queue.budget - self.used(queue)
 
     def on_device(self, queue: DeviceQueue, nbytes: int) -> list[Action]:
         """Move blocks off a device until ``nbytes`` are free, or will be when moves have ended."""
         ledger = self._ledger
-        coming = sum(b.nbytes for b in ledger.on(queue.number) if b.move == "spilling")
+        coming = sum(b.device_bytes for b in ledger.on(queue.number) if b.move == "spilling")
         actions: list[Action] = []
         free = self.free(queue) + coming
         for block in self._furthest_first(self._evictable(queue)):
             if free >= nbytes:
                 break
-            free += block.nbytes
+            free += block.device_bytes
             actions.append(ledger.leave_device(block))
         return actions
 

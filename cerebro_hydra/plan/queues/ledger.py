@@ -5,6 +5,11 @@ leave in DRAM between two units. DRAM is its home: while a device works on a sta
 stays as it was when the state was loaded, until SPILL writes the changes back. Bytes count in a
 place from the moment that a move into it begins to the moment that a move out of it has ended.
 
+A device has the parts of a state that its units read, and more of them as later units need more:
+parameters for a forward, gradients for a backward, all for an update. It writes back only what was
+written. But all that was written goes in one move, so that DRAM never has parameters after a step
+beside optimizer state before it, and all parts leave together.
+
 A kept block is a segment of a state that visits begin with, here or elsewhere. What a visit
 publishes is no block of the visit any more, but kept. Equal segments are one block, whatever
 states have them.
@@ -20,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 
 
 class BlockKey(NamedTuple):
@@ -38,6 +43,14 @@ class BlockKey(NamedTuple):
 def state_key(visit: int, shard: int) -> BlockKey:
     """Return the key of a shard's state."""
     return BlockKey(visit, shard, "state")
+
+
+WRITTEN: Mapping[ActionKind, Iterable[Part]] = {
+    ActionKind.F: (Part.PARAMETERS,),
+    ActionKind.B: (Part.GRADIENTS,),
+    ActionKind.U: (Part.PARAMETERS, Part.OPTIMIZER),
+}
+"""The parts of a state that a task may change, with buffers among the parameters."""
 
 
 class StateName(NamedTuple):
@@ -61,12 +74,22 @@ class KeptBlock:
     on_disk: bool = False
 
 
+PartBytes = Mapping[Part, int]
+"""The bytes of a state by part. Parameters are always among them, and others if they have any."""
+
+
 @dataclass(slots=True)
 class Block:
-    """Tells where the bytes of one block are; a pinned one stays in DRAM until it is dropped."""
+    """Tells where the bytes of one block are; a pinned one stays in DRAM until it is dropped.
+
+    Args:
+        parts: those that the device has, or is given.
+        written: those of them that tasks there have changed.
+    """
 
     key: BlockKey
-    nbytes: int
+    sizes: PartBytes
+    nbytes: int = field(init=False)
     home: Literal["receiving", "dram", "spilling", "disk", "loading"] = "receiving"
     pinned: bool = False
     device: int | None = None
@@ -74,8 +97,23 @@ class Block:
     sending: bool = False
     on_disk: bool = False  # what DRAM has is on disk too
     changed: bool = False  # it has bytes of its own, which the state before the visit has not
+    parts: set[Part] = field(default_factory=set)
+    written: set[Part] = field(default_factory=set)
     unsaved: list[Action] = field(default_factory=list)  # changes that may be done again
     older_unsaved: bool = False  # there are changes of microbatches that have left nothing
+
+    def __post_init__(self) -> None:
+        """Sum the bytes of all parts."""
+        self.nbytes = sum(self.sizes.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the parts that a device has, or is given."""
+        return sum(self.sizes[part] for part in self.parts)
+
+    def lacking(self, parts: Iterable[Part]) -> set[Part]:
+        """Return which of these parts its device has not; those without bytes lie with others."""
+        return {part for part in parts if part in self.sizes} - self.parts
 
     @property
     def at_rest(self) -> bool:
@@ -91,7 +129,13 @@ class Block:
         """Note that a task changed the state on the device.
 
         Of so many microbatches there may be boundary values, with which a task can be done again.
+        After an update there are no gradients.
         """
+        self.written |= {part for part in WRITTEN[task.kind] if part in self.sizes}
+        if task.kind is ActionKind.U:
+            self.written.discard(Part.GRADIENTS)
+        elif task.kind is ActionKind.B and Part.GRADIENTS not in self.sizes:
+            self.written.add(Part.PARAMETERS)  # what has no bytes apart
         oldest = (task.microbatch or 0) - most_open + 1
         if any((each.microbatch or 0) < oldest for each in self.unsaved):
             self.older_unsaved = True
@@ -101,6 +145,8 @@ class Block:
     def off_device(self) -> None:
         """Note that the device has the block no longer."""
         self.device = self.move = None
+        self.parts.clear()
+        self.written.clear()
         self.unsaved.clear()
         self.older_unsaved = False
 
@@ -176,26 +222,29 @@ class Ledger:
 
     # ------------------------------------------------------------------ moves
 
-    def receive(self, visit: int, shard: int, nbytes: int) -> Action:
+    def receive(self, visit: int, shard: int, sizes: PartBytes) -> Action:
         """Make room in DRAM for a shard's state that comes from elsewhere."""
-        self._add(Block(state_key(visit, shard), nbytes))
-        self._host_used += nbytes
+        self._add(block := Block(state_key(visit, shard), sizes))
+        self._host_used += block.nbytes
         return Action(visit, shard, ActionKind.RECV)
 
-    def load(self, block: Block, device: int) -> Action:
-        """Begin to bring a block from DRAM to a device."""
-        assert block.at_rest and block.home == "dram" and block.device is None and not block.pinned
+    def load(self, block: Block, device: int, parts: Iterable[Part] = Part) -> Action:
+        """Begin to bring parts of a block, which its device has not, from DRAM to a device."""
+        assert block.at_rest and block.home == "dram" and not block.pinned
+        assert block.device in (None, device)
+        lacking = block.lacking(parts)
         block.device, block.move = device, "loading"
+        block.parts |= lacking
         self._on[device][block.key] = block
-        self._device_used[device] += block.nbytes
-        return _action(block, ActionKind.LOAD, device)
+        self._device_used[device] += sum(block.sizes[part] for part in lacking)
+        return _action(block, ActionKind.LOAD, device, lacking)
 
     def leave_device(self, block: Block, discard: bool = False) -> Action:
         """Begin to take a block off its device; without changes to write it is off at once."""
         assert block.at_rest and block.device is not None
         if block.dirty and not discard:
             block.move, block.on_disk = "spilling", False
-            return _action(block, ActionKind.SPILL, block.device)
+            return _action(block, ActionKind.SPILL, block.device, block.written)
         action = _action(block, ActionKind.DROP, block.device)
         self._off_device(block)
         return action
@@ -246,8 +295,8 @@ class Ledger:
                 block.home, block.on_disk = "disk", True
                 self._host_used -= block.nbytes
             case ActionKind.SPILL:
+                block.changed |= block.written != {Part.GRADIENTS}
                 self._off_device(block)
-                block.changed = True
             case _:
                 self._remove(block)
                 self._host_used -= block.nbytes if block.home == "dram" else 0
@@ -258,7 +307,7 @@ class Ledger:
 
     def _off_device(self, block: Block) -> None:
         assert block.device is not None
-        self._device_used[block.device] -= block.nbytes
+        self._device_used[block.device] -= block.device_bytes
         del self._on[block.device][block.key]
         block.off_device()
 
@@ -268,7 +317,7 @@ class Ledger:
         """Give a visit so many blocks for boundary values, each for one microbatch at a time."""
         for number in range(places):
             key = BlockKey(visit, number, "boundary")
-            self._add(Block(key, nbytes, home="dram", pinned=True))
+            self._add(Block(key, {Part.PARAMETERS: nbytes}, home="dram", pinned=True))
         self._host_used += places * nbytes
         self._host_pinned += places * nbytes
 
@@ -329,7 +378,7 @@ class Ledger:
         for device, used in self._device_used.items():
             there = {block.key for block in self if block.device == device}
             assert there == self._on[device].keys(), f"blocks on device {device}"
-            assert used == sum(b.nbytes for b in self.on(device)), f"bytes of device {device}"
+            assert used == sum(b.device_bytes for b in self.on(device)), f"bytes of device {device}"
         in_dram = sum(block.nbytes for block in self if block.home != "disk")
         assert self._host_used == in_dram, "bytes of DRAM"
         pinned = sum(block.nbytes for block in self if block.pinned)
@@ -337,8 +386,13 @@ class Ledger:
         assert self._host_used <= self.host_budget, f"{self._host_used} bytes are in DRAM"
         for block in self:
             assert block.device is None or block.home == "dram", f"{block.key} is not at home"
+            assert block.device is None or Part.PARAMETERS in block.parts, f"{block.key} is parted"
             assert not block.pinned or (block.home == "dram" and block.at_rest), f"{block.key} left"
 
 
-def _action(block: Block, kind: ActionKind, device: int | None = None) -> Action:
-    return Action(block.key.visit, block.key.number, kind, device=device)
+def _action(
+    block: Block, kind: ActionKind, device: int | None = None, parts: Collection[Part] = ()
+) -> Action:
+    """Return an action on a block, with the parts that it moves unless those are all."""
+    named = () if parts == block.sizes.keys() else tuple(part for part in Part if part in parts)
+    return Action(block.key.visit, block.key.number, kind, device=device, parts=named)

@@ -8,241 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
-from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.ledger import BlockKey, StateName, state_key
-from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
+from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
+from cerebro_hydra.plan.queues.ledger import BlockKey, state_key
+from cerebro_hydra.plan.queues.visit_spec import Share, VisitSpec
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
-
-UNIT_SECONDS = 0.05
-"""Tasks that take less together are one unit if they can be, because each unit costs messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """Describes a shard by bytes and estimated seconds.
-
-    Args:
-        state: bytes of parameters, buffers, gradients and optimizer state; with slots of fixed
-            size, those of a slot.
-        activations: bytes that a task of one microbatch has beside the state, at its peak.
-        boundary: bytes of one microbatch's input and of its gradient, or of all that its tasks
-            leave in DRAM where a microbatch may go to other devices.
-        forward, backward, update: seconds of a task, until they have been measured.
-        forward_writes: whether a forward changes the state, as BatchNorm's statistics do.
-    """
-
-    state: int
-    activations: int = 0
-    boundary: int = 0
-    forward: float = 1.0
-    backward: float = 2.0
-    update: float = 0.0
-    forward_writes: bool = False
-
-    def seconds(self, kind: ActionKind) -> float:
-        """Return the estimated seconds of a task."""
-        return {F: self.forward, B: self.backward, U: self.update}[kind]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Tells what a device needs for its part of a visit.
-
-    A visit that stays on a device has ``held`` there from the first to the last task of a
-    microbatch, or of a window if it is pipelined.
-
-    Args:
-        shards: whose tasks the device does.
-        state: bytes of these shards.
-        held: bytes beside the shards.
-        need: bytes that the device must have.
-        pinned: bytes that nobody else can have while the visit stays.
-    """
-
-    shards: tuple[int, ...]
-    state: int
-    held: int
-    need: int
-    pinned: int
-
-
-@dataclass(frozen=True, slots=True)
-class VisitSpec:
-    """Describes a visit.
-
-    Args:
-        visit: the number that its actions carry as their trial. It is not the trial's own number,
-            because a worker may evaluate a trial on two partitions at once.
-        by_modules: a microbatch stays on one device, which also holds its boundary values, as it
-            must where the model is cut by modules. Else any device may take its next unit, and
-            the boundary values are in DRAM from unit to unit.
-        recompute: shards may leave the device between the tasks of a microbatch, so that a backward
-            computes its forward again. Otherwise a microbatch stays on one device, with all shards
-            and activations; an evaluation, too, on a device that no shard has to leave.
-        fused: forward and backward of the last shard are one unit, with its activations kept.
-        later_seconds: the work of the trial after this visit, by which it is preferred.
-        schedule: a name of `SCHEDULES`, which says what is done in which order.
-        devices: how many devices such a schedule may spread the visit over.
-        unit_seconds: what the tasks take at most that a device does without a message in between.
-        source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
-
-    Raises:
-        ValueError: microbatches that stay on one device can't be pipelined.
-    """
-
-    visit: int
-    graph: TaskGraph
-    shards: tuple[ShardSpec, ...]
-    by_modules: bool = False
-    recompute: bool = True
-    fused: bool = True
-    later_seconds: float = 0.0
-    schedule: str = "sequential"
-    devices: int = 1
-    unit_seconds: float = UNIT_SECONDS
-    source: StateName | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse a schedule that the cut can't follow."""
-        if self.is_pipelined and (self.by_modules or not self.graph.training):
-            what = "a cut by modules" if self.by_modules else "an evaluation"
-            raise ValueError(f"visit {self.visit} is {what}, which {self.schedule} can't pipeline")
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Return whether several microbatches may be under way at once."""
-        return is_pipelined(self.schedule)
-
-    def lists(self, window: int) -> Sequence[Sequence[Action]]:
-        """Return the tasks of a window: a list for each device, or one for whichever is free."""
-        return SCHEDULES[self.schedule](self.graph, self.visit, window, self.devices)
-
-    @property
-    def most_open(self) -> int:
-        """Return how many microbatches are between first forward and last backward at once."""
-        if not self.is_pipelined:
-            return 1
-        first = [task for task in self.lists(0)[0] if task.shard == 0]
-        return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
-
-    @property
-    def moves(self) -> bool:
-        """Return whether boundary values are in DRAM from unit to unit, for other devices too."""
-        return self.is_pipelined or not self.stays
-
-    @property
-    def stays(self) -> bool:
-        """Return whether what a task keeps for later ones stays on its device."""
-        return self.by_modules or not self.recompute
-
-    @property
-    def keeps_all(self) -> bool:
-        """Return whether shards and activations stay on a device with a microbatch or window."""
-        return not self.recompute
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of all shards."""
-        return sum(shard.state for shard in self.shards)
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Return the bytes of a microbatch's boundary values."""
-        return sum(shard.boundary for shard in self.shards)
-
-    def shares(self) -> tuple[Share, ...]:
-        """Return what each device of the schedule needs, or whichever device does all of it."""
-        if not self.is_pipelined:
-            kept = sum(shard.activations for shard in self.shards)
-            return (self._share(range(len(self.shards)), kept),)
-        return tuple(
-            self._share(sorted({task.shard for task in tasks}), self._most_kept(tasks))
-            for tasks in self.lists(0)
-        )
-
-    def _share(self, shards: Sequence[int], kept: int) -> Share:
-        """Return what a device needs that does the tasks of these shards."""
-        mine = [self.shards[number] for number in shards]
-        state = sum(shard.state for shard in mine)
-        if self.keeps_all:
-            if self.is_pipelined:
-                kept += self.most_open * self.boundary_bytes + self._transient(shards)
-            return Share(tuple(shards), state, kept, state + kept, state + kept)
-        held = self.boundary_bytes if self.stays else 0
-        need = held + max(shard.state + shard.activations for shard in mine)
-        return Share(tuple(shards), state, held, need, held)
-
-    def _transient(self, shards: Sequence[int]) -> int:
-        """Return the most bytes that a task of these shards has beside what it keeps for later.
-
-        Where activations are kept, those of the last shard have the peak of all tasks.
-        """
-        return 0 if len(self.shards) - 1 in shards else self.shards[-1].activations
-
-    def _most_kept(self, tasks: Sequence[Action]) -> int:
-        """Return the most bytes of activations that are kept at once from F to B."""
-        signs = {F: 1, B: -1, U: 0}
-        kept = (signs[task.kind] * self.shards[task.shard].activations for task in tasks)
-        return max(accumulate(kept))
-
-    @property
-    def held_bytes(self) -> int:
-        """Return the most bytes that a device keeps beside the state while the visit stays."""
-        return max(share.held for share in self.shares())
-
-    @property
-    def device_need(self) -> int:
-        """Return the bytes that the device with the largest share must have."""
-        return max(share.need for share in self.shares())
-
-    @property
-    def task_bytes(self) -> tuple[int, ...]:
-        """Return the bytes beside the shards that tasks of each shard may have for a microbatch."""
-        held = {shard: share.held for share in self.shares() for shard in share.shards}
-        if self.keeps_all and self.is_pipelined:
-            for share in self.shares():
-                kept = sum(self.shards[number].activations for number in share.shards)
-                most = kept + self.boundary_bytes + self._transient(share.shards)
-                held |= dict.fromkeys(share.shards, most)
-        if self.keeps_all:
-            return tuple(held[number] for number in range(len(self.shards)))
-        return tuple(held[number] + each.activations for number, each in enumerate(self.shards))
-
-    def buffered_need(self, buffers: int) -> int:
-        """Return the bytes of a device with room for so many shards, of which one computes."""
-        if self.keeps_all:
-            return self.device_need
-        return self.held_bytes + max(
-            buffers * shard.state + shard.activations for shard in self.shards
-        )
-
-    @property
-    def whole_need(self) -> int:
-        """Return the bytes of a device that never gives a shard of its share away."""
-        largest = 0 if self.keeps_all else max(shard.activations for shard in self.shards)
-        return max(share.state + share.held for share in self.shares()) + largest
-
-    @property
-    def host_boundary_bytes(self) -> int:
-        """Return the bytes of DRAM for the boundary values of microbatches that move about."""
-        return self.most_open * self.boundary_bytes if self.moves else 0
-
-    @property
-    def host_need(self) -> int:
-        """Return the bytes of DRAM without which a worker refuses the visit."""
-        return self.host_state_bytes + self.host_boundary_bytes
-
-    @property
-    def host_state_bytes(self) -> int:
-        """Return the bytes of DRAM without which the visit can't go on; it is a shard's home."""
-        return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +28,14 @@ class Unit:
 
     Args:
         keys: of the states that the tasks work on, in the order of their first tasks.
+        parts: of each of these states, those that the tasks need.
+        seconds: that all tasks take, as far as is known.
     """
 
     tasks: tuple[Action, ...]
     keys: tuple[BlockKey, ...]
+    parts: tuple[frozenset[Part], ...]
+    seconds: float
     starts_microbatch: bool
     ends_microbatch: bool
 
@@ -274,12 +53,14 @@ class TaskList:
     """Holds the tasks of a visit that one device does at a time, in the order of the schedule.
 
     Args:
-        units: those under way and the one that is reserved behind them on the same device.
+        units: those that a device was given, and the one that is reserved behind them there.
+        device: the one that has these units, if there are any.
         following: the unit after them, while it is ``known``; None if there is none, or not yet.
     """
 
     left: deque[Action] = field(default_factory=deque)
     units: list[Unit] = field(default_factory=list)
+    device: int = -1
     following: Unit | None = None
     known: bool = False
 
@@ -316,11 +97,11 @@ class Visit:
 
     @property
     def units(self) -> list[Unit]:
-        """Return the units that are under way and reserved."""
+        """Return the units that devices were given, and what is reserved."""
         return [unit for each in self.lists for unit in each.units]
 
     def uses(self, key: BlockKey) -> bool:
-        """Return whether a unit that is under way or reserved works on a block."""
+        """Return whether a unit that a device was given, or that is reserved, works on a block."""
         return any(key in unit.keys for each in self.lists for unit in each.units)
 
     @property
@@ -333,11 +114,6 @@ class Visit:
         if not self.has_places:
             return self.lists[0]
         return self.lists[device] if device < len(self.lists) else None
-
-    def units_on(self, device: int) -> list[Unit]:
-        """Return the units that a device has of a visit that it is running."""
-        tasks = self.list_on(device)
-        return [] if tasks is None else tasks.units
 
     def share_on(self, device: int) -> Share:
         """Return what a device needs for its part."""
@@ -463,17 +239,18 @@ class Visit:
                 return
             unit.append(task)
 
-    def take(self, unit: Unit) -> None:
-        """Take the next unit off the tasks that are left."""
+    def take(self, unit: Unit, device: int = 0) -> None:
+        """Take the next unit off the tasks that are left, for a device."""
         tasks = self.lists[self._list_of[unit.tasks[0].shard]]
         for _ in unit.tasks:
             tasks.left.popleft()
         tasks.units.append(unit)
+        tasks.device = device
         self._newest_window = max(self._newest_window, self._window_of(unit.tasks[-1]))
         self._changed()
 
     def began(self, unit: Unit) -> None:
-        """Note that a device has begun with a unit."""
+        """Note that a device was given a unit, and begins with it maybe at once."""
         self.microbatch = max(unit.tasks[-1].microbatch or 0, self.microbatch or 0)
         self._changed()
 
@@ -491,7 +268,9 @@ class Visit:
 
         def place(task: Action) -> tuple[int, int]:
             window = self._window_of(task)
-            return window, self.spec.lists(window)[self._list_of[task.shard]].index(task)
+            while task not in (mine := self.spec.lists(window)[self._list_of[task.shard]]):
+                window -= 1  # a forward may come before the update of a window before its own
+            return window, mine.index(task)
 
         for task in sorted(tasks, key=place, reverse=True):
             self.lists[self._list_of[task.shard]].left.appendleft(task)
@@ -545,10 +324,14 @@ class Visit:
 
     def _unit(self, tasks: list[Action], following: Action | None) -> Unit:
         """Return a unit; ``following`` is the task after it, None at the end of a window."""
-        shards = dict.fromkeys(task.shard for task in tasks)
+        needed: dict[int, frozenset[Part]] = {}
+        for task in tasks:
+            needed[task.shard] = needed.get(task.shard, frozenset()) | self.spec.read(task)
         return Unit(
             tuple(tasks),
-            tuple(state_key(self.spec.visit, shard) for shard in shards),
+            tuple(state_key(self.spec.visit, shard) for shard in needed),
+            tuple(needed.values()),
+            sum(self._seconds[task.kind, task.shard] for task in tasks),
             starts_microbatch=self._starts(tasks[0]),
             ends_microbatch=not self._goes_on(tasks[-1], following),
         )
@@ -558,23 +341,31 @@ class Visit:
         if not self.spec.is_pipelined:
             return task.kind is F and task.shard == 0
         first = self.shares[self._list_of[task.shard]].shards[0]
-        window = self.spec.graph.window_of(task.microbatch or 0)
-        return task.kind is F and task.shard == first and task.microbatch == window.start
+        together = self.spec.graph.flushed_with(task.microbatch or 0)
+        return task.kind is F and task.shard == first and task.microbatch == together.start
 
     def _goes_on(self, task: Action, following: Action | None) -> bool:
         """Return whether a microbatch that stays on a device goes on after a task.
 
         Gradients of a tied parameter are summed where all microbatches of its window run, and an
-        evaluation is summed where all of its batches do. A pipelined window stays as a whole.
+        evaluation is summed where all of its batches do. A pipelined window stays as a whole, and
+        so does all of a sub-epoch that is not flushed in between.
         """
         graph = self.spec.graph
-        if not graph.training:
+        if not graph.training or graph.staleness:
             return following is not None or not self.is_in_last_window
         if following is None or not (graph.tied or self.spec.is_pipelined):
             return following is not None and following.microbatch == task.microbatch
         return following.microbatch in graph.window_of(task.microbatch or 0)
 
 
-def placed(unit: Unit, device: int) -> list[Action]:
+def placed(unit: Unit, device: int) -> tuple[Action, ...]:
     """Return the unit's tasks on a device."""
-    return [replace(task, device=device) for task in unit.tasks]
+    return tuple(
+        Action(task.trial, task.shard, task.kind, task.microbatch, device) for task in unit.tasks
+    )
+
+
+def unplaced(task: Action) -> Action:
+    """Return a task as it is in its unit."""
+    return Action(task.trial, task.shard, task.kind, task.microbatch)

@@ -2,11 +2,11 @@
 
 ::
 
-    RunAdded ──────┐                      ┌─► t3s1F0@0 t3s1B0@0 t3s1U0@0    compute on a device
+    VisitAdded ────┐                      ┌─► t3s1F0@0 t3s1B0@0 t3s1U0@0    compute on a device
     ShardArrived ──┤   ┌─────────────┐    ├─► t3s1LOAD@0 t3s1SPILL@0        DRAM <-> device
     ActionDone ────┼──►│ WorkerState ├────┼─► t3s1LOAD@host t3s1SPILL@host  disk <-> DRAM
     DeviceLost ────┤   └─────────────┘    ├─► t3s1RECV t3s1SEND             other workers
-    RunCancelled ──┘                      └─► RunEnded, VisitRestarted
+    VisitCancelled ┘                      └─► VisitEnded, VisitRestarted
 
 An agent's shell drives it: it hands each action to the process of its device, and every answer back
 in. ``plan/simulate/worker.py`` drives the same machine on a virtual clock. A device does its
@@ -16,16 +16,21 @@ When a device dies, the tasks whose changes were on it are done again from the s
 DRAM. That works while the microbatch's boundary values are there. A visit that has lost older
 changes begins anew, from the state before it, which its sender keeps until the visit is committed.
 
-The queues of a worker decide what each device runs and holds next.
-
 Each visit's schedule says which unit comes next on which device, and `TaskGraph.needs` whether it
 is ready. A free device takes that of the visit which the backend's rule picks; while it computes,
 the next unit is reserved for it and brought to it, as far as the budget allows (double buffering).
 An action is given when everything that it needs is there, so bytes never pass a budget. Room is
 made by next use, and what a reserved unit needs comes before what another one may need later.
 
+A device is given its next unit before it has ended one, so that it never waits for words: the
+reserved unit, once its shards are there, with room beside what runs. All that comes before that
+unit is done, or was given to the device. Then the next one is reserved, while what was given behind
+the first unit takes less than ``AHEAD_SECONDS``. A death takes it all back, and units of a
+cancelled visit are answered without being done.
+
 That is why there is always progress:
 
+- What a device was given waits for nothing but the units before it.
 - No reserved unit waits for ever: ``WorkerState._may_stay`` says why nobody waits in a circle.
 - If nothing is reserved or runs, some visit has the device and the room for a task that is ready:
   one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
@@ -35,17 +40,15 @@ That is why there is always progress:
 - So all that such a task can lack is its shard in DRAM. Its next use is 0, and that of a shard
   whose list waits is at least 1 (``Visit.next_use``), so the second goes to disk for the
   first. Where all that is there is ready too, that goes on instead.
-
-A device that has died is waited for by what only it may do.
+- What only one device may do waits for it, also if it has died.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
@@ -61,8 +64,11 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.visit import Unit, Visit, VisitSpec, placed
+from cerebro_hydra.plan.queues.visit import Unit, Visit, unplaced
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
+
+AHEAD_SECONDS = 0.02
+"""What the units take at most that a device was given behind the first one, but for one unit."""
 
 
 class WorkerState:
@@ -74,7 +80,7 @@ class WorkerState:
         budgets: the bytes of each device; None means no limit.
         host_budget: the bytes of DRAM for shards and boundary values; None means no limit.
         rule: picks a visit for a free device.
-        double_buffering: whether a unit is reserved and brought while another one computes.
+        double_buffering: whether a unit is reserved, brought and given while another one computes.
     """
 
     def __init__(
@@ -131,8 +137,9 @@ class WorkerState:
         """Answer, and note what actions change."""
         self._answers += answers
         for each in answers:
-            if isinstance(each, Action):
-                self._note(each.trial, each.device)
+            action = each[0] if isinstance(each, tuple) else each
+            if isinstance(action, Action):
+                self._note(action.trial, action.device)
 
     def _note(self, number: int, device: int | None = None) -> None:
         """Note that a visit or its blocks have changed: devices that have any of it decide anew.
@@ -146,8 +153,7 @@ class WorkerState:
             devices.add(device)
         if visit := self.visits.get(number):
             devices |= visit.staying
-            if visit.units:
-                devices.update(n for n, q in self.queues.items() if q.has_unit_of(number))
+            devices.update(each.device for each in visit.lists if each.units)
         for place in devices:
             self.queues[place].changes += 1
 
@@ -171,9 +177,14 @@ class WorkerState:
         for queue in self.queues.values():
             used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
-            assert queue.alive or queue.running is queue.reserved is None, f"{queue} is dead"
+            queue.validate()
+            for visit in (self.visits[unit.visit] for unit in queue.units):
+                here = visit in queue.staying or not visit.spec.stays
+                assert here, f"visit {visit.spec.visit} does not stay on device {queue.number}"
+                tasks = visit.list_on(queue.number)
+                assert tasks is not None and tasks.device == queue.number, "a unit is elsewhere"
         under_way = [unit for visit in self.visits.values() for unit in visit.units]
-        queued = [u for q in self.queues.values() for u in (q.running, q.reserved) if u]
+        queued = [unit for queue in self.queues.values() for unit in queue.units]
         assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
         for visit in self.visits.values():
             boundary = (
@@ -188,9 +199,7 @@ class WorkerState:
                 f"visit {visit.spec.visit} is on devices {places}"
             )
             staying = {q.number for q in self.queues.values() if visit in q.staying}
-            assert visit.status == "restarting" or visit.staying == staying, (
-                f"{visit.spec.visit} stays"
-            )
+            assert visit.staying == staying, f"{visit.spec.visit} stays"
 
     # ------------------------------------------------------------------ decisions
 
@@ -208,7 +217,7 @@ class WorkerState:
         for queue in queues:
             self._advance(queue)
         if self._double_buffering:
-            self._assign([each for each in queues if each.running and not each.reserved])
+            self._assign([each for each in queues if self._may_reserve(each)])
         for queue in queues:
             self._advance(queue)
             self._demote(queue)
@@ -240,11 +249,12 @@ class WorkerState:
             if visit.status != "open":
                 continue
             for shard in sorted(visit.absent, key=visit.next_use):
-                nbytes = visit.spec.shards[shard].state
+                sizes = visit.spec.shards[shard].sizes
+                nbytes = sum(sizes.values())
                 urgent = bool(visit.staying) and visit.next_use(shard) == 0
                 if not self._dram(nbytes, -1 if urgent else visit.next_use(shard)):
                     break
-                self._give(self.ledger.receive(visit.spec.visit, shard, nbytes))
+                self._give(self.ledger.receive(visit.spec.visit, shard, sizes))
                 visit.received(shard)
         self._coming = [visit for visit in self._coming if visit.is_coming]
 
@@ -255,8 +265,14 @@ class WorkerState:
         self._lacked_dram |= self.ledger.host_free < nbytes
         return self.ledger.host_free >= nbytes
 
+    def _may_reserve(self, queue: DeviceQueue) -> bool:
+        """Return whether a device that has work may get more."""
+        if queue.reserved is not None or not queue.given:
+            return False
+        return len(queue.given) == 1 or queue.seconds_ahead < AHEAD_SECONDS
+
     def _assign(self, queues: Collection[DeviceQueue]) -> None:
-        """Reserve the unit that the rule picks for each device, of idle visits and its own one."""
+        """Reserve the unit that the rule picks for each device, of idle visits and its own ones."""
         if not queues:
             return
         opened = [visit for visit in self.visits.values() if visit.status == "open"]
@@ -267,34 +283,29 @@ class WorkerState:
             or not (visit.units or self._is_lacking(visit.next_unit(visit.lists[0])))
         ]
         for queue in queues:
-            running = self.visits[queue.running.visit] if queue.running else None
-            if running is None or running.has_places or running.status != "open":
-                self._reserve(queue, running, idle)
-            else:
-                self._reserve(queue, running, sorted([*idle, running], key=_arrival))
+            given = [self.visits[number] for number in {unit.visit for unit in queue.given}]
+            own = [each for each in given if not each.has_places and each.status == "open"]
+            self._reserve(queue, sorted([*idle, *own], key=_arrival) if own else idle)
 
-    def _reserve(self, queue: DeviceQueue, running: Visit | None, visits: Iterable[Visit]) -> None:
+    def _reserve(self, queue: DeviceQueue, visits: Iterable[Visit]) -> None:
         units: dict[int, Unit] = {}
         candidates = []
         for visit in visits:
             tasks = visit.list_on(queue.number)
-            if tasks is None or (tasks.units and visit is not running):
+            if tasks is None or (tasks.units and tasks.device != queue.number):
                 continue
             unit = visit.next_unit(tasks)
             if unit is None or self._is_lacking(unit) or not self._can_take(queue, visit, unit):
                 continue
             number = visit.spec.visit
             units[number] = unit
-            candidates.append(
-                Candidate(
-                    number, visit.arrival, visit.remaining, visit.waiting_since, visit is running
-                )
-            )
+            own, since = bool(tasks.units), visit.waiting_since
+            candidates.append(Candidate(number, visit.arrival, visit.remaining, since, own))
         picked = self._rule(candidates) if candidates else None
         if picked is None:
             return
         visit, unit = self.visits[picked.visit], units[picked.visit]
-        visit.take(unit)
+        visit.take(unit, queue.number)
         queue.reserved = unit
         if visit.spec.stays and unit.starts_microbatch:
             for place in self._places(queue, visit):
@@ -316,8 +327,9 @@ class WorkerState:
         spec = visit.spec
         if visit.staying and queue.number not in visit.staying and not visit.has_places:
             return False
-        shard = spec.shards[unit.keys[0].number]
-        nbytes, host_nbytes = shard.state + shard.activations, shard.state
+        number = unit.keys[0].number
+        nbytes, host_nbytes = spec.on_device(number), spec.shards[number].state
+        nbytes += spec.shards[number].activations
         if spec.stays and (unit.starts_microbatch or visit in queue.staying):
             nbytes, host_nbytes = visit.share_on(queue.number).need, spec.host_state_bytes
             if unit.starts_microbatch and not self._may_stay(queue, visit):
@@ -362,34 +374,59 @@ class WorkerState:
             return
         queue.advanced = queue.changes
         states = [self._block(key) for key in unit.keys]
-        if all(state.at_rest and state.device == queue.number for state in states):
+        needs = tuple(zip(states, unit.parts, strict=True))
+        if all(
+            state.at_rest and state.device == queue.number and not state.lacking(parts)
+            for state, parts in needs
+        ):
             self._begin(queue, unit)
-        for state in states:
-            self._bring(queue, state)
+        for state, parts in needs:
+            self._bring(queue, state, parts)
 
-    def _bring(self, queue: DeviceQueue, block: Block) -> None:
-        """Bring a block a step closer to a device."""
+    def _bring(self, queue: DeviceQueue, block: Block, parts: Collection[Part]) -> None:
+        """Bring parts of a block a step closer to a device.
+
+        A unit that works on the block there ends before it gets more.
+        """
         if not block.at_rest:
             return
         if block.device not in (None, queue.number):
             self._give(self.ledger.leave_device(block))
             if not block.at_rest:
                 return
-        if block.device == queue.number:
+        lacking = block.lacking(parts)
+        if block.device == queue.number and not lacking:
             return
         if block.home == "disk":
             if self._dram(block.nbytes, -1):
                 self._give(self.ledger.load_from_disk(block))
-        elif self._device(queue, block.nbytes):
-            self._give(self.ledger.load(block, queue.number))
+        elif any(block.key in unit.keys for unit in queue.given):
+            return
+        elif self._device(queue, sum(block.sizes[part] for part in lacking)):
+            self._give(self.ledger.load(block, queue.number, parts))
 
     def _begin(self, queue: DeviceQueue, unit: Unit) -> None:
-        """Start the reserved unit, whose shards are there, if the device is free and has room."""
-        if queue.running is None and self._device(queue, self._evictor.work(queue, unit)):
-            queue.running, queue.reserved = unit, None
+        """Give the device its reserved unit, whose shards are there, if it has room."""
+        nbytes = self._evictor.work(queue, unit)
+        if queue.given:  # what is on a device stays for the sake of what comes later
+            has_room = self._may_go_ahead(queue, unit) and self._evictor.free(queue) >= nbytes
+        else:
+            has_room = self._device(queue, nbytes)
+        if has_room:
+            activations = self._evictor.activations(queue, unit)
+            queue.reserved = None
             self.visits[unit.visit].began(unit)
-            queue.unanswered.extend(placed(unit, queue.number))
-            self._give(*queue.unanswered)
+            self._give(queue.give(unit, activations))
+
+    def _may_go_ahead(self, queue: DeviceQueue, unit: Unit) -> bool:
+        """Return whether a device may have the unit before it has ended others.
+
+        The first task of a microbatch overwrites boundary values by which lost tasks are done
+        again. Where tasks are long, so that much would be lost, it is given in its turn.
+        """
+        first, spec = unit.tasks[0], self.visits[unit.visit].spec
+        begins = first.kind is ActionKind.F and first.shard == 0 and not spec.stays
+        return self._double_buffering and (queue.seconds < AHEAD_SECONDS or not begins)
 
     def _device(self, queue: DeviceQueue, nbytes: int) -> bool:
         """Return whether the device has room; begin to make it otherwise."""
@@ -434,8 +471,8 @@ class WorkerState:
             self._give(self.ledger.send(state))
 
     def _close(self, visit: Visit) -> None:
-        """Take the visit's units off the queues, but for the one that runs."""
-        visit.put_back(self._take_back(visit))  # what has not begun has no bytes
+        """Take the visit's units off the queues, but for those that devices were given."""
+        visit.put_back(self._take_back(visit))  # what was not given has no bytes
         if not visit.units:  # none writes boundary values any more
             self.ledger.drop_boundaries(visit.spec.visit)
 
@@ -488,30 +525,13 @@ class WorkerState:
             raise ValueError(
                 f"visit {spec.visit} was added before; number the visits of a worker apart"
             )
-        reason = self._lacking(spec)
+        budgets = [queue.budget for queue in self.queues.values()]
+        reason = spec.lacking(budgets, self.ledger.host_budget)
         if reason:
             self._give(VisitEnded(spec.visit, "refused", reason))
         else:
             self.visits[spec.visit] = visit = Visit(spec, self._events)
             self._coming.append(visit)
-
-    def _lacking(self, spec: VisitSpec) -> str:
-        """Return what a visit needs that the worker does not have; "" if nothing is lacking."""
-        budgets = [queue.budget for queue in self.queues.values()]
-        shares, host = spec.shares(), self.ledger.host_budget
-        if len(shares) > len(budgets):
-            return f"its schedule needs {len(shares)} devices, and there are {len(budgets)}"
-        if len(shares) == 1 and spec.device_need > max(budgets):
-            return (
-                f"it needs {spec.device_need} bytes of a device, and the largest has {max(budgets)}"
-            )
-        for device, share in enumerate(shares if len(shares) > 1 else ()):
-            if share.need > budgets[device]:
-                has = budgets[device]
-                return f"it needs {share.need} bytes of device {device}, which has {has}"
-        if spec.host_need > host:
-            return f"it needs {spec.host_need} bytes of DRAM, and there are {host}"
-        return ""
 
     def _done(self, event: ActionDone) -> None:
         action = event.action
@@ -528,23 +548,23 @@ class WorkerState:
             raise ValueError(f"{action} was not given, or not yet; device {queue.number} is to do "
                              f"{' '.join(map(str, queue.unanswered)) or 'nothing'}")  # fmt: skip
         queue.unanswered.popleft()
-        task = Action(action.trial, action.shard, action.kind, action.microbatch)
+        task = unplaced(action)
         visit.finish(task, event.seconds)
         if visit.spec.graph.training and (
             action.kind is not ActionKind.F or visit.spec.shards[action.shard].forward_writes
         ):
             self._block(state_key(action.trial, action.shard)).wrote(task, visit.most_open)
-        if not queue.unanswered:
+        if task == queue.given[0].tasks[-1]:
             self._end_unit(queue, visit)
 
     def _end_unit(self, queue: DeviceQueue, visit: Visit) -> None:
-        unit = queue.running
-        assert unit is not None
-        if queue.is_ending(visit) and visit in queue.staying:
+        unit = queue.given[0]
+        ends = queue.last_of(visit) is unit and queue.is_ending(visit)
+        if ends and visit in queue.staying:
             queue.staying.remove(visit)
             visit.staying.remove(queue.number)
             self._homes = None
-        queue.running = None
+        queue.end_first()
         visit.end(unit)
         visit.waiting_since = self._events
         self._let_go(visit)
@@ -562,9 +582,9 @@ class WorkerState:
         """Go on to forget a visit that is cancelled or begins anew, as its actions end."""
         if visit.status not in ("cancelled", "restarting"):
             return
-        running = {key for q in self.queues.values() if q.running for key in q.running.keys}
+        given = {key for q in self.queues.values() for unit in q.given for key in unit.keys}
         for state in self.ledger.states_of(visit.spec.visit):
-            if state.at_rest and state.key not in running:
+            if state.at_rest and state.key not in given:
                 self._give(*self.ledger.discard(state))
         if visit.units:
             return
@@ -574,6 +594,7 @@ class WorkerState:
         for queue in self.queues.values():
             if visit in queue.staying:
                 queue.staying.remove(visit)
+                visit.staying.remove(queue.number)
                 self._homes = None
         if visit.status == "restarting":
             visit.begin()
@@ -589,14 +610,14 @@ class WorkerState:
         """Put back what the device was to do, and what it had changed and not yet written."""
         redo: dict[int, list[Action]] = {}
         torn: set[int] = {visit.spec.visit for visit in queue.staying}
-        for unit in (queue.running, queue.reserved):
-            if unit is not None:
-                visit = self.visits[unit.visit]
-                visit.end(unit)
-                undone = queue.unanswered if unit is queue.running else unit.tasks
-                redo.setdefault(visit.spec.visit, []).extend(
-                    Action(a.trial, a.shard, a.kind, a.microbatch) for a in undone
-                )
+        for unit in queue.units:
+            self.visits[unit.visit].end(unit)
+        undone = [unplaced(task) for task in queue.unanswered]
+        undone += queue.reserved.tasks if queue.reserved is not None else ()
+        for task in undone:
+            redo.setdefault(task.trial, []).append(task)
+            if not self.visits[task.trial].can_redo(task):
+                torn.add(task.trial)
         for block in self.ledger.on(queue.number):
             visit = self.visits[block.key.visit]
             if block.dirty:
@@ -610,9 +631,8 @@ class WorkerState:
             for each in self._answers
             if not isinstance(each, Action) or each.device != queue.number
         ]
-        queue.alive, queue.running, queue.reserved = False, None, None
-        queue.unanswered = deque()
-        queue.staying.clear()
+        queue.alive = False
+        queue.clear()
         self._homes = None
         for number, tasks in redo.items():
             visit = self.visits[number]

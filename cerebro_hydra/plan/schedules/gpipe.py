@@ -2,7 +2,8 @@
 
 While a device does a microbatch, the next device does the one before. It waits for (S - 1) of
 (M + S - 1) parts of its time, with S devices, M microbatches and equal tasks. A device keeps what
-M microbatches leave between their forward and their backward.
+M microbatches leave between their forward and their backward. Source: Huang et al., "GPipe:
+Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.
 """
 
 from __future__ import annotations

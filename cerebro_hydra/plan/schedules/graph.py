@@ -29,6 +29,8 @@ class TaskGraph:
             the global norm demands.
         tied: groups of shards that share a parameter; the first of a group updates it.
         training: an evaluation has forwards alone.
+        staleness: by shard, how many updates older than the weights of plain training those are
+            that its tasks read; none is 0 for each shard.
     """
 
     shards: int
@@ -37,6 +39,7 @@ class TaskGraph:
     barrier: bool = False
     tied: tuple[tuple[int, ...], ...] = ()
     training: bool = True
+    staleness: tuple[int, ...] = ()
 
     @property
     def windows(self) -> int:
@@ -47,6 +50,18 @@ class TaskGraph:
         """Return the microbatches of the window that the microbatch is in."""
         start = microbatch - microbatch % self.window
         return range(start, min(start + self.window, self.microbatches))
+
+    def flushed_with(self, microbatch: int) -> range:
+        """Return the microbatches of which some may be open at once with this one."""
+        return range(self.microbatches) if self.staleness else self.window_of(microbatch)
+
+    def version(self, shard: int, microbatch: int) -> int:
+        """Return which version of a shard's weights forward and backward of a microbatch read.
+
+        Version v is what v updates of the visit have made; it begins with version 0.
+        """
+        stale = self.staleness[shard] if self.staleness else 0
+        return max(0, microbatch // self.window - stale)
 
     def stages(self, devices: int) -> list[range]:
         """Return a range of shards for each device, as equal as can be; no range is empty."""
@@ -84,7 +99,7 @@ class TaskGraph:
         A shard is updated right after the last backward that this waits for, or at the end where
         it waits for backwards of other devices.
         """
-        window = self.window_of(passes[0].microbatch or 0)
+        window = self.window_of(passes[-1].microbatch or 0)  # forwards may be of the next one
         ends = {task.shard: place for place, task in enumerate(passes) if task.kind is B}
         after: defaultdict[int, list[int]] = defaultdict(list)
         for shard in sorted(ends, reverse=not self.barrier):
@@ -111,16 +126,21 @@ class TaskGraph:
             for other, m in product(sorted(self._updated_with(shard)), window):
                 why = "every backward comes before the update (barrier, tied weights)"
                 yield Action(trial, other, B, m), why
+            if self.staleness and window.start > 0:
+                why = "updates of a shard come in the order of their windows"
+                yield Action(trial, shard, U, window.start - 1), why
             return
         if action.kind is F:
             if shard > 0:
                 why = "F of a shard comes after F of the shard before"
                 yield Action(trial, shard - 1, F, microbatch), why
-            if self.training and window.start > 0:
+            version = self.version(shard, microbatch) if self.training else 0
+            if version > 0:
+                maker = self.window_of((version - 1) * self.window)[-1]
                 owners = {shard, *(members[0] for members in self.tied if shard in members)}
                 for owner in sorted(owners):
-                    why = "F comes after the update of the window before"
-                    yield Action(trial, owner, U, window.start - 1), why
+                    why = "F comes after the update that makes the weights it reads"
+                    yield Action(trial, owner, U, maker), why
         else:
             yield Action(trial, shard, F, microbatch), "B comes after its own F"
             if shard < self.shards - 1:

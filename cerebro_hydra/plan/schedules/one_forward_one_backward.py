@@ -4,7 +4,7 @@ Each device has a range of shards. It does as many forwards as there are devices
 forward and a backward in turn, then the backwards that are left; so it keeps what one microbatch
 more than there are devices behind it leaves, however many a window has. Its devices wait as long
 as GPipe's. Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
-section 2.2 (PipeDream-Flush).
+section 3.2 (PipeDream-Flush).
 """
 
 from __future__ import annotations

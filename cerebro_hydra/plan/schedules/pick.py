@@ -3,9 +3,10 @@
 A candidate is a visit whose next unit the device may take; a rule picks one of several, or none. A
 backend names a rule of `PICKS`. In which order a visit does its own tasks is up to its schedule.
 
-SHARP lets each device take the visit with the longest remaining time: sharded-LRTF. The
-queues serve every idle device before they reserve a unit for a busy one, and the running visit's
-own next unit competes for that reservation. ::
+SHARP lets each device take the visit with the longest remaining time: sharded-LRTF (Nagrecha and
+Kumar, "Hydra: A System for Large Multi-Model Deep Learning", 2021). The queues serve every idle
+device before they reserve a unit for a busy one, and the running visit's own next unit competes for
+that reservation. ::
 
     3 visits of 2 shards, 1 microbatch, F=1 B=2, promotion 0.5:
     device 0   t0s0F0@.5  t2s0F0@1.5 t2s1F0@2.5 t2s1B0@3.5 t1s1B0@5.5 t1s0B0@7.5

@@ -18,7 +18,9 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.interleaved import interleaved
 from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
 from cerebro_hydra.plan.schedules.pick import PICKS
+from cerebro_hydra.plan.schedules.pipedream import check_pipedream, pipedream
 from cerebro_hydra.plan.schedules.sequential import sequential
+from cerebro_hydra.plan.schedules.two_buffers import two_buffers
 
 Schedule = Callable[[TaskGraph, int, int, int], Sequence[Sequence[Action]]]
 
@@ -30,22 +32,33 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 """The names that the schedule of a trial may have."""
 
+ORDERS: Mapping[str, Schedule] = {**SCHEDULES, "pipedream": pipedream, "2bw": two_buffers}
+"""Those, and the schedules that are decided and simulated, but that no agent trains by yet."""
+
 
 def is_pipelined(schedule: str) -> bool:
     """Return whether a schedule may have several microbatches under way at once."""
     return schedule != "sequential"
 
 
-def check_schedule(name: object) -> None:
-    """Check what a user gave as the schedule of a trial.
+def check_schedule(name: object, clips_norm: bool = False, accumulate: int = 1) -> None:
+    """Check what a user gave as the schedule of a trial, with the settings that may exclude it.
 
     Raises:
-        ConfigurationError: there is no such schedule; the message says what to give instead.
+        ConfigurationError: there is no such schedule, or it can't be used with them; the message
+            says what to give instead.
     """
     if isinstance(name, str) and name in PICKS:
         raise ConfigurationError(
             f"schedule is {name!r}, which is how devices choose among trials; leave schedule out, "
             f"and give the backend pick={name!r}"
+        )
+    if name == "pipedream":
+        check_pipedream(clips_norm, accumulate)
+    if isinstance(name, str) and name in ORDERS.keys() - SCHEDULES.keys():
+        raise ConfigurationError(
+            f"schedule is {name!r}, by which no agent trains yet: it has only been simulated; take "
+            f"one of {list(SCHEDULES)}"
         )
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ConfigurationError(f"schedule is {name!r}; it is one of {list(SCHEDULES)}")

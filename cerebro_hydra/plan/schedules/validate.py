@@ -1,4 +1,4 @@
-"""Checks any list of actions: the rules of synchronous training, and the bytes in each place.
+"""Checks any list of actions: the rules of training, weight versions, and bytes in each place.
 
 `MemoryCheck` knows no schedule and shares no code with the queues that it checks. The validator
 feeds it a list of actions; the simulator tells it when each action begins and ends.
@@ -7,11 +7,11 @@ feeds it a list of actions; the simulator tells it when each action begins and e
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 
 F, B, U, SEND = ActionKind.F, ActionKind.B, ActionKind.U, ActionKind.SEND
@@ -60,6 +60,8 @@ def validate(
 def validate_order(actions: Sequence[Action], graphs: Mapping[int, TaskGraph]) -> None:
     """Check that each task of the trials' graphs is done once, and after all that it waits for.
 
+    Forwards and backwards must find the weights that `TaskGraph.version` says.
+
     Raises:
         InvalidSchedule: an action breaks a rule; the message names it and the rule.
     """
@@ -78,6 +80,39 @@ def validate_order(actions: Sequence[Action], graphs: Mapping[int, TaskGraph]) -
         done[task] = index
     for trial, graph in sorted(graphs.items()):
         _check_complete(trial, graph, done)
+        if graph.training:
+            versions_held([action for action in actions if action.trial == trial], graph)
+
+
+def versions_held(actions: Sequence[Action], graph: TaskGraph) -> list[int]:
+    """Return the most weight versions that each shard had at once for tasks that were to come.
+
+    A shard has room for one version more than its staleness, so that an update whose version has no
+    room takes that of the oldest one. `actions` are those of one trial.
+
+    Raises:
+        InvalidSchedule: a task reads a version that is not made yet, or whose room was taken.
+    """
+    newest = [0] * graph.shards
+    ended = [0] * graph.shards  # microbatches whose backward is done
+    most = [1] * graph.shards
+    for index, action in enumerate(actions):
+        shard = action.shard
+        if action.kind in (F, B):
+            version = graph.version(shard, action.microbatch or 0)
+            oldest = newest[shard] - (graph.staleness[shard] if graph.staleness else 0)
+            if version > newest[shard]:
+                _refuse(index, action, f"weight version {version} of the shard is not made yet")
+            if version < oldest:
+                _refuse(index, action, f"weight version {version} of the shard is there no longer")
+        if action.kind is B:
+            ended[shard] += 1
+        if action.kind is U:
+            newest[shard] += 1
+            if ended[shard] < graph.microbatches:
+                needed = newest[shard] - graph.version(shard, ended[shard]) + 1
+                most[shard] = max(most[shard], needed)
+    return most
 
 
 def validate_memory(actions: Sequence[Action], memory: MemoryCheck) -> None:
@@ -133,7 +168,14 @@ class _Whereabouts:
     on_device: bool = False
     device: Place = None
     moving: bool = False
-    written: bool = False  # the device has changes that DRAM has not
+    parts: set[Part] = field(default_factory=set)  # that the device has
+    written: set[Part] = field(default_factory=set)  # of these DRAM has not the changes
+
+
+def _leave(here: _Whereabouts) -> None:
+    """Note that a shard's device has nothing of it."""
+    here.on_device = False
+    here.parts, here.written = set(), set()
 
 
 class MemoryCheck:
@@ -145,6 +187,8 @@ class MemoryCheck:
         state: the bytes of each shard's state.
         activations: the bytes that a task of the shard has beside the state.
         keeping: the visits whose forwards keep these bytes on the device until their backward.
+        apart: the bytes of each state that a device may do without, by part: gradients in a
+            forward, and what updates alone need in a backward. Without it all comes at once.
     """
 
     def __init__(
@@ -154,6 +198,7 @@ class MemoryCheck:
         state: Mapping[Key, int],
         activations: Mapping[Key, int] | None = None,
         keeping: Collection[int] = (),
+        apart: Mapping[Key, Mapping[Part, int]] | None = None,
     ) -> None:
         self.budgets: dict[Place, int | None] = {**budgets, HOST: host_budget}
         self.peak: dict[Place, int] = dict.fromkeys(self.budgets, 0)
@@ -161,6 +206,7 @@ class MemoryCheck:
         self._state = state
         self._activations = {} if activations is None else activations  # may be filled later
         self._keeping = keeping  # likewise
+        self._apart = {} if apart is None else apart  # likewise
         self._kept: dict[tuple[Key, int | None], Place] = {}  # by shard and microbatch
         self._shards: dict[Key, _Whereabouts] = {}
         self._abandoned: set[int] = set()  # visits whose changes may be lost
@@ -168,7 +214,7 @@ class MemoryCheck:
     def begin_resident(self, shards: Collection[Key], device: Place) -> None:
         """Put shards on a device before the first action."""
         for key in shards:
-            self._shards[key] = _Whereabouts(True, True, device)
+            self._shards[key] = _Whereabouts(True, True, device, parts={*self._sizes(key)})
             self._used[device] += self._state.get(key, 0)
         budget = self.budgets[device]
         if budget is not None and self._used[device] > budget:
@@ -199,10 +245,15 @@ class MemoryCheck:
                 if here is None and self.budgets[HOST] is None:  # the list says nothing of DRAM
                     here = self._shards[key] = _Whereabouts(True)
                 here = self._at_rest(here, action)
-                self._demand(not here.on_device, action, "the shard is on the device already")
+                coming = set(action.parts) or {*self._sizes(key)}
+                more = here.device == action.device and not here.parts & coming
+                self._demand(
+                    not here.on_device or more, action, "the shard is on the device already"
+                )
                 self._demand(here.in_dram, action, "the shard is on disk; LOAD@host comes first")
                 here.device, here.on_device, here.moving = action.device, True, True
-                self._add(action.device, state, action)
+                here.parts |= coming
+                self._add(action.device, self._bytes_of(key, coming), action)
             case ActionKind.SPILL | ActionKind.DROP if action.device == HOST:
                 here = self._at_rest(here, action)
                 self._demand(here.in_dram, action, "the shard is not in DRAM")
@@ -212,7 +263,8 @@ class MemoryCheck:
                 here = self._at_rest(here, action)
                 there = here.on_device and here.device == action.device
                 self._demand(there, action, "the shard is not on the device")
-                safe = action.kind is ActionKind.SPILL or not here.written
+                saved = set(action.parts) or {*self._sizes(key)}
+                safe = here.written <= (saved if action.kind is ActionKind.SPILL else set())
                 safe |= action.trial in self._abandoned
                 self._demand(safe, action, "its changes would be lost; SPILL writes them back")
                 here.moving = True
@@ -222,6 +274,9 @@ class MemoryCheck:
                 there = here is not None and here.on_device and here.device == action.device
                 rule = "the shard is not on the device; LOAD comes before use"
                 self._demand(there and not (here and here.moving), action, rule)
+                if here is not None and (lacking := self._read(action) - here.parts):
+                    what = "".join(sorted(lacking))
+                    self._demand(False, action, f"parts {what!r} of the shard are not there")
                 if not self._takes_over(action):
                     self._add(action.device, self._activations.get(key, 0), action)
 
@@ -238,7 +293,7 @@ class MemoryCheck:
                 del self._shards[key]
             return
         if action.kind.computes:
-            here.written |= action.kind is not ActionKind.F
+            self._note_written(action, here)
             keeps = action.kind is F and action.trial in self._keeping
             if keeps and action.trial not in self._abandoned:
                 self._kept[key, action.microbatch] = action.device
@@ -247,11 +302,12 @@ class MemoryCheck:
             return
         here.moving = False
         if action.kind in (ActionKind.SPILL, ActionKind.DROP):
-            self._used[action.device] -= state
             if action.device == HOST:
+                self._used[HOST] -= state
                 here.in_dram = False
             else:
-                here.on_device, here.written = False, False
+                self._used[action.device] -= self._bytes_of(key, here.parts)
+                _leave(here)
 
     def abandon(self, trial: int) -> None:
         """Let the changes of a trial be lost, because it was cancelled or begins anew."""
@@ -280,9 +336,35 @@ class MemoryCheck:
         """Take everything off a device that died."""
         for here in self._shards.values():
             if here.on_device and here.device == device:
-                here.on_device = here.moving = here.written = False
+                here.moving = False
+                _leave(here)
         self._used[device] = 0
         self._kept = {each: place for each, place in self._kept.items() if place != device}
+
+    def _sizes(self, key: Key) -> Mapping[Part, int]:
+        """Return the bytes of a shard's state by part."""
+        apart = self._apart.get(key, {})
+        return {Part.PARAMETERS: self._state.get(key, 0) - sum(apart.values()), **apart}
+
+    def _bytes_of(self, key: Key, parts: Collection[Part]) -> int:
+        return sum(nbytes for part, nbytes in self._sizes(key).items() if part in parts)
+
+    def _read(self, action: Action) -> set[Part]:
+        """Return the parts that a task must find on its device."""
+        parts = {*self._sizes((action.trial, action.shard))}
+        if action.kind is not U:
+            parts.discard(Part.OPTIMIZER)
+        if action.kind is F:
+            parts.discard(Part.GRADIENTS)
+        return parts
+
+    def _note_written(self, action: Action, here: _Whereabouts) -> None:
+        """Note what a task leaves on its device; an update uses gradients up."""
+        parts = {*self._sizes((action.trial, action.shard))}
+        if action.kind is U:
+            here.written = parts - {Part.GRADIENTS}
+        elif action.kind is B:
+            here.written.add(Part.GRADIENTS if Part.GRADIENTS in parts else Part.PARAMETERS)
 
     def _takes_over(self, action: Action) -> bool:
         """Return whether a backward goes on in the bytes that its forward has kept."""

@@ -31,7 +31,8 @@ from cerebro_hydra.plan.queues.events import (
     VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.ledger import PartBytes
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
@@ -104,6 +105,7 @@ class WorkerSimulation:
         self._seconds, self._observe = seconds, observe
         self._double_buffering = double_buffering
         self._state_bytes: dict[Key, int] = {}
+        self._apart: dict[Key, PartBytes] = {}
         self._activations: dict[Key, int] = {}
         self._keeping: set[int] = set()
         self.check = MemoryCheck(
@@ -112,6 +114,7 @@ class WorkerSimulation:
             self._state_bytes,
             self._activations,
             self._keeping,
+            self._apart,
         )
         self._now = 0.0
         self._lanes: dict[Lane, deque[Action]] = {}
@@ -172,6 +175,7 @@ class WorkerSimulation:
                 self._keeping.add(event.spec.visit)
             for number, shard in enumerate(event.spec.shards):
                 self._state_bytes[event.spec.visit, number] = shard.state
+                self._apart[event.spec.visit, number] = shard.apart
                 self._activations[event.spec.visit, number] = shard.activations
         elif isinstance(event, VisitCancelled):
             self.check.abandon(event.visit)
@@ -187,6 +191,10 @@ class WorkerSimulation:
             heapq.heapify(self._heap)
 
     def _carry_out(self, answer: Answer) -> None:
+        if isinstance(answer, tuple):
+            for task in answer:
+                self._carry_out(task)
+            return
         self.timeline.given.append(answer)
         if isinstance(answer, VisitRestarted):
             self.check.abandon(answer.visit)
@@ -244,7 +252,7 @@ class MoveRates:
             return shard.seconds(action.kind)
         if action.kind not in (ActionKind.LOAD, ActionKind.SPILL):
             return 0.0
-        return shard.state / (self.disk if action.device == HOST else self.device)
+        return shard.moved(action) / (self.disk if action.device == HOST else self.device)
 
 
 FREE_MOVES = MoveRates()

@@ -16,7 +16,7 @@ from functools import lru_cache
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, WorkerTimeline
 
@@ -237,7 +237,7 @@ def _shortened(visit: VisitSpec, microbatches: int) -> VisitSpec:
 def _moved(trial: VisitSpec, timeline: WorkerTimeline) -> int:
     """Return the bytes of visit 0 that were loaded and spilled."""
     moves = [each.action for each in timeline.done if each.action.kind in (LOAD, SPILL)]
-    return sum(trial.shards[move.shard].state for move in moves if move.trial == 0)
+    return sum(trial.shards[move.shard].moved(move) for move in moves if move.trial == 0)
 
 
 def _limit(nbytes: int | None) -> float:

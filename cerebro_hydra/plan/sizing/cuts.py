@@ -15,7 +15,7 @@ from math import inf
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text
-from cerebro_hydra.plan.queues.visit import ShardSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 
 
 def auto_cut(

@@ -20,13 +20,7 @@ from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
-from cerebro_hydra.shards.admission.compare import (
-    CutCheck,
-    cond_failed,
-    is_of_cond,
-    largest_example,
-    leave_cond,
-)
+from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
 from cerebro_hydra.shards.cut.choice import (
@@ -43,6 +37,7 @@ from cerebro_hydra.shards.cut.sample import Example, Sample
 from cerebro_hydra.shards.cut.shard_graph import CrossingValue
 from cerebro_hydra.shards.cut.small_buffers import small_buffers
 from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.cut.torch_cond import cond_failed, is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.trace import CutFailed
 from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
 from cerebro_hydra.shards.engine.microbatch import UnfitShape
@@ -154,10 +149,10 @@ def _admit(
             if not is_of_cond(error):
                 raise
             leave_cond()
+            told = cond_failed(error, "while its memory was measured")
             raise ConfigurationError(
-                f"{cond_failed(error, 'while its memory was measured')}; it trains only on workers "
-                "of one CPU device without device_memory, host_memory and residents: leave these "
-                "out, or compute both branches and choose by torch.where"
+                f"{told}; call it as torch.cond(...), or compute both branches and choose by "
+                "torch.where"
             ) from error
 
     def times(points: CutPoints) -> Sequence[float]:

@@ -6,18 +6,15 @@ Errors that the user's code raises on a batch are told with the columns of that 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
@@ -30,7 +27,7 @@ from cerebro_hydra.recipe import (
     SumOverRows,
     state_tensors,
 )
-from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.effects import (
     SideEffects,
     check_averaged,
@@ -41,6 +38,7 @@ from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.differences import (
     Recorder,
@@ -49,7 +47,6 @@ from cerebro_hydra.shards.engine.differences import (
     first_difference,
     first_operation,
     same_bits,
-    used_elsewhere,
 )
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
@@ -58,7 +55,6 @@ from cerebro_hydra.shards.engine.layout import (
     TrialRuntime,
     initial_segments,
 )
-from cerebro_hydra.shards.engine.microbatch import storages_of
 from cerebro_hydra.shards.engine.optimizer import StateTemplate, clone_optimizer
 
 STEPS_PER_BATCH_SIZE = 2
@@ -174,7 +170,7 @@ class CutCheck:
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
             effects.known,
-            tuple(sorted(of_evaluation.written | {f"buffer {name!r}" for name in set_anew})),
+            tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
         )  # fmt: skip
 
     @property
@@ -188,7 +184,7 @@ class CutCheck:
         shards = _Shards(self, cut_model, layout)
         found = self._difference_in_training(shards, layout)
         if found is None:
-            return self._difference_in_evaluation(shards) or shards.absent_read()
+            return self._difference_in_evaluation(shards)
         where = self._where(cut_model, layout)
         return f"{found}; {where}" if where else found
 
@@ -262,15 +258,6 @@ class _Shards:
         self._layout = layout
         self._modes = modes
         self._absent = ParameterValues.absent(check.recipe.model)
-        with self._absent.in_use():
-            self._reads = AbsentReads(check.recipe.model)
-        self._watched = -1  # a graph cut has no parameters but its own
-        if cut_model.num_shards > 1 and cut_model.graphs is None:
-            self._watched = min(range(len(check.windows)), key=self._rows)
-
-    def _rows(self, number: int) -> int:
-        (features, _), _ = self._check.windows[number]
-        return int(features[0].shape[0]) if features[0].dim() else 0
 
     def step(self, number: int) -> float:
         """Train one step; return the sum of its loss over rows."""
@@ -281,14 +268,8 @@ class _Shards:
 
         window = _window(*self._check.windows[number])
         engine = self._engine(self._modes[number % len(self._modes)])
-        watched = number == self._watched
-        model = self._check.recipe.model
-        with self._elsewhere(), self._reads.of_forward(model) if watched else nullcontext():
+        with self._elsewhere():
             return engine.train([window], number, self._need, publish).loss_sum
-
-    def absent_read(self) -> str | None:
-        """Return which parameter a step read before its shard came, if any."""
-        return self._reads.found and used_elsewhere(self._watched, self._reads.found)
 
     def evaluate(self, example: Example, on_outputs: Callable[[Any], object]) -> Evaluation:
         """Measure one example."""
@@ -345,6 +326,7 @@ def _evaluated(
 
     # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
     RandomKey(trial_seed, 0, 0).reseed("evaluation")
+    states = generator_states(trainer.recipe.device)
     effects.begin()
     with told_with_batch(trainer, example):
         try:
@@ -352,6 +334,7 @@ def _evaluated(
         except NonFiniteLoss:
             return None
     effects.look()  # what loss and metrics have changed
+    effects.draws |= generator_states(trainer.recipe.device) != states
     return Evaluated(example, outputs.contents, found)
 
 
@@ -385,7 +368,8 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
         raise
     except NonFiniteLoss as error:
         raise ConfigurationError(
-            f"on the first rows {error}; check the data, the loss function and the learning rate"
+            f"on the first rows {error_text(error).partition(';')[0]}; check the data, the loss "
+            "function and the learning rate"
         ) from error
     except Exception as error:
         if is_of_cond(error):
@@ -415,24 +399,6 @@ def _remedy(phase: str, error: Exception) -> str:
     return _REMEDIES[phase] if _ABOUT_SHAPES.search(words) else _OF_CODE
 
 
-def is_of_cond(error: Exception) -> bool:
-    """Tell whether torch.cond raised an error."""
-    frames = traceback.walk_tb(error.__traceback__)
-    names = {frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames}
-    return any(name.endswith("torch/_higher_order_ops/cond.py") for name in names)
-
-
-def cond_failed(error: Exception, when: str) -> str:
-    """Say when torch.cond failed, and with what error."""
-    said = error_text(error).partition("\n")[0]
-    return f"torch.cond of the forward failed {when} ({type(error).__name__}: {said})"
-
-
-def leave_cond() -> None:
-    """Let torch compile again, which it does nothing of the kind after torch.cond has failed."""
-    torch._dynamo.reset()
-
-
 def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
     """Return the module's hook in which an error was raised, in words, if it was in one."""
     hooks = {
@@ -460,63 +426,6 @@ def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
             form += f" from {tensor.min().item()} to {tensor.max().item()}"
         forms.append(form if names is None else f"{names[number]}: {form}")
     return ", ".join(forms)
-
-
-class AbsentReads(TorchDispatchMode):
-    """Notes, while it is entered, the first operation that reads an absent parameter.
-
-    Such values are NaN, which a comparison in the forward swallows, so no result tells.
-
-    Attributes:
-        found: the parameter, or None.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module) -> None:
-        """Note where the values of the model lie, which all are absent now."""
-        super().__init__()
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
-        self.found: str | None = None
-
-    @contextmanager
-    def of_forward(self, model: nn.Module) -> Iterator[None]:
-        """Watch forwards for a while; torch.cond can take no backward under such a mode."""
-        stack = ExitStack()
-
-        def begin(*_: object) -> None:
-            stack.enter_context(self)
-
-        def end(*_: object) -> None:
-            stack.close()
-
-        handles = [
-            model.register_forward_pre_hook(begin),
-            model.register_forward_hook(end, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.found is None and _reads_values(func):
-            memory = (
-                self._names.get(each.data_ptr()) for each in storages_of((*args, *kwargs.values()))
-            )
-            self.found = next(filter(None, memory), None)
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _reads_values(operation: Any) -> bool:
-    """Return whether an operation does not read forms alone, as `empty_like` and its kin do."""
-    forms = any(each in operation.name() for each in ("_like", "::new_"))
-    return not getattr(operation, "is_view", False) and not forms  # a view reads nothing
 
 
 class WrittenTensors:

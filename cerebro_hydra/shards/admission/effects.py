@@ -16,6 +16,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
+    OF_GRADIENT_HOOKS,
     OF_HOOKS,
     OF_OPTIMIZER,
     OF_PARAMETER,
@@ -230,6 +231,8 @@ class SideEffects:
         for path in sorted(counted | _counts(of_scheduler, second)):
             raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
         for path in sorted(second.keys() - built.keys()):
+            if path.startswith(OF_GRADIENT_HOOKS):
+                raise ConfigurationError(f"the first steps add {told(path)}; {remedy(path)}")
             is_tensor = second[path].startswith("tensor ")
             if OF_PARAMETER in name_of(path) and is_tensor and first.get(path) == second[path]:
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
@@ -300,6 +303,8 @@ def remedy(path: str) -> str:
     name = name_of(path)
     if name.startswith(OF_HOOKS):
         return "let the hook write to a file or a logger in place of it"
+    if name.startswith(OF_GRADIENT_HOOKS):
+        return "it does not hop; scale gradients with param groups or in the forward"
     if OF_OPTIMIZER in name:
         part = repr(name.split("'")[1]) if path == name else "..."
         return f"keep it in every param group, as group[{part}]"

@@ -7,8 +7,8 @@ An evaluation that depends on earlier ones is refused, and so is training that d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
 from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
 from cerebro_hydra.shards.admission.object_reader import (
@@ -24,6 +25,7 @@ from cerebro_hydra.shards.admission.object_reader import (
     Reading,
     changed,
     have_grown,
+    is_of_process,
     name_of,
     told,
 )
@@ -33,6 +35,9 @@ from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model
 from cerebro_hydra.shards.engine.differences import checksum
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import Microbatch
+
+DRAWS = "random numbers of torch"
+"""Stands among what evaluations set anew for numbers that they draw, on which nothing depends."""
 
 
 class EvaluationEffects:
@@ -48,6 +53,13 @@ class EvaluationEffects:
         self._before: Reading = {}
         self.written: set[str] = set()
         """What evaluations have changed; that later ones do so, too, is no harm."""
+        self.draws = False
+        """Whether one has drawn random numbers of torch."""
+
+    @property
+    def set_anew(self) -> set[str]:
+        """Return what evaluations changed and drew, which is no harm."""
+        return self.written | ({DRAWS} if self.draws else set())
 
     def begin(self) -> None:
         """Note what there is before an evaluation."""
@@ -171,21 +183,35 @@ class LateEvaluation:
         self._budget = budget
         self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
+        self._draws = GlobalDraws()
         self._before: Reading | None = None
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
         self._before = self._read()
 
-    def check(self, written: Collection[TensorKey]) -> None:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the generators of Python and NumPy while the trial computes."""
+        with self._draws.watched():
+            yield
+
+    def check(self, written: Collection[TensorKey], draws: bool) -> None:
         """Compare with what there is after the evaluation, before its attributes are given back.
 
         Args:
             written: the tensors of the model to which the evaluation wrote.
+            draws: whether it drew random numbers of torch.
 
         Raises:
             ConfigurationError: it changed what admission's evaluations left alone.
         """
+        self._draws.check()
+        if draws and DRAWS not in self._known:
+            raise ConfigurationError(
+                "an evaluation drew random numbers, as none did at admission, and they have no key "
+                "there; draw them `if self.training` only"
+            )
         tensors = {f"{kind} {name!r}" for kind, name in written}
         if self._read_trains() != self._trains:
             raise ConfigurationError(
@@ -204,16 +230,23 @@ class LateEvaluation:
             return set()
         before, after = self._before, self._read()
         found = changed(before, after)
+        # Another trial of the process may have trained meanwhile.
+        found -= {p for p in found if is_of_process(p) and self._trained.covers(p)}
         return found - {p for p in have_grown(found, before, after) if self._may_grow(p)}
 
     def _may_grow(self, path: str) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""
-        return self._trained.covers(path) or _is_of_metric(path) or _is_of_loss_or_collate(path)
+        return (
+            is_of_process(path)
+            or self._trained.covers(path)
+            or _is_of_metric(path)
+            or _is_of_loss_or_collate(path)
+        )
 
     def _read(self) -> Reading:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         found = _read(self._held)
-        self._budget.spent += max(0.0, time.perf_counter() - begun - FREE_SECONDS)
+        self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
         return found
 
     def _read_trains(self) -> dict[str, bool]:

@@ -14,17 +14,20 @@ from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
     Reading,
     computed_attributes,
+    slots_of,
 )
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "builtins", "functools"}
 
 OF_HOOKS = "what is kept by a"
 """Begins the names of what is read of hooks."""
+OF_GRADIENT_HOOKS = "a gradient hook of parameter "
 OF_OPTIMIZER = " of optimizer "
 OF_PARAMETER = " of parameter "
 OF_SCHEDULER = " of the lr_scheduler"
@@ -65,6 +68,7 @@ class HeldState:
                 reader.read(f"a value of {which}", loss)
         reader.read("a value of the collate", recipe.collate)
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
+        reader.read_code()
         return reader.found
 
     def read_metrics(self) -> Reading:
@@ -72,6 +76,7 @@ class HeldState:
         reader = self._reader()
         for metric in self._recipe.metric_list:
             reader.read(f"a value{OF_METRIC}{metric.name!r}", metric.function)
+        reader.read_code()
         return reader.found
 
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
@@ -83,6 +88,8 @@ class HeldState:
                 _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{kind}", value)
             elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
                 reader.read(f"attribute {name!r}{OF_OPTIMIZER}{kind}", value)
+        reader.meet(type(optimizer))
+        reader.read_code()
         return reader.found
 
     def _reader(self, optimizer: torch.optim.Optimizer | None = None) -> ObjectReader:
@@ -112,6 +119,7 @@ class HeldState:
                 continue
             seen.add(id(module))
             kind = type(module)
+            reader.meet(kind)
             reader.found[f"the class of {told}"] = f"{kind.__module__}.{kind.__qualname__}"
             self._read_tensors(reader, f"{place}." if place else "", module)
             for name, value in _own_attributes(module):
@@ -130,6 +138,9 @@ class HeldState:
             reader.found[told] = ""
             for attribute, value in tuple(vars(parameter).items()):
                 reader.read(f"attribute {attribute!r} of {told}", value)
+            for kind in _HOOKS_OF_GRADIENTS:
+                if hooks := getattr(parameter, kind, None):
+                    reader.read(f"{OF_GRADIENT_HOOKS}{prefix + name!r}", list(hooks.values()))
         for name, buffer in tuple(module._buffers.items()):
             if prefix + name in self._hopping:
                 reader.found[f"buffer {prefix + name!r}"] = ""
@@ -141,6 +152,7 @@ class HeldState:
 def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
     for place, module in loss.named_modules():
         prefix = f"{place}." if place else ""
+        reader.meet(type(module))
         for name, value in _own_attributes(module):
             if name not in _HOOKS:
                 reader.read(f"attribute {prefix + name!r} of {which}", value)
@@ -152,13 +164,14 @@ def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's attributes, but those that its class computes and keeps, and its hooks."""
+    """Yield a module's attributes and slots, but not what its class computes and keeps."""
     computed = computed_attributes(type(module))  # type: ignore[arg-type]
     for name, value in tuple(vars(module).items()):
         if name == "forward" and _is_ours(value):
             continue  # that of a unit that runs again in backward
         if name in _HOOKS or (name not in _OF_TORCH and name not in computed):
             yield name, value
+    yield from slots_of(module)
 
 
 def _read_hooks(reader: ObjectReader, name: str, hooks: Mapping[int, Any]) -> None:

@@ -22,6 +22,7 @@ from cerebro_hydra.shards.admission.object_reader import (
     Reading,
     changed,
     have_grown,
+    is_of_process,
     name_of,
     told,
 )
@@ -29,7 +30,7 @@ from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 
 FREE_SECONDS = 0.005
-"""Seconds of a reading that count as nothing, even if training is short."""
+"""Seconds of a processor that a reading takes for nothing, even if training is short."""
 
 
 class LateEffects:
@@ -99,21 +100,24 @@ class LateEffects:
             return {}
         before, after = self._step[1], self._read()
         self._step = None
-        return {EFFECT + path: v for path, v in after.items() if before.get(path) != v}
+        found = ((path, v) for path, v in after.items() if before.get(path) != v)
+        return {EFFECT + path: v for path, v in found if not is_of_process(path)}
 
     def all_values(self) -> Mapping[str, str]:
         """Return everything that there is, value by value."""
         return {EFFECT + path: value for path, value in self._read().items()}
 
     def _read(self) -> Reading:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         found = self._held.read()
-        self._budget.spent += max(0.0, time.perf_counter() - begun - FREE_SECONDS)
+        self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
         return found
 
 
 def _is_shared(path: str) -> bool:
     """Return whether trials may share what has a value, so that their first steps found it."""
+    if is_of_process(path):
+        return True
     holders = (" of the loss", " of loss ", " of the collate")
     return any(holder in name_of(path) for holder in holders)
 

@@ -1,30 +1,44 @@
 """Reads what objects of any kind hold, value by value, so that two readings can be compared.
 
 A reading walks through what pickle would take of an object: its attributes and slots, the entries
-of containers, the closures and defaults of functions. Each value has a path, whose parts stand
-between `PART`: the name that the reader was given, then attributes (`.gain`) and entries (`['w']`,
-`[0]`, `{member}`). Two readings of equal objects are equal, also in two processes.
+of containers, the closures and defaults of functions, the places of iterators. Each value has a
+path, whose parts stand between `PART`: the name that the reader was given, then attributes
+(`.gain`) and entries (`['w']`, `[0]`, `{member}`). Two readings of equal objects are equal, also in
+two processes.
+
+The user's own classes and functions that are met can be read as well: what their code names.
 """
 
 from __future__ import annotations
 
 import array
+import contextvars
+import ctypes
 import functools
 import itertools
 import random
 import sys
-import sysconfig
+import threading
 import types
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.shards.admission.named_by_code import (
+    attribute_names,
+    functions_of,
+    global_names,
+    is_installed,
+    is_ours,
+    is_own,
+)
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
@@ -47,10 +61,20 @@ _NAMED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_DESCRIPTORS = (
+    types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)  # fmt: skip
+_WEAK = (
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, weakref.ref
+)  # fmt: skip
+_CTYPES = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _BUFFERS = (bytearray, memoryview, array.array)
 _OF_TORCH = ("torch.distributions.", "torch.optim.lr_scheduler", "torch.nn.")
 _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "weakref"}
 """Modules of what is no state of training, whether or not pickle would copy it."""
+
+_GLOBAL, _OF_CLASS = "global variable ", " of class "
 
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
@@ -82,6 +106,8 @@ class ObjectReader:
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
         self._depth = 0
         self._strict = 0
+        self._code: dict[int, type | types.FunctionType] = {}  # that was met
+        self._named: Counter[str] = Counter()
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -94,6 +120,8 @@ class ObjectReader:
             self._read_tensor(path, value)
         elif (text := self._once(value, _plain_text)) is not None:
             self.found[path] = text
+            if isinstance(value, type | types.FunctionType):
+                self.meet(value)
         elif self._depth > _DEEPEST or len(self.found) > _MOST:
             self.found[path] = f"{_name(kind)}, not read"
         elif kind is not tuple and id(value) in self._seen:
@@ -105,6 +133,65 @@ class ObjectReader:
                 self._read_object(path, value)
             finally:
                 self._depth -= 1
+
+    def meet(self, code: type | types.FunctionType) -> None:
+        """Let `read_code` read what a class or function names."""
+        self._code.setdefault(id(code), code)
+
+    def read_code(self) -> None:
+        """Read what the user's own classes and functions name, of those that were met.
+
+        That is global variables, attributes of classes, and what methods have from outside of their
+        class. It belongs to the process; all trials there share it.
+        """
+        read: set[tuple[int, str]] = set()
+        left = deque(self._code.values())
+        while left:
+            code, known = left.popleft(), len(self._code)
+            if isinstance(code, type):
+                for owner in code.__mro__:
+                    if is_own(owner.__module__) and (id(owner), "") not in read:
+                        read.add((id(owner), ""))
+                        self._read_class(owner)
+            elif is_own(code.__module__):
+                for module, variables, name in _variables(code):
+                    if (id(variables), name) not in read:
+                        read.add((id(variables), name))
+                        self._read_global(name, module, variables[name])
+            left.extend(itertools.islice(self._code.values(), known, None))
+
+    def _read_global(self, name: str, module: str, value: Any) -> None:
+        if isinstance(value, type):
+            self.meet(value)
+        elif isinstance(value, types.FunctionType):
+            self._read_held(f"{_GLOBAL}{name!r} of {module}", value)
+        elif not isinstance(value, _NAMED) and not is_ours(type(value).__module__):
+            self.read(f"{_GLOBAL}{name!r} of {module}", value)
+
+    def _read_class(self, kind: type) -> None:
+        told = f"{kind.__module__}.{kind.__qualname__}"
+        self._named[told] += 1
+        if (number := self._named[told]) > 1:  # another one that the same function made
+            told = f"{told}#{number}"
+        for name, value in tuple(vars(kind).items()):
+            path = f"{name!r}{_OF_CLASS}{told}"
+            if functions := functions_of(value):
+                for function in functions:
+                    self._read_held(f"method {path}", function)
+            elif isinstance(value, type):
+                self.meet(value)
+            elif not (name.startswith("__") or isinstance(value, _DESCRIPTORS)):
+                self.read(f"attribute {path}", value)
+
+    def _read_held(self, path: str, function: types.FunctionType) -> None:
+        """Read what a function holds, and meet it."""
+        others = set(function.__code__.co_freevars) - {"__class__"}  # which super() asks for
+        held = (others, function.__defaults__, function.__kwdefaults__, vars(function))
+        if any(held) and id(function) not in self._seen:
+            while path in self.found:  # as the getter and the setter of a property
+                path += "'"
+            self.read(path, function)
+        self.meet(function)
 
     def _read_tensor(self, path: str, value: Tensor) -> None:
         self.found[path] = self._once(value, _tensor_text)
@@ -141,15 +228,39 @@ class ObjectReader:
         elif isinstance(value, types.MethodType):
             self.found[path] = f"method {value.__func__.__qualname__}"
             self.read(f"{path}{PART}.__self__", value.__self__)
+            self.read(f"{path}{PART}.__func__", value.__func__)
         elif isinstance(value, functools.partial):
             self.found[path] = "partial"
             for name in ("func", "args", "keywords"):
                 self.read(f"{path}{PART}.{name}", getattr(value, name))
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame  # None at its end
+            self.found[path] = f"generator {frame and frame.f_lasti}"
+            for name, each in frame.f_locals.items() if frame else ():
+                self.read(f"{path}{PART}.{name}", each)
+        elif isinstance(value, _WEAK):
+            self._read_weak(path, value)
+        elif isinstance(value, threading.local):  # as the thread that reads has it
+            self.found[path] = f"object {_name(type(value))}"
+            self.read_attributes(path, value, vars(value))
+        elif isinstance(value, contextvars.ContextVar):
+            self.found[path] = f"context variable {value.name}"
+            self.read(f"{path}{PART}.get()", value.get(None))
         elif isinstance(value, nn.Module) or self._is_read(type(value)):
             self.found[path] = f"object {_name(type(value))}"
+            self.meet(type(value))
             self._read_state(path, value)
         else:
             self._read_of_library(path, value)
+
+    def _read_weak(self, path: str, value: Any) -> None:
+        if isinstance(value, weakref.ref):
+            self.found[path] = "weak reference"
+            self.read(f"{path}{PART}()", value())
+        elif isinstance(value, weakref.WeakSet):
+            self._read_members(path, set(value))
+        else:
+            self._read_entries(path, dict(value.items()))
 
     def _is_read(self, kind: type) -> bool:
         if kind.__module__.startswith(_OF_TORCH):
@@ -157,15 +268,11 @@ class ObjectReader:
         package = kind.__module__.partition(".")[0]
         if package in sys.stdlib_module_names and package != "__main__":
             return False
-        return package in self._packages or not _is_installed(package)
+        return package in self._packages or not is_installed(package)
 
     def _read_state(self, path: str, value: Any) -> None:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))
-        for owner, name in _slots(type(value)):  # type: ignore[arg-type]
-            try:
-                each = vars(owner)[name].__get__(value)
-            except AttributeError:  # it was never set
-                continue
+        for name, each in slots_of(value):
             self.read(f"{path}{PART}.{name}", each)
 
     def _read_of_library(self, path: str, value: Any) -> None:
@@ -177,7 +284,7 @@ class ObjectReader:
             self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
             return
         read = package in sys.stdlib_module_names and package not in _STREAMS
-        if not read or isinstance(value, Iterator):
+        if not read:
             if self._strict:
                 raise _Unreadable
         else:
@@ -243,6 +350,7 @@ class ObjectReader:
 
     def _read_function(self, path: str, value: types.FunctionType) -> None:
         self.found[path] = _function_text(value)
+        self.meet(value)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 self.read(f"{path}{PART}.{name}", cell.cell_contents)
@@ -271,6 +379,21 @@ class ObjectReader:
         if (leaf := self._leaves.get(id(value))) is not None:
             return leaf
         return _plain_text(value) or _name(type(value))
+
+
+def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the global variables that a function names: their module, its variables, their name.
+
+    Those of other modules that the user wrote are named behind the module.
+    """
+    variables = code.__globals__
+    for name in global_names(code.__code__):
+        value = variables.get(name)
+        if isinstance(value, types.ModuleType) and is_own(value.__name__):
+            for attribute in attribute_names(code.__code__) & vars(value).keys():
+                yield value.__name__, vars(value), attribute
+        elif name in variables:
+            yield code.__module__, variables, name
 
 
 def _short(text: str) -> str:
@@ -307,6 +430,8 @@ def _plain_text(value: Any) -> str | None:
         flat = np.ascontiguousarray(value).reshape(-1)
         content = digest(flat.view(np.uint8) if flat.dtype.itemsize else b"")
         return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
+    if isinstance(value, _CTYPES):
+        return f"{_name(type(value))} {digest(bytes(value))}"
     if isinstance(value, _BUFFERS):
         return f"{_name(type(value))} {len(value)} {digest(bytes(value))}"
     if isinstance(value, _NAMED):
@@ -361,6 +486,13 @@ def computed_attributes(kind: type) -> frozenset[str]:
     )
 
 
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an object's slots, of those that are set."""
+    for owner, name in _slots(type(value)):  # type: ignore[arg-type]
+        with suppress(AttributeError):  # it was never set
+            yield name, vars(owner)[name].__get__(value)
+
+
 @functools.lru_cache(1000)
 def _slots(kind: type) -> tuple[tuple[type, str], ...]:
     """Return the names of an object's slots, each with the class that has it."""
@@ -372,20 +504,13 @@ def _slots(kind: type) -> tuple[tuple[type, str], ...]:
     )
 
 
-@functools.lru_cache(1000)
-def _is_installed(package: str) -> bool:
-    """Return whether a package is not the user's own code: installed, built in or of Python."""
-    module = sys.modules.get(package)
-    if module is None or package == "__main__":
-        return False
-    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
-    if places == [None]:
-        return package in sys.builtin_module_names
-    roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
-
-
 # ---------------------------------------------------------------------- two readings
+
+
+def is_of_process(path: str) -> bool:
+    """Return whether a value belongs to its process, so that other trials may change it, too."""
+    name = name_of(path)
+    return name.startswith(_GLOBAL) or _OF_CLASS in name
 
 
 def name_of(path: str) -> str:

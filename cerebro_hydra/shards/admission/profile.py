@@ -10,17 +10,17 @@ import json
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
@@ -34,7 +34,7 @@ from cerebro_hydra.shards.engine.layout import (
     GradientLayout,
     HostSegments,
     Memory,
-    ShardLayout,
+    ShardBytes,
     TrialLayout,
     TrialRuntime,
     aligned,
@@ -54,52 +54,9 @@ from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
 _MOST_ROUNDS, _ENOUGH_SECONDS = 6, 0.2
 
 Task = tuple[Literal["F", "B", "U"], int]
-Needs = tuple[ShardSpec, ...]
-"""What the tasks of each shard need; the bytes of its state are not among them."""
 
 MOST_PROFILES = 1000
 """Profiles that are kept, so that equal models are cut alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskProfile:
-    """Holds what the tasks of a trial need for its largest batch, as they were measured.
-
-    Args:
-        evaluation: of the forwards of an evaluation.
-        keep: of training that keeps activations; None if no device could have them.
-        recompute: of training that computes them again; None if that was not asked for, or the
-            model can't be run so.
-        shared: the parameters that are read while another shard than theirs runs.
-        batch: the bytes of that batch, as the model takes it.
-        moving: the bytes that tasks of each shard leave for others in a microbatch that goes from
-            device to device; None where it can't.
-    """
-
-    evaluation: Needs
-    keep: Needs | None
-    recompute: Needs | None
-    shared: tuple[str, ...]
-    batch: int
-    moving: tuple[int, ...] | None = None
-
-    def training(self, recompute: bool) -> Needs:
-        """Return the needs of training; those of the other way where this one was not measured."""
-        asked, other = self.keep, self.recompute
-        if recompute:
-            asked, other = other, asked
-        found = other if asked is None else asked
-        assert found is not None, "training was measured in one way at least"
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
-        found: TaskProfile = decode(cls, dict(document), "what the tasks of a trial need")
-        return found
 
 
 def gradients_outlive_tasks(recipe: Recipe, cut_model: CutModel) -> bool:
@@ -228,6 +185,13 @@ class _LiveTasks(LiveBytes):
     def __init__(self, found: dict[Task, _TaskMemory]) -> None:
         super().__init__()
         self._found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.meets(func):
+            raise RuntimeError("what its branches have can't be counted")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextmanager
     def measured(self, task: Task) -> Iterator[None]:
@@ -466,9 +430,11 @@ class TaskProfiler:
         def measure() -> TaskProfile:
             recompute = whole.recomputes(asked, self.budget, recipe.accumulate)
             with AttributeValues(recipe.model).in_use():
-                return profile(
-                    recipe, cut_model, layout, example,
-                    keep=not recompute, recompute=asked is not False,
+                return watchable(
+                    lambda: profile(
+                        recipe, cut_model, layout, example,
+                        keep=not recompute, recompute=asked is not False,
+                    )
                 )  # fmt: skip
 
         key = model_key(recipe.model, Sample.of(recipe, example))
@@ -520,27 +486,6 @@ class TaskProfiler:
 def asked_recompute(recipe: Recipe) -> bool | None:
     """Return whether activations are to be computed again; None leaves it to the budget."""
     return recipe.recompute if isinstance(recipe.recompute, bool) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardBytes:
-    """Holds the bytes of a shard: both segments, and the gradients of what trains."""
-
-    frozen: int
-    trainable: int
-    gradients: int
-    forward_writes: bool
-
-    @classmethod
-    def of(cls, layout: ShardLayout) -> ShardBytes:
-        """Return those of a layout."""
-        trained = layout.trainable.entries
-        return cls(
-            layout.frozen.nbytes,
-            layout.trainable.nbytes,
-            GradientLayout.of(layout).nbytes,
-            any(entry.name.startswith("buffer:") for entry in trained),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,6 +564,8 @@ class TrialProfile:
                 need,
                 state=shard.frozen + shard.trainable + own,
                 forward_writes=shard.forward_writes,
+                gradients=own,
+                optimizer=shard.optimizer,
             )
             for shard, need, own in zip(self.shards, needs, kept, strict=True)
         )
@@ -644,7 +591,11 @@ class TrialProfile:
         graph = TaskGraph(len(self.shards), microbatches, training=False)
         needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
         shards = tuple(
-            replace(need, state=shard.frozen + shard.trainable)
+            replace(
+                need,
+                state=shard.frozen + shard.trainable,
+                optimizer=0 if shard.averages else shard.optimizer,
+            )
             for shard, need in zip(self.shards, needs, strict=True)
         )
         return VisitSpec(visit, graph, shards, by_modules=True)

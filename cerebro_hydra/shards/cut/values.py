@@ -3,23 +3,116 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 _ATOMS = (int, float, str, type(None))
 _CONTAINERS = (dict, OrderedDict, set, list, deque)
 _EMPTIED = (dict, OrderedDict, set, list)
 
+_SIGNALLING = {
+    torch.float64: (torch.int64, 0xFFF4A5A5A5A5A5A5 - (1 << 64)),
+    torch.float32: (torch.int32, 0xFFA5A5A5 - (1 << 32)),
+    torch.float16: (torch.int16, 0xFD25 - (1 << 16)),
+    torch.bfloat16: (torch.int16, 0xFFA5 - (1 << 16)),
+}
+"""The bits, as an integer, of a NaN that arithmetic turns into a quiet one, with other bits."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+_ALIGNMENT = 16
+"""Of the bytes of a stand-in, which no type of torch passes."""
+
+_LEAST_ROOM, _SHARE = 1 << 16, 64
+"""Stand-ins take so many bytes, or the part of what they stand for that has this divisor."""
+
 
 def absent_value(parameter: nn.Parameter) -> Tensor:
     """Return a value without memory of its own: it reads as NaN, and writing to it is an error."""
     nothing = math.nan if parameter.is_floating_point() or parameter.is_complex() else 0
     return parameter.data.new_full((), nothing).expand(parameter.shape)
+
+
+class StandIns(Generic[Key]):
+    """Stands for tensors that are elsewhere, and tells which of them was written to.
+
+    A stand-in reads as NaN. It can be written to in every way: its elements share memory, but not
+    so that torch sees it, which refuses to write to `absent_value`. Even what reads and writes
+    leaves other bits: arithmetic makes the NaN a quiet one, and clamping changes infinity, which
+    the last elements are. Of what isn't floating point, each byte is 1.
+
+    A stand-in has as many elements as the sizes of its tensor add up to, less one for each but one:
+    a matrix has few, and a vector all. They are held twice. Together they have a 64th of the bytes
+    they stand for, or 64 KiB; those that are too large for that, the largest ones, have one element
+    like `absent_value`, and torch refuses to write to them.
+
+    Args:
+        tensors: have the types, shapes and device. Those without elements have no stand-in.
+
+    Attributes:
+        tensors: the stand-ins.
+    """
+
+    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+        wanted = {key: each for key, each in tensors.items() if each.numel()}
+        sizes = {key: 1 + sum(n - 1 for n in each.shape) for key, each in wanted.items()}
+        strides = dict.fromkeys(wanted, 1)
+        room = max(_LEAST_ROOM, sum(each.nbytes for each in wanted.values()) // _SHARE)
+        for key, size in sorted(sizes.items(), key=lambda item: item[1]):
+            room -= size * wanted[key].itemsize
+            if room < 0:
+                sizes[key], strides[key] = 1, 0
+        begin = _ALIGNMENT  # so that none lies where the memory as a whole does
+        spans = (
+            -(-sizes[key] * each.itemsize // _ALIGNMENT) * _ALIGNMENT
+            for key, each in wanted.items()
+        )
+        _, *ends = itertools.accumulate(spans, initial=begin)
+        self._ends = dict(zip(wanted, ends, strict=True))
+        nbytes = max(ends, default=begin)
+        device = next((each.device for each in wanted.values()), None)
+        self._memory = torch.ones(nbytes, dtype=torch.uint8, device=device).view(torch.int64)
+        self.tensors: dict[Key, Tensor] = {}
+        for key, each in wanted.items():
+            part, first = self._memory.untyped_storage(), begin // each.itemsize
+            if self._memory.is_cpu:  # where admission tells parameters by their storage
+                part, first = part[begin : self._ends[key]], 0
+            begin = self._ends[key]
+            flat = torch.empty(0, dtype=each.dtype, device=device)
+            _poison(flat.set_(part, first, (sizes[key],)))  # type: ignore[call-overload]
+            stand_in = torch.empty(0, dtype=each.dtype, device=device)
+            steps = [strides[key]] * each.dim()
+            stand_in.set_(part, first, each.shape, steps)  # type: ignore[call-overload]
+            self.tensors[key] = stand_in
+        self._before = self._memory.clone()
+
+    def written(self) -> Key | None:
+        """Return a stand-in that was written to; a device is waited for."""
+        if torch.equal(self._memory, self._before):
+            return None
+        (first, *_) = (self._memory != self._before).nonzero().flatten().tolist()
+        return next(key for key, end in self._ends.items() if first * 8 < end)
+
+
+def _poison(flat: Tensor) -> None:
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    if not flat.is_floating_point():
+        return
+    if flat.dtype in _SIGNALLING:
+        dtype, bits = _SIGNALLING[flat.dtype]
+        flat.view(dtype).fill_(bits)
+        flat[2:][-2:-1] = math.inf
+        flat[1:][-1:] = -math.inf
+    else:
+        flat.fill_(math.nan)
 
 
 class ParameterValues:

@@ -41,10 +41,9 @@ class Clipping:
         self._norms.clear()
         self._coefficient = None
 
-    def note(self, k: int, params: Mapping[str, Tensor]) -> Norms:
-        """Remember the norms of a shard that goes away, and return them."""
+    def note(self, k: int, params: Mapping[str, Tensor]) -> None:
+        """Remember the norms of a shard that goes away; those after its last backward count."""
         self._norms[k] = grad_norms(params)
-        return floats(self._norms[k])
 
     def add(self, norms: Mapping[int, Norms]) -> None:
         """Take the norms of gradients of shards whose last backward was in another process."""

@@ -6,20 +6,20 @@ What one step gave is kept so that the same step can be compared, taken otherwis
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cerebro_hydra.shards.cut.torch_cond import Watch
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     HostSegments,
-    Memory,
+    Segments,
     ShardLayout,
     TrialLayout,
     in_place,
@@ -27,6 +27,9 @@ from cerebro_hydra.shards.engine.layout import (
 )
 from cerebro_hydra.shards.engine.state import ShardState
 from cerebro_hydra.storage.digest import digest
+
+BY_OTHERS = "the forward or a hook of another layer, or a thread, writes to it"
+"""Says of a tensor what may write to it at a time when its own layer does not run."""
 
 
 class TensorContent(NamedTuple):
@@ -87,9 +90,18 @@ def used_elsewhere(step: int | None, parameter: str) -> str:
     Args:
         step: None in an evaluation.
     """
+    return tensor_used_elsewhere(step, f"parameter {parameter!r}")
+
+
+def tensor_used_elsewhere(step: int | None, told: str) -> str:
+    """Tell of a tensor that is used while another shard than its own runs; see `used_elsewhere`.
+
+    Args:
+        told: its kind and its name.
+    """
     where = "in evaluation" if step is None else f"in step {step}"
     return (
-        f"{where}, parameter {parameter!r} is used outside of its own shard: the forward or "
+        f"{where}, {told} is used outside of its own shard: the forward or "
         "a hook reads it elsewhere, or takes gradients itself"
     )
 
@@ -108,8 +120,13 @@ def checksum(tensor: Tensor) -> int:
 
 def checksums(tensors: Collection[Tensor]) -> list[int]:
     """Return the checksum of each tensor, for which a device is waited for once."""
-    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    found: list[int] = sums(tensors).tolist() if tensors else []
+    return found
+
+
+def sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the checksums of one tensor or more on their device, which is not waited for."""
+    return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors])
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -132,10 +149,8 @@ class Operation:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class Recorder(Watch):
     """Notes, while it is entered, every operation that computes something, and its unit."""
-
-    supports_higher_order_operators = True
 
     operations: list[tuple[Operation, str]] = field(default_factory=list)
     unit: str = ""
@@ -147,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not isinstance(func, OpOverload):  # as torch.cond, whose branches are not seen
+        if self.meets(func) or not isinstance(func, OpOverload):
             return out
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         computes = any(isinstance(a, Tensor) for a in args) and "empty" not in str(func)
@@ -183,12 +198,12 @@ EFFECT = "effect:"
 _KINDS = {"param": "parameter", "buffer": "buffer", "ema": "moving average of"}
 
 
-def tensor_digests(layout: ShardLayout, trainable: Memory) -> TensorDigests:
+def tensor_digests(layout: ShardLayout, segments: Segments) -> TensorDigests:
     """Return the digests of the tensors in a trainable segment."""
-    content = trainable.cpu().numpy()
+    placed = layout.placed(segments["trainable"], segments.get("optimizer"))
     return {
-        entry.name: digest(content[entry.offset : entry.offset + entry.nbytes])
-        for entry in layout.trainable.entries
+        entry.name: digest(memory[entry.offset : entry.offset + entry.nbytes].cpu().numpy())
+        for entry, memory in placed
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import BatchTensors, Evaluation, RunningEvaluation
+from cerebro_hydra.recipe.randomness import generator_states
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
@@ -26,10 +27,22 @@ from cerebro_hydra.shards.engine.bound_model import (
     check_released,
     storages,
 )
-from cerebro_hydra.shards.engine.differences import checksums, same_bits, used_elsewhere
+from cerebro_hydra.shards.engine.differences import (
+    checksums,
+    same_bits,
+    tensor_used_elsewhere,
+    used_elsewhere,
+)
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, MicrobatchMaker, Reach, Then
+from cerebro_hydra.shards.engine.microbatch import (
+    MemoryLimit,
+    MicrobatchMaker,
+    Places,
+    Reach,
+    Then,
+    UsesElsewhere,
+)
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedPass
 from cerebro_hydra.shards.engine.state import ShardState
 
@@ -43,7 +56,7 @@ class ShardEvaluation:
         trial: who is evaluated.
         batches: the validation rows of a partition.
         shared, limit, resident: see `VisitRun`.
-        looks: see `EvaluatedShards`.
+        looks, waits: see `EvaluatedShards`.
     """
 
     def __init__(
@@ -54,10 +67,11 @@ class ShardEvaluation:
         limit: MemoryLimit | None = None,
         resident: bool = False,
         looks: bool = False,
+        waits: bool = False,
     ) -> None:
         shared = () if resident else trial.cut_model.shared.union(shared)
         self._resident = resident
-        self._shards = EvaluatedShards(trial, shared, limit, looks=looks)
+        self._shards = EvaluatedShards(trial, shared, limit, looks=looks, waits=waits)
         self._batches = enumerate(batches)
         self._paused = PausedPass(trial.recipe.device)
         self._stack = ExitStack()
@@ -130,6 +144,11 @@ class ShardEvaluation:
         return self._shards.result()
 
     @property
+    def draws(self) -> bool:
+        """Return whether the trial's code has drawn random numbers of torch."""
+        return self._shards.draws
+
+    @property
     def looked_seconds(self) -> float:
         """Return how long it took to look at contents."""
         return self._shards.looked_seconds
@@ -156,9 +175,11 @@ class EvaluatedShards:
         on_outputs: is called with the model's outputs for each batch.
         looks: whether the contents of parameters and buffers are compared, too, as each shard comes
             and leaves for the first time. What is written by `.data` or NumPy counts no version.
+        waits: whether forwards of modules begin when all shards are there.
 
     Attributes:
         looked_seconds: how long it took to compare contents.
+        draws: whether the trial's code has drawn random numbers of torch.
     """
 
     def __init__(
@@ -168,6 +189,7 @@ class EvaluatedShards:
         limit: MemoryLimit | None = None,
         on_outputs: Callable[[Any], object] | None = None,
         looks: bool = False,
+        waits: bool = False,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
         self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
@@ -179,11 +201,13 @@ class EvaluatedShards:
         self._bound: BoundModel | None = None
         self._predictor: GraphPredictor | ModulePredictor
         self._evaluation = RunningEvaluation(recipe)
-        self._looks = looks
+        self._looks, self._waits = looks, waits
+        self._elsewhere = Places()
         self._versions: dict[int, dict[str, int]] = {}  # of the parameters of each shard
         self._contents: dict[int, list[int] | None] = {}  # checksums of theirs until it leaves
         self._written: set[TensorKey] = set()
         self.looked_seconds = 0.0
+        self.draws = False
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -195,7 +219,9 @@ class EvaluatedShards:
                 return
             model = self._recipe.model.eval()
             with bound_model(model) as self._bound:
-                self._predictor = ModulePredictor(self._cut_model, self._recipe)
+                if len(self._layout.shards) > 1:
+                    self._elsewhere = self._bound.places_of(self._layout.shards)
+                self._predictor = ModulePredictor(self._cut_model, self._recipe, self._waits)
                 with self._predictor.attached():
                     yield
         finally:
@@ -296,17 +322,24 @@ class EvaluatedShards:
             StepDiffers: it is because a parameter was read while its shard was away.
         """
         recipe = self._recipe
+        states = generator_states(recipe.device)
         features, targets = recipe.collated(batch.features, batch.labels, None)
         inputs = recipe.inputs(features, targets)
         self._maker.check_shapes(inputs)
+        uses = UsesElsewhere(self._elsewhere)
+        looks = uses if self._elsewhere and not self._evaluation.batches else nullcontext()
         with torch.no_grad(), recipe.precision():
-            outputs = self._outputs(inputs, reach)
+            with looks:
+                outputs = self._outputs(inputs, uses.at_rest(reach))
+            if uses.found is not None:
+                raise StepDiffers(tensor_used_elsewhere(None, uses.found))
             if self._on_outputs is not None:
                 self._on_outputs(outputs)
             loss = recipe.compute_loss(outputs, targets).item()
             if not math.isfinite(loss) and (name := self._read_elsewhere(inputs, targets)):
                 raise StepDiffers(used_elsewhere(None, name))
             self._evaluation.add(loss, outputs, targets, batch.rows)
+        self.draws |= generator_states(recipe.device) != states
 
     def _read_elsewhere(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> str | None:
         """Return a parameter that was read while its shard was not here, if there is one."""

@@ -196,6 +196,7 @@ class GraphPasses:
         self._recipe, self._trial_seed, self._start_step = recipe, trial.seed, start_step
         self._copies, self._limit = copies, limit
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
+        self._left: dict[int, PassRecord] = {}  # by microbatch, of the last unit here
         self._live = LiveBytes()  # what tasks of the microbatch have left while it is here
         self._going: GraphPass | None = None
         self._number = self._rows = 0  # of the microbatch that is here
@@ -239,6 +240,7 @@ class GraphPasses:
         """Let go of all microbatches."""
         self._going = None
         self._kept.clear()
+        self._left.clear()
 
     @contextmanager
     def _within_limit(self, k: int, going: GraphPass) -> Iterator[None]:
@@ -261,12 +263,16 @@ class GraphPasses:
         Args:
             tasks: of the unit.
             memory: has what the record describes, and room for more.
-            record: of the unit before; an empty one before F of shard 0.
+            record: of the unit before; an empty one before F of shard 0, and where the unit before
+                was done here.
         """
+        first = tasks[0]
+        begins = first.kind is ActionKind.F and first.shard == 0
+        if not (record.tensors or begins or first.kind is ActionKind.U):
+            record = replace(self._left.pop(first.microbatch or 0), norms=record.norms)
         self._memory, self._record = memory, record
         self._log = TensorLog(record.tensors, record.nbytes)
         self._turns = any(task.kind is ActionKind.B for task in tasks)
-        first = tasks[0]
         if first.kind is not ActionKind.U and record.tensors:
             self._number, self._rows = first.microbatch or 0, record.rows
             self._live = LiveBytes()
@@ -297,8 +303,15 @@ class GraphPasses:
                 log.nbytes, log.stored, others, frozenset(going.needs_grad), self._rows,
                 batch.weight, batch.loss,
             )  # fmt: skip
+            self._keep(record)
         del self._memory
         return replace(record, norms=dict(norms))
+
+    def _keep(self, record: PassRecord) -> None:
+        """Keep the record of the microbatch, for units that are ordered before it is told."""
+        window = self._number // self._recipe.accumulate
+        left = {m: r for m, r in self._left.items() if m // self._recipe.accumulate == window}
+        self._left = {**left, self._number: record}
 
     def _read(self, first: Action) -> GraphPass:
         """Return the microbatch with what tasks of one shard need of it."""

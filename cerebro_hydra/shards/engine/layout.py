@@ -43,7 +43,10 @@ HostSegments = dict[str, Bytes]
 Memory = Tensor
 """One-dimensional bytes of the device that computes with them, aligned to `ALIGNMENT`."""
 Segments = dict[str, Memory]
-"""The "frozen" and "trainable" memory of one shard."""
+"""The "frozen" and "trainable" memory of one shard.
+
+The second may end at the shard's `split`; then "optimizer" is the rest, if that is there.
+"""
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -91,13 +94,14 @@ class SegmentLayout:
         buffer[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         return buffer
 
-    def check(self, memory: Memory, what: str) -> None:
-        """Raise ValueError if the memory is not a segment of this layout."""
+    def check(self, memory: Memory, what: str, nbytes: int | None = None) -> None:
+        """Raise ValueError if the memory is not a segment of this layout, or its first bytes."""
+        nbytes = self.nbytes if nbytes is None else nbytes
         header = memory[: len(self.header)].cpu().numpy()
-        if memory.nbytes != self.nbytes or header.tobytes() != self.header:
+        if memory.nbytes != nbytes or header.tobytes() != self.header:
             raise ValueError(
                 f"the {what} segment of {memory.nbytes} bytes does not fit its layout of "
-                f"{self.nbytes} bytes; it belongs to another trial or cut"
+                f"{nbytes} bytes; it belongs to another trial or cut"
             )
 
 
@@ -111,6 +115,31 @@ class ShardLayout:
     @property
     def nbytes(self) -> int:
         return self.frozen.nbytes + self.trainable.nbytes
+
+    @property
+    def split(self) -> int:
+        """Return where in the trainable segment begins what updates alone read and write.
+
+        That is moving averages and optimizer state. Parameters and buffers lie before it.
+        """
+        apart = (entry.offset for entry in self.trainable.entries if is_updates_own(entry.name))
+        return next(apart, self.trainable.nbytes)
+
+    def placed(
+        self, trainable: Memory, optimizer: Memory | None
+    ) -> Iterator[tuple[LayoutEntry, Memory]]:
+        """Yield what is in memory of the trainable segment, with the memory where it lies.
+
+        Args:
+            trainable: the segment, or what lies before its `split`.
+            optimizer: what lies behind that, if it is apart and there.
+        """
+        whole, split = trainable.nbytes == self.trainable.nbytes, self.split
+        for entry in self.trainable.entries:
+            if whole or not is_updates_own(entry.name):
+                yield entry, trainable
+            elif optimizer is not None:
+                yield replace(entry, offset=entry.offset - split), optimizer
 
 
 @dataclass(frozen=True)
@@ -223,6 +252,14 @@ def is_padding(name: str) -> bool:
 def is_optimizer_state(name: str) -> bool:
     """Return whether a tensor of this name in a segment has a mark in `exists`."""
     return name.startswith("optim:")
+
+
+def is_updates_own(name: str) -> bool:
+    """Return whether a tensor of this name in a segment is read and written by updates alone.
+
+    An evaluation reads moving averages, too.
+    """
+    return name.startswith("ema:") or is_optimizer_state(name) or name == EXISTS
 
 
 def aligned(nbytes: int, zeroed: bool = False) -> Bytes:
@@ -446,6 +483,37 @@ class GradientLayout:
                     entry.view(memory).copy_(gradient)
         if memory is not None:
             memory[: len(self.entries)] = marks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBytes:
+    """Holds the bytes of a shard: both segments, and the gradients of what trains.
+
+    Args:
+        forward_writes: whether forwards change buffers.
+        optimizer: of the trainable segment, what updates alone need.
+        averages: whether there are moving averages in that, which an evaluation reads.
+    """
+
+    frozen: int
+    trainable: int
+    gradients: int
+    forward_writes: bool
+    optimizer: int = 0
+    averages: bool = False
+
+    @classmethod
+    def of(cls, layout: ShardLayout) -> ShardBytes:
+        """Return those of a layout."""
+        trained = layout.trainable.entries
+        return cls(
+            layout.frozen.nbytes,
+            layout.trainable.nbytes,
+            GradientLayout.of(layout).nbytes,
+            any(entry.name.startswith("buffer:") for entry in trained),
+            layout.trainable.nbytes - layout.split,
+            any(entry.name.startswith("ema:") for entry in trained),
+        )
 
 
 def _fitting(entry: LayoutEntry, gradient: Tensor, memory: Memory | None) -> Memory:

@@ -5,6 +5,8 @@ It is made of the windows that a reader gives. What its operations hold and read
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,16 +16,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
+from cerebro_hydra.recipe.plain_trainer import not_finite
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches
 from cerebro_hydra.shards.cut.values import ParameterValues
+from cerebro_hydra.shards.engine.differences import tensor_used_elsewhere
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""
@@ -34,7 +38,10 @@ Then = Callable[[Action], Action]
 
 @dataclass
 class Microbatch:
-    """Carries one batch, and its loss when it is known."""
+    """Carries one batch, and its loss when it is known.
+
+    In the last step of a sub-epoch, bytes are compared that no version tells of.
+    """
 
     recipe: Recipe
     features: Sequence[Tensor]
@@ -42,6 +49,11 @@ class Microbatch:
     weight: float | None  # of its loss in a window of several microbatches, else None
     key: RandomKey
     loss: float = float("nan")
+    in_last_step: bool = False
+    looks: bool = False
+    """Whether it is looked at what its operations use of shards that are elsewhere."""
+    idle: Places | None = None
+    """Where the model has what its graph has elsewhere, if it is cut as a graph."""
 
     @classmethod
     def collated(
@@ -58,20 +70,26 @@ class Microbatch:
 
     def loss_of(self, outputs: Any) -> Tensor:
         """Return the mean loss of the model's outputs."""
-        return self.recipe.compute_loss(outputs, self.targets)
+        if self.idle is None or not self.looks:
+            return self.recipe.compute_loss(outputs, self.targets)
+        with UsesElsewhere(self.idle) as uses:
+            loss = self.recipe.compute_loss(outputs, self.targets)
+        if uses.found is not None and self.idle.used is None:
+            self.idle.used = tensor_used_elsewhere(self.key.step, uses.found)
+        return loss
 
     def finish_forward(self, loss: Tensor) -> None:
         """Note the loss.
 
         Raises:
             NonFiniteLoss: it is NaN or infinite.
+            StepDiffers: it is because it uses what its model has elsewhere.
         """
         self.loss = loss.item()
         if not math.isfinite(self.loss):
-            raise NonFiniteLoss(
-                f"the loss is {self.loss} at step {self.key.step}, batch {self.key.microbatch} of "
-                "its window; try a lower learning rate or clip_grad_norm"
-            )
+            if self.idle is not None and self.idle.used is not None:
+                raise StepDiffers(self.idle.used)
+            raise not_finite(self.loss, self.key.step, self.key.microbatch)
 
 
 class UnfitShape(ConfigurationError):
@@ -117,7 +135,7 @@ class MicrobatchMaker:
         self._shapes_seen.add(shapes)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(Watch):
     """Counts, while it is entered, the bytes of results that somebody refers to.
 
     What an operation takes and gives back inside of itself is not seen.
@@ -127,8 +145,6 @@ class LiveBytes(TorchDispatchMode):
         peak: the most bytes since it was set.
         most: the bytes that there may be; an operation that passes them raises a MemoryError.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +160,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.meets(func)
         for storage in storages_of((*args, *kwargs.values())):
             self._count(storage, 0)  # it was there before
         result = func(*args, **kwargs)
@@ -216,7 +233,103 @@ class MemoryLimit:
             live.now -= beside
 
 
-class ReadsElsewhere(TorchDispatchMode):
+class Places:
+    """Knows where tensors lie, by ranges of addresses that do not overlap.
+
+    Attributes:
+        used: what has used one of them, in a sentence, or None.
+    """
+
+    def __init__(self) -> None:
+        self.used: str | None = None
+        self._begins: list[int] = []
+        self._ranges: list[tuple[int, str]] = []  # the end, and what lies there
+
+    def __bool__(self) -> bool:
+        """Return whether there is any."""
+        return bool(self._begins)
+
+    def add(self, told: str, tensor: Tensor) -> None:
+        """Add what a tensor has."""
+        begin = tensor.data_ptr()
+        if begin and tensor.numel():
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            at = bisect.bisect(self._begins, begin)
+            self._begins.insert(at, begin)
+            self._ranges.insert(at, (begin + (last + 1) * tensor.itemsize, told))
+
+    def discard(self, tensor: Tensor) -> None:
+        """Take out what a tensor has, if it was added."""
+        at = bisect.bisect_left(self._begins, begin := tensor.data_ptr())
+        if self._begins[at : at + 1] == [begin]:
+            del self._begins[at], self._ranges[at]
+
+    def at(self, address: int) -> str | None:
+        """Return what lies at an address."""
+        number = bisect.bisect(self._begins, address) - 1
+        if number < 0 or address >= self._ranges[number][0]:
+            return None
+        return self._ranges[number][1]
+
+
+class UsesElsewhere(Watch):
+    """Notes the first operation that reads or writes what lies at one of these places.
+
+    Such a read may have no effect that is seen: a comparison swallows NaN.
+
+    Attributes:
+        found: what lies there, or None.
+        resting: whether operations are let pass at present.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self.resting = False
+        self._places = places
+
+    def at_rest(self, reach: Reach) -> Reach:
+        """Return a `reach` whose operations pass, since they are none of the trial's code."""
+
+        def resting(kind: Literal["F", "B"], shard: int) -> None:
+            self.resting = True
+            reach(kind, shard)
+            self.resting = False
+
+        return resting
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.meets(func)
+        if self.found is None and not self.resting and reads_values(func):
+            for address in _addresses((*args, *kwargs.values())):
+                if (found := self._places.at(address)) is not None:
+                    self.found = found
+                    break
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def reads_values(operation: Any) -> bool:
+    """Return whether an operation does not read forms alone, as `empty_like` and its kin do."""
+    forms = any(each in operation.name() for each in ("_like", "::new_"))
+    return not getattr(operation, "is_view", False) and not forms  # a view reads nothing
+
+
+def _addresses(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.sparse_coo:
+                yield from _addresses((value._indices(), value._values()))
+            else:
+                yield value.data_ptr()
+        elif isinstance(value, list | tuple | dict):
+            yield from _addresses(tree_leaves(value))
+
+
+class ReadsElsewhere(Watch):
     """Notes the parameters that operations read while another shard than their owner runs.
 
     Attributes:
@@ -227,8 +340,6 @@ class ReadsElsewhere(TorchDispatchMode):
         owner: the shard of each parameter.
         shard: returns the shard that runs.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self, memory: Mapping[int, str], owner: Mapping[str, int], shard: Callable[[], int]
@@ -243,6 +354,7 @@ class ReadsElsewhere(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.meets(func)
         if not getattr(func, "is_view", False):  # a view reads nothing
             for storage in storages_of((*args, *kwargs.values())):
                 name = self._memory.get(storage.data_ptr())
@@ -268,12 +380,14 @@ def first_read_elsewhere(
         shard: returns the shard that runs.
     """
     owners = {name: owner for name, owner in owners.items() if name in gone or owner}
+    if not owners:
+        return None  # one shard has all
     with ParameterValues.absent(model).in_use(), torch.no_grad():
         memory = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
         found = ReadsElsewhere(
             {at: name for at, name in memory.items() if name in owners}, owners, shard
         )
-        with suppress(Exception), found:
+        with suppress(Exception), found, plain_branches():  # without values it may fail
             forward()
     early = {name: first for name, first in found.found.items() if first < owners[name]}
     return next(iter(early | {name: 0 for name in found.found if name in gone}), None)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,21 +28,45 @@ from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.recipe.randomness import UnitCalls, generators, unit_hooks
+from cerebro_hydra.recipe.randomness import (
+    UnitCalls,
+    generators,
+    generators_kept,
+    unit_hooks,
+)
 from cerebro_hydra.shards.cut.choice import content_of, same_content
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
-from cerebro_hydra.shards.engine.bound_model import BoundModel
-from cerebro_hydra.shards.engine.differences import used_elsewhere
-from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach, first_read_elsewhere
+from cerebro_hydra.shards.engine.bound_model import BoundMark, BoundModel
+from cerebro_hydra.shards.engine.differences import (
+    BY_OTHERS,
+    sums,
+    tensor_used_elsewhere,
+    used_elsewhere,
+)
+from cerebro_hydra.shards.engine.microbatch import (
+    Microbatch,
+    Reach,
+    UsesElsewhere,
+    first_read_elsewhere,
+)
 
 _SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
-"""What torch says of a write to values without memory, which a shard leaves behind."""
+"""What torch says of a write to the largest stand-ins, whose elements are one."""
+
+
+_NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+
+
+def _of_user(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Return the frames of an error that are in the user's code, all of them if none is."""
+    found = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    return found or frames
 
 
 @contextmanager
 def _told_writes_to_absent() -> Iterator[None]:
-    """Tell of code in a backward that writes to a parameter whose shard has left.
+    """Tell of code that writes to a tensor whose shard is away, if torch refuses the write.
 
     Raises:
         StepDiffers: the body does so.
@@ -51,11 +76,14 @@ def _told_writes_to_absent() -> Iterator[None]:
     except RuntimeError as error:
         if _SEVERAL not in error_text(error):
             raise
-        *_, place = traceback.extract_tb(error.__traceback__)
+        *_, place = _of_user(traceback.extract_tb(error.__traceback__))
         raise StepDiffers(
-            "a parameter was written to after its shard had left, by what runs in the backward of "
+            "a large tensor was written to while its shard was away, by the forward or a hook of "
             f"another layer: {place.line} ({place.filename}, line {place.lineno})"
         ) from error
+
+
+_BY_ITSELF = "its own layer writes to it in each forward"
 
 
 def _unasked(kind: Literal["F", "B"], shard: int) -> None:
@@ -87,6 +115,7 @@ class ModuleTasks:
         self._calls: UnitCalls
         self._inside = False  # of a unit that is run under a checkpoint
         self._noisy: dict[nn.Module, bool] = {}
+        self._runs: list[_UnitRun] = []  # of the shard that runs forward, which run again
         self._batch: Microbatch
         self._reach: Reach = _unasked
         self._unit = ""
@@ -107,24 +136,49 @@ class ModuleTasks:
         """Run F and B of every shard, after `reach` has allowed each of them."""
         recipe = self._recipe
         self._batch, self._reach = batch, reach
+        self._runs.clear()
         self._forward_at, self._backward_at = -1, self._last + 1
-        with torch.enable_grad(), recipe.precision():
+        with self._told_uses_elsewhere(), torch.enable_grad(), recipe.precision():
             self._go_forward(0)
             outputs = recipe.call(recipe.model, batch.inputs)
             self._go_forward(self._last)
             loss = batch.loss_of(outputs)
-        self._bound.collect_written()
         try:
             batch.finish_forward(loss)
         except NonFiniteLoss as error:
+            if self._bound.elsewhere.used is not None:
+                raise StepDiffers(self._bound.elsewhere.used) from error
             if (name := self._read_elsewhere()) is not None:
                 raise StepDiffers(used_elsewhere(batch.key.step, name)) from error
             raise
         self._go_backward(self._last)
         loss = loss if batch.weight is None else loss * batch.weight
-        with _told_writes_to_absent():
+        with self._told_uses_elsewhere():
             loss.backward()  # type: ignore[no-untyped-call]
         self._go_backward(0)
+        self._bound.collect_written()
+
+    @contextmanager
+    def _told_uses_elsewhere(self) -> Iterator[None]:
+        """Note the first operation that uses a tensor whose shard is away, or was updated already.
+
+        Raises:
+            StepDiffers: torch refuses it, since it writes to a large tensor.
+        """
+        if not (self._batch.looks and self._last):
+            with _told_writes_to_absent():
+                yield
+            return
+        uses = UsesElsewhere(self._bound.elsewhere)
+        reach, self._reach = self._reach, uses.at_rest(self._reach)
+        try:
+            with _told_writes_to_absent(), uses:
+                yield
+        finally:
+            self._reach = reach
+        if uses.found is not None and self._bound.elsewhere.used is None:
+            step = self._batch.key.step
+            self._bound.elsewhere.used = tensor_used_elsewhere(step, uses.found)
 
     def _read_elsewhere(self) -> str | None:
         """Return a parameter that the forward reads while its shard is not here, if there is one.
@@ -164,6 +218,9 @@ class ModuleTasks:
 
     def _go_forward(self, shard: int) -> None:
         while self._forward_at < shard:
+            for run in self._runs:
+                run.look()
+            self._runs.clear()
             self._forward_at += 1
             self._reach("F", self._forward_at)
 
@@ -195,7 +252,7 @@ class ModuleTasks:
                     module.forward = forward
 
     def _checkpointed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        modules = list(module.modules())
+        modules, names = list(module.modules()), self._bound.parameters_in(module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # A checkpoint can't run under torch.vmap and torch.func.grad, nor while torch compiles.
@@ -213,14 +270,15 @@ class ModuleTasks:
             training = [each.training for each in modules]
             # B runs on the buffers as they were before F, so that statistics don't move twice.
             buffers = {n: b.clone() for n, b in self._bound.buffers_in(module).items()}
-            again = False
+            again, this = False, _UnitRun(self._bound, unit, names, self._batch)
 
             def body(*args: Any, **kwargs: Any) -> Any:
                 nonlocal again
                 if not again:
                     again = True
-                    with self._in_a_unit():
+                    with self._in_a_unit(), this.first():
                         out = forward(*args, **kwargs)
+                    self._runs.append(this)
                     if module not in self._noisy:
                         self._noisy[module] = _draws_what_it_saves(arguments, out)
                     if self._noisy[module]:
@@ -231,13 +289,15 @@ class ModuleTasks:
                         f"the forward changed an argument of unit {unit!r} after it was used, so "
                         "that the unit can't run again in backward"
                     )
-                key.reseed(unit)
                 with (
+                    generators_kept(key.device),  # a backward may draw numbers, too
                     self._in_a_unit(),
+                    this.again(),
                     self._calls.again(calls[begin:]),
                     _modes(modules, training),
                     self._bound.replaced_buffers({n: b.clone() for n, b in buffers.items()}),
                 ):
+                    key.reseed(unit)
                     out = forward(*args, **kwargs)
                 if self._noisy[module]:
                     _save_another()
@@ -254,6 +314,82 @@ class ModuleTasks:
             yield
         finally:
             self._inside = before
+
+
+class _UnitRun:
+    """Knows the parameters of a unit as it left them, because it runs again in backward.
+
+    What others write there by `.data` or NumPy is found in the last step of a sub-epoch.
+    """
+
+    def __init__(
+        self, bound: BoundModel, unit: str, names: Sequence[str], batch: Microbatch
+    ) -> None:
+        self._bound, self._unit, self._names = bound, module_of(unit), names
+        self._step, self._closely = batch.key.step, batch.in_last_step
+        self._marks: Mapping[str, BoundMark] = {}
+        self._written: str | None = None  # by others, since it ran
+        self._sums: tuple[list[str], Tensor | None] = [], None  # of parameters that are compared
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Note what there is before and after the unit's forward."""
+        before = self._bound.marks_of(self._names)
+        yield
+        self._marks = self._bound.marks_of(self._names)
+        own = [name for name, each in before.items() if each.mark.is_written]
+        self._sums = self._sums_of(self._marks if self._closely else own)
+
+    def look(self) -> None:
+        """Note whether somebody has written to them since, while they have been there."""
+        for name, each in self._marks.items():
+            if self._bound.is_there_still(name, each) and each.mark.is_written:
+                self._written = name
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Check, before and after the unit runs again, that its parameters are what they were.
+
+        Raises:
+            StepDiffers: they are not.
+            ConfigurationError: one was frozen meanwhile, or trains since then.
+        """
+        self._bound.check_trains(self._names)
+        self.look()
+        if self._written is not None:
+            raise StepDiffers(self._told(self._written, BY_OTHERS))
+        names, is_there = self._sums[0], self._bound.is_there_still
+        before = self._sums_of(n for n in names if self._closely and is_there(n, self._marks[n]))
+        try:
+            yield
+        finally:  # a checkpoint leaves the forward once it has what it needs
+            if names:
+                self._check_sums(before)
+
+    def _check_sums(self, before: tuple[list[str], Tensor | None]) -> None:
+        """Compare with what was there before the unit ran again, and with what is here now."""
+        after = self._sums_of(self._bound.marks_of(self._sums[0]))
+        sums = [each for _, each in (self._sums, before, after) if each is not None]
+        found = iter(torch.cat(sums).tolist())
+        first, begun, ended = (
+            dict(zip(n, found, strict=False)) for n, _ in (self._sums, before, after)
+        )
+        for told, now in ((BY_OTHERS, begun), (_BY_ITSELF, ended)):
+            for name in now:
+                if now[name] != first[name]:
+                    raise StepDiffers(self._told(name, told))
+
+    def _sums_of(self, names: Iterable[str]) -> tuple[list[str], Tensor | None]:
+        """Return parameters and their checksums; a device is not waited for."""
+        listed = list(names)
+        values = [self._bound.current(("parameter", name)) for name in listed]
+        return listed, sums(values) if values else None
+
+    def _told(self, name: str, who: str) -> str:
+        return (
+            f"in step {self._step}, parameter {name!r} was written to after unit {self._unit!r} "
+            f"had run, so that the unit can't run again in backward; {who}"
+        )
 
 
 @contextmanager
@@ -328,10 +464,15 @@ def boundary_hooks(
 
 
 class ModulePredictor:
-    """Lets a recipe's model evaluate, which is bound to the trial's shards."""
+    """Lets a recipe's model evaluate, which is bound to the trial's shards.
 
-    def __init__(self, cut_model: CutModel, recipe: Recipe) -> None:
+    Args:
+        waits: whether a forward begins when all shards are there.
+    """
+
+    def __init__(self, cut_model: CutModel, recipe: Recipe, waits: bool = False) -> None:
         self._recipe = recipe
+        self._waits = waits
         self._shard_of = cut_model.shard_of_unit
         self._owners = {p.name: p.owner for p in cut_model.params}
         self._last = cut_model.num_shards - 1
@@ -348,7 +489,7 @@ class ModulePredictor:
     def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
         """Return the model's outputs, after `reach` has allowed F of each shard."""
         self._reach, self._at = reach, -1
-        self._go_to(0)
+        self._go_to(self._last if self._waits else 0)
         outputs = self._recipe.call(self._recipe.model, inputs)
         self._go_to(self._last)  # the loss may use any parameter
         return outputs

@@ -116,6 +116,21 @@ def check_state_keys(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def check_groups(trained: torch.optim.Optimizer, built: torch.optim.Optimizer) -> None:
+    """Check that an optimizer has as many param groups as the factory gave it.
+
+    Raises:
+        ConfigurationError: training has added or removed one.
+    """
+    now, before = len(trained.param_groups), len(built.param_groups)
+    if now != before:
+        raise ConfigurationError(
+            f"optimizer {type(trained).__name__} has {now} param groups after training and is "
+            f"built with {before}, so another worker would not have them; give all groups in the "
+            "factory, and change their options in training"
+        )
+
+
 # LR schedulers wrap `step` in a function that refers to the original optimizer.
 NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,16 +21,24 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
-from cerebro_hydra.shards.engine.layout import EXISTS, Segments, ShardLayout
+from cerebro_hydra.shards.engine.layout import (
+    EXISTS,
+    Memory,
+    Segments,
+    ShardLayout,
+    is_updates_own,
+)
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
 
 
 class ShardState:
     """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
-    Training writes to the trainable segment; the frozen one may be shared.
+    Training writes to the trainable segment; the frozen one may be shared. Without what updates
+    alone need, the shard can do all but be updated.
 
     Attributes:
+        is_whole: whether all of it is here.
         values: where the parameters' values lie in the segments.
         constant: the names of what the frozen segment has.
 
@@ -48,8 +57,10 @@ class ShardState:
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         frozen, trainable = segments["frozen"], segments["trainable"]
+        self.is_whole = trainable.nbytes == layout.trainable.nbytes
         layout.frozen.check(frozen, "frozen")
-        layout.trainable.check(trainable, "trainable")
+        layout.trainable.check(trainable, "trainable", None if self.is_whole else layout.split)
+        self._layout = layout
         self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
         self.values: dict[str, Tensor] = {}
@@ -59,13 +70,31 @@ class ShardState:
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._exists = torch.zeros(0, dtype=torch.uint8)
         self._device = trainable.device
-        for segment, memory, is_frozen in (
-            (layout.frozen, frozen, True),
-            (layout.trainable, trainable, False),
-        ):
-            for entry in segment.entries:
-                self._add(entry.name, entry.view(memory), is_frozen)
+        for entry in layout.frozen.entries:
+            self._add(entry.name, entry.view(frozen), is_frozen=True)
+        for entry, memory in layout.placed(trainable, None):
+            self._add(entry.name, entry.view(memory), is_frozen=False)
         self._marks: list[int] = self._exists.tolist()
+        if not self.is_whole and (optimizer := segments.get("optimizer")) is not None:
+            self.complete(trainable, optimizer)
+
+    def complete(self, trainable: Memory, optimizer: Memory) -> None:
+        """Take the memory of what updates alone need, which was not there before.
+
+        Raises:
+            ValueError: it is not as large as the layout says.
+        """
+        nbytes = self._layout.trainable.nbytes - self._layout.split
+        if optimizer.nbytes != nbytes:
+            raise ValueError(
+                f"the optimizer's part of a segment has {optimizer.nbytes} bytes, and its layout "
+                f"{nbytes}; it belongs to another trial or cut"
+            )
+        for entry, memory in self._layout.placed(trainable, optimizer):
+            if is_updates_own(entry.name):
+                self._add(entry.name, entry.view(memory), is_frozen=False)
+        self._marks = self._exists.tolist()
+        self.is_whole = True
 
     def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
         kind, _, rest = name.partition(":")
@@ -180,6 +209,36 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         part, flat[tensor.dtype] = flat[tensor.dtype].tensor_split([tensor.numel()])
         found.append(part.view(tensor.shape))
     return found
+
+
+def beside_state_dict(scheduler: Any | None) -> dict[str, Any]:
+    """Return the plain attributes of an LR scheduler that its `state_dict` leaves out, as JSON."""
+    if scheduler is None:
+        return {}
+    found, given = {}, scheduler.state_dict()
+    for name, value in vars(scheduler).items():
+        if name not in given:
+            with suppress(ConfigurationError):  # no plain value, such as the optimizer
+                found[name] = encode(value, name)
+    return found
+
+
+def check_in_state_dict(scheduler: Any | None, before: Mapping[str, Any]) -> None:
+    """Check that an LR scheduler has changed nothing that would be lost with the next hop.
+
+    Args:
+        before: what `beside_state_dict` gave when it was made.
+
+    Raises:
+        ConfigurationError: it has; the message names the attribute.
+    """
+    for name, value in beside_state_dict(scheduler).items():
+        if value != before.get(name):
+            kind = type(scheduler).__name__
+            raise ConfigurationError(
+                f"LR scheduler {kind} changes its attribute {name!r}, which its state_dict leaves "
+                f"out, so a hop loses it; let {kind}.state_dict return it"
+            )
 
 
 _TAG = "!"  # the key that marks a value which JSON lacks

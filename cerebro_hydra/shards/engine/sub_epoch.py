@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
-    IdleModel,
     ShardMarks,
+    TensorKey,
+    TensorMark,
     bound_model,
     check_released,
     storages,
 )
 from cerebro_hydra.shards.engine.clipping import Clipping, Norms, floats, grad_norms
-from cerebro_hydra.shards.engine.differences import same_bits, used_elsewhere
+from cerebro_hydra.shards.engine.differences import BY_OTHERS, same_bits, used_elsewhere
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
+from cerebro_hydra.shards.engine.microbatch import Places
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
-from cerebro_hydra.shards.engine.optimizer import clone_optimizer
-from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
+from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
+from cerebro_hydra.shards.engine.state import (
+    ShardState,
+    beside_state_dict,
+    check_in_state_dict,
+    make_cursor,
+    restore_cursor,
+)
 
 Cursor = dict[str, Any]
 
@@ -39,6 +48,9 @@ MOST_TRIED = 1 << 20
 
 LARGE = 1e6
 """An element of a gradient that any rule about all gradients takes for large."""
+
+SAMPLED = 16
+"""Words of each parameter that are looked at in each step; a write to all of it changes some."""
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -70,15 +82,21 @@ class SubEpoch:
         self._states: dict[int, ShardState] = {}
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._beside: dict[int, dict[str, Any]] = {}  # the schedulers' state that does not hop
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
         self._updated: set[int] = set()  # in this window
+        self._trainable: dict[int, Memory] = {}
+        self._sampled: dict[int, tuple[Tensor, Sequence[str]]] = {}  # which words of each shard
+        self._samples: dict[int, Tensor] = {}  # of shards that were updated in this window
+        # What stands for gradients after an update.
+        self._gone: dict[int, dict[str, TensorMark | None]] = {}
         self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
         self.in_last_window = False
         self._clipping = Clipping(recipe, cut_model)
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
-        self._idle: IdleModel | None = None
+        self._idle: BoundModel | None = None  # it has no shard, because its graph trains
         self.step = start_step
         self._holding: Collection[int] = ()  # the shards of which copies are held if they come
 
@@ -88,10 +106,12 @@ class SubEpoch:
         recipe, cut_model = self._recipe, self._cut_model
         try:
             if cut_model.graphs is not None:
-                self._idle = IdleModel(recipe.model)
-                yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
+                with bound_model(recipe.model, self._layout.shards) as self._idle:
+                    yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
                 return
-            with bound_model(recipe.model) as self._bound:
+            # The code of a model in one shard runs only while that is there.
+            several = self._layout.shards if len(self._layout.shards) > 1 else ()
+            with bound_model(recipe.model, several) as self._bound:
                 tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
                 with tasks.attached():
                     yield tasks
@@ -114,28 +134,67 @@ class SubEpoch:
     def end_window(self) -> None:
         """Check that no shard was changed after its update, nor got a gradient for the next one.
 
+        Nor may others have used what it has.
+
         Raises:
-            StepDiffers: one was, so the uncut model takes this step otherwise.
+            StepDiffers: that was so, and the uncut model takes this step otherwise.
         """
         for k in self._updated:
             self._check_left_alone(k)
+            self._end_gone(k)
+        if self._bound is not None and self._bound.elsewhere.used is not None:
+            raise StepDiffers(self._bound.elsewhere.used)
         self._updated.clear()
         self._marks.clear()
+        self._samples.clear()
 
-    def _check_left_alone(self, k: int) -> None:
-        if (marks := self._marks.get(k)) is not None and (written := marks.written()) is not None:
-            done = "the update of its shard" if k in self._updated else "its shard had left"
-            raise StepDiffers(
-                f"in step {self.step}, {written} was written to after {done}, so the write is lost "
-                "or comes too late; a backward hook of another layer, or a thread, writes to it"
-            )
+    def _check_left_alone(self, k: int, returns: bool = False) -> None:
+        """Check a shard that others must leave alone by now.
+
+        Args:
+            returns: whether it comes back in its microbatch, for it has then what was written to
+                the copies that the model had of it.
+        """
+        written: TensorKey | None = None
+        if not returns and (marks := self._marks.get(k)) is not None:
+            written = marks.written()
+        if written is None and k in self._samples:
+            written = self._changed_sample(k)
+        if written is None and self._bound is not None and k not in self._states:
+            content = self.in_last_window or self._recipe.device == CPU
+            written = self._bound.written_while_away(k, content)
+        if written is not None:
+            raise StepDiffers(self._told(k, *written))
         if k in self._updated:
             self._check_no_late_gradient(k)
 
+    def _told(self, k: int, kind: str, name: str) -> str:
+        """Tell of a tensor that was written to where its shard does not get it, or not in time."""
+        written = f"in step {self.step}, {kind} {name!r} was written to"
+        if k in self._updated or k in self._marks:
+            when = "the update of its shard" if k in self._updated else "its shard had left"
+            return f"{written} after {when}, so the write is lost or comes too late; {BY_OTHERS}"
+        return f"{written} before its shard had come, so the write is lost; {BY_OTHERS}"
+
     def _check_no_late_gradient(self, k: int) -> None:
+        gone = self._gone.get(k, {})
         for name, parameter in self._params[k].items():
-            if parameter.grad is not None:
+            gradient, mark = parameter.grad, gone.get(name)
+            is_left = mark is not None and gradient is mark.tensor and not mark.is_written
+            if gradient is not None and not is_left:
                 raise StepDiffers(used_elsewhere(self.step, name))
+
+    def _end_gone(self, k: int) -> None:
+        """Let nothing stand for gradients of a shard any more, and let its parameters be used."""
+        if k in self._states:
+            self._let_use(k)
+        for name in self._gone.pop(k, ()):
+            self._params[k][name].grad = None
+
+    def _let_use(self, k: int) -> None:
+        if self._bound is not None:
+            for name in self._gone.get(k, ()):
+                self._bound.elsewhere.discard(self._states[k].values[name])
 
     def begin_microbatch(self, shard: int | None = None) -> None:
         """Hold copies, from now on, of what is read while its shard is away.
@@ -186,8 +245,8 @@ class SubEpoch:
     def _write_back(self, state: ShardState) -> None:
         assert self._held is not None
         if self._bound is not None:
-            self._bound.collect_written()
-        self._held.write_back(state)
+            self._bound.collect_written(state)
+        self._held.write_back(state, self._bound is not None)
 
     # ------------------------------------------------------------------ one shard
 
@@ -199,9 +258,10 @@ class SubEpoch:
         gradients: Memory | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
-        if (marks := self._marks.get(k)) is not None and k not in self._updated:
-            marks.come_back()
-        self._check_left_alone(k)
+        returns = k in self._marks and k not in self._updated
+        if returns and self._bound is not None:
+            self._bound.collect_written()  # such as a buffer in the place of its copy
+        self._check_left_alone(k, returns)
         self._marks.pop(k, None)
         self._updated.discard(k)
         shard = self._layout.shards[k]
@@ -213,6 +273,7 @@ class SubEpoch:
             state = self._bound.bind_params(shard, segments)
         self._params[k] = state.params
         self._states[k] = state
+        self._trainable[k] = segments["trainable"]
         if k not in self._optimizers or (cursor is not None and cursor["step"] != self._steps[k]):
             self._make_optimizer(k, cursor)
         self._optimizers[k][0].state.clear()
@@ -222,6 +283,16 @@ class SubEpoch:
             GradientLayout.of(shard).load(gradients, state.params)
         if k in self._holding:
             self._hold(state)
+
+    def complete(self, k: int, segments: Segments, gradients: Memory | None) -> None:
+        """Bind what has come of a shard's memory after the shard was bound."""
+        state, shard = self._states[k], self._layout.shards[k]
+        if not state.is_whole and "optimizer" in segments:
+            state.complete(segments["trainable"], segments["optimizer"])
+            state.load_optimizer(self._optimizers[k][0])
+        if gradients is not None and self._gradients[k] is None:
+            self._gradients[k] = gradients
+            GradientLayout.of(shard).load(gradients, state.params)
 
     def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:
         mine = {self._original[name]: p for name, p in self._params[k].items()}
@@ -233,6 +304,7 @@ class SubEpoch:
         if self._epoch_metrics is not None and self._steps[k] == self._start_step:
             self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
         self._optimizers[k] = (optimizer, scheduler)
+        self._beside[k] = beside_state_dict(scheduler)
 
     def check_step(self, k: int) -> None:
         """Check that a shard has done every step before the present one.
@@ -243,8 +315,8 @@ class SubEpoch:
         if self._steps[k] != self.step:
             raise ValueError(f"shard {k} is at step {self._steps[k]}, training at step {self.step}")
 
-    def release(self, k: int, *, needed: bool, last: bool) -> Norms | None:
-        """Refer to a shard's memory no more; return the norms of its gradients, if they count.
+    def release(self, k: int, *, needed: bool, last: bool) -> None:
+        """Refer to a shard's memory no more.
 
         Args:
             needed: whether the present microbatch has yet to come back to the shard.
@@ -256,24 +328,29 @@ class SubEpoch:
         state = self._states[k]
         assert self._held is not None
         self._check_left_alone(k)
+        self._let_use(k)
+        self._samples.pop(k, None)
+        for name in self._gone.get(k, ()):
+            state.params[name].grad = None
         self._write_back(state)
-        counts = self._clipping.by_norm and k not in self._updated
-        norms = self._clipping.note(k, state.params) if counts else None
+        if self._clipping.by_norm and k not in self._updated:
+            self._clipping.note(k, state.params)
         GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
         if self._bound is not None:
             if last:
                 self._bound.check_frozen(state.constant & state.values.keys())
             self._bound.unbind(state, self._held.copies)
             self._mark_what_left(k, self._bound, state)
+            for name, mark in self._gone.get(k, {}).items():
+                state.params[name].grad = None if mark is None else mark.tensor
         else:
             for parameter in state.params.values():
                 parameter.data = absent_value(parameter)
         self._optimizers[k][0].state.clear()
         memory = storages(state)
-        del self._states[k], state
+        del self._states[k], self._trainable[k], state
         if needed:
             check_released(memory)
-        return norms
 
     def add_norms(self, norms: Mapping[int, Norms]) -> None:
         """Take the norms of gradients of shards whose last backward was in another process."""
@@ -287,9 +364,12 @@ class SubEpoch:
         """Take the optimizer step of a shard.
 
         Raises:
-            ValueError: the norms of a shard's gradients are not known, by which they are clipped.
+            ValueError: the norms of a shard's gradients are not known, by which they are clipped,
+                or its optimizer state is not here.
         """
         state, copies = self._states[k], {}
+        if not state.is_whole:
+            raise ValueError(f"shard {k} has no optimizer state here; load that before its update")
         if self._held is not None:
             copies = self._end_hold(state)
         elif self._bound is not None:
@@ -318,17 +398,54 @@ class SubEpoch:
         the last one has none after it.
         """
         last = self.in_last_window
+        if last:
+            self._let_nobody_use(k, bound, state)
+        elif self._recipe.device == CPU:
+            self._samples[k] = self._sample(k)
         keys = bound.keys_of(state, buffers=last or self._held is not None)
-        self._marks[k] = ShardMarks(bound, keys, (), copies, last)
+        self._marks[k] = ShardMarks(bound, keys, copies, last)
+
+    def _sample(self, k: int) -> Tensor:
+        """Return some words of each parameter of a shard that trains."""
+        words = self._trainable[k][: self._trainable[k].numel() // 8 * 8].view(torch.int64)
+        if k not in self._sampled:
+            places: dict[int, str] = {}
+            for entry in self._layout.shards[k].trainable.entries:
+                kind, _, name = entry.name.partition(":")
+                first, count = entry.offset // 8, max(1, entry.nbytes // 8)
+                for number in range(min(count, SAMPLED)) if kind == "param" else ():
+                    places[first + number * count // SAMPLED] = name
+            places = {at: name for at, name in places.items() if at < len(words)}
+            self._sampled[k] = torch.tensor(list(places), dtype=torch.int64), list(places.values())
+        return words.index_select(0, self._sampled[k][0])
+
+    def _changed_sample(self, k: int) -> TensorKey | None:
+        """Return a parameter of which other words are found than right after its update."""
+        now, before = self._sample(k), self._samples[k]
+        if torch.equal(now, before):
+            return None
+        first = int((now != before).nonzero()[0])
+        return "parameter", self._sampled[k][1][first]
+
+    def _let_nobody_use(self, k: int, bound: BoundModel, state: ShardState) -> None:
+        """Let it be seen if a backward of other shards uses parameters or gradients of a shard."""
+        self._gone[k] = {}
+        for name, value in state.values.items():
+            if name in state.constant:
+                continue
+            bound.elsewhere.add(f"parameter {name!r}", value)
+            gone = bound.gone_gradient(name) if self._recipe.device == CPU else None
+            state.params[name].grad = gone
+            self._gone[k][name] = None if gone is None else TensorMark.on(gone)
 
     def _mark_what_left(self, k: int, bound: BoundModel, state: ShardState) -> None:
-        """Mark what the model has of a shard that is away: values without memory, and copies."""
+        """Mark the copies that the model has of a shard that is away."""
         assert self._held is not None
         if (marks := self._marks.get(k)) is not None:
             marks.left()
         elif k not in self._updated:
-            keys, held = bound.keys_of(state), self._held.copies.keys()
-            self._marks[k] = ShardMarks(bound, keys, held, {}, self.in_last_window)
+            keys = [key for key in bound.keys_of(state) if key[1] in self._held.copies]
+            self._marks[k] = ShardMarks(bound, keys, {}, self.in_last_window)
 
     def check_separable(self, k: int) -> None:
         """Check, before a shard's update, that its optimizer would not look at other shards.
@@ -348,6 +465,11 @@ class SubEpoch:
             )
 
     @property
+    def idle(self) -> Places | None:
+        """Return where the model has its tensors if it is cut as a graph, which has others."""
+        return None if self._idle is None else self._idle.elsewhere
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of all shards that were here."""
         return [optimizer for optimizer, _ in self._optimizers.values()]
@@ -358,6 +480,34 @@ class SubEpoch:
 
     # ------------------------------------------------------------------ the end
 
+    def check_cursors(self) -> None:
+        """Check that what each shard's optimizer and LR scheduler keep beside tensors is the same.
+
+        Raises:
+            StepDiffers: it is not, because one of them looks at the parameters that it has.
+            ConfigurationError: an LR scheduler has changed what no cursor has.
+        """
+        first: tuple[int, Cursor] | None = None
+        latest = max((self._steps[k] for k in self._optimizers), default=0)
+        for k, (optimizer, scheduler) in self._optimizers.items():
+            if self._steps[k] != latest:
+                continue  # another device has updated it since
+            check_groups(optimizer, self._recipe.optimizer)
+            check_in_state_dict(scheduler, self._beside[k])
+            cursor = self.cursor(k)
+            for number, group in enumerate(optimizer.param_groups):
+                if not group["params"]:
+                    cursor["groups"][number] = None  # whatever an empty group holds, nobody needs
+            if first is None:
+                first = k, cursor
+            elif (found := _different(first[1], cursor)) is not None:
+                where, there, here = found
+                raise StepDiffers(
+                    f"after step {self.step}, {where} is {there} for shard {first[0]} and {here} "
+                    f"for shard {k}; the optimizer or the LR scheduler needs the parameters of all "
+                    "shards, and has those of one"
+                )
+
     def check_unwritten(self) -> None:
         """Check that training wrote to nothing that does not hop; see `BoundModel`.
 
@@ -365,12 +515,20 @@ class SubEpoch:
             StepDiffers: code beside the model's graph wrote to the model.
         """
         if self._bound is not None:
+            if (written := self._bound.written_apart()) is not None:
+                raise StepDiffers(
+                    f"up to step {self.step}, {written[0]} {written[1]!r} was written to while its "
+                    f"shard was away, so the write is lost; {BY_OTHERS}"
+                )
             self._bound.check_unwritten()
-        elif self._idle is not None and (written := self._idle.written()) is not None:
+        elif self._idle is not None and (written := self._idle.written_idle()) is not None:
             raise StepDiffers(
-                f"up to step {self.step}, {written} was written to by code beside the model's "
-                "graph, such as its loss or a thread, and the graph has another copy of it"
+                f"up to step {self.step}, {written[0]} {written[1]!r} was written to by code "
+                "beside the model's graph, such as its loss or a thread, and the graph has another "
+                "copy of it"
             )
+        elif self._idle is not None and self._idle.elsewhere.used is not None:
+            raise StepDiffers(self._idle.elsewhere.used)
 
     def _let_go(self) -> None:
         """Refer to no segment any more: an optimizer and its scheduler refer to one another."""
@@ -384,9 +542,25 @@ class SubEpoch:
         self._states.clear()
         self._params.clear()
         self._marks.clear()
+        self._gone.clear()
+        self._trainable.clear()
         self._gradients.clear()
         if self._held is not None:
             self._held.copies.clear()
+
+
+def _different(one: Cursor, other: Cursor) -> tuple[str, Any, Any] | None:
+    """Return which option of a param group, or value of a scheduler, two cursors of a step have."""
+    both = [
+        (f"option {{!r}} of param group {n}", *groups)
+        for n, groups in enumerate(zip(one["groups"], other["groups"], strict=True))
+    ]
+    both.append(("{!r} of the LR scheduler", one["scheduler"], other["scheduler"]))
+    for told, here, there in both:
+        for name in (here or {}).keys() & (there or {}).keys():
+            if here[name] != there[name]:
+                return told.format(name), here[name], there[name]
+    return None
 
 
 def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -403,7 +577,8 @@ def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
         alone = _updated(optimizer, smallest, beside=False)
     with random_numbers_kept():
         beside = _updated(optimizer, smallest, beside=True)
-    return None if same_bits(alone, beside) else smallest
+    is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
+    return None if is_same else smallest
 
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -416,23 +591,31 @@ def _is_dense(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0
 
 
-def _updated(optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool) -> Tensor:
-    """Return a copy of a parameter after a step, alone or beside a copy with large gradients."""
+def _updated(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool
+) -> tuple[Tensor, str]:
+    """Return a copy of a parameter after a step, and the options of its group.
+
+    It is alone, or between two copies with large gradients.
+    """
     mine = nn.Parameter(parameter.detach().clone())
     assert parameter.grad is not None
     mine.grad = parameter.grad.detach().clone()
     clone = clone_optimizer(optimizer, {id(parameter): mine})
     held = vars(clone)  # what it shares with the original stays as it is
     held.update((name, copy.copy(v)) for name, v in tuple(held.items()) if type(v) in _CONTAINERS)
+    (group,) = (g for g in clone.param_groups if g["params"])
     if beside:
-        other = nn.Parameter(mine.detach().clone())
+        others = [nn.Parameter(mine.detach().clone()) for _ in range(2)]
         largest = torch.finfo(mine.grad.dtype).max / 8
-        other.grad = torch.full_like(mine.grad, min(LARGE, largest))
-        if mine in clone.state:
-            clone.state[other] = copy.deepcopy(clone.state[mine])
-        (group,) = (g for g in clone.param_groups if g["params"])
-        group["params"].append(other)
+        for other in others:
+            other.grad = torch.full_like(mine.grad, min(LARGE, largest))
+            if mine in clone.state:
+                clone.state[other] = copy.deepcopy(clone.state[mine])
+        group["params"] = [others[0], mine, others[1]]
         if "param_names" in group:
-            group["param_names"].append(f"beside {group['param_names'][0]}")
+            (name,) = group["param_names"]
+            group["param_names"] = [f"before {name}", name, f"after {name}"]
     clone.step()
-    return mine
+    options = {name: value for name, value in group.items() if not name.startswith("param")}
+    return mine, repr(options)

@@ -6,11 +6,19 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from torch.optim import Optimizer
+
 from cerebro_hydra.recipe import PlainTrainer, Window
 from cerebro_hydra.shards.engine.bound_model import BoundModel, bound_model
 from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
-from cerebro_hydra.shards.engine.optimizer import clone_optimizer
-from cerebro_hydra.shards.engine.state import ShardState, make_cursor, restore_cursor
+from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
+from cerebro_hydra.shards.engine.state import (
+    ShardState,
+    beside_state_dict,
+    check_in_state_dict,
+    make_cursor,
+    restore_cursor,
+)
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
 
 
@@ -42,7 +50,7 @@ def uncut_training(
         if epoch_metrics is not None:
             recipe.lr_schedule.begin_epoch(trainer.scheduler, epoch_metrics)
         try:
-            yield UncutTraining(trainer, bound, states)
+            yield UncutTraining(trainer, recipe.optimizer, bound, states)
         finally:
             twin.optimizer.state.clear()  # it and its scheduler refer to one another
             twin.optimizer.param_groups.clear()
@@ -52,9 +60,15 @@ class UncutTraining:
     """Keeps the segments of a trial's shards up to date while the plain trainer trains it."""
 
     def __init__(
-        self, trainer: PlainTrainer, bound: BoundModel, states: Sequence[ShardState]
+        self,
+        trainer: PlainTrainer,
+        built: Optimizer,
+        bound: BoundModel,
+        states: Sequence[ShardState],
     ) -> None:
         self.trainer = trainer
+        self._built = built
+        self._beside = beside_state_dict(trainer.scheduler)
         self._bound = bound
         self._states = states
         recipe, ema = trainer.recipe, trainer.ema
@@ -82,4 +96,6 @@ class UncutTraining:
 
     def check_unwritten(self) -> None:
         """Check that training wrote to nothing that does not hop; see `BoundModel`."""
+        check_groups(self.trainer.recipe.optimizer, self._built)
+        check_in_state_dict(self.trainer.scheduler, self._beside)
         self._bound.check_unwritten()

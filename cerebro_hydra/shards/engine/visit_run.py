@@ -38,6 +38,11 @@ class TrainTotals:
     steps: int
 
 
+def _check_aligned(k: int, segments: Segments) -> None:
+    if any(memory.data_ptr() % ALIGNMENT for memory in segments.values()):
+        raise ValueError(f"the memory of shard {k} is not aligned to {ALIGNMENT} bytes; align it")
+
+
 def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
     """Yield each window and whether it is the last, looking ahead by one."""
     end = object()
@@ -140,36 +145,34 @@ class VisitRun:
         """Let shard k be in this memory until it is unloaded.
 
         Args:
-            segments: they begin at multiples of `ALIGNMENT`.
+            segments: they begin at multiples of `ALIGNMENT`. F and B need no "optimizer" memory.
             cursor: the one with the shard's last update, None for state 0.
             gradients: memory laid out by `GradientLayout`, as `unload` left it, or zeroed. It is
                 needed where gradients outlive a task: with accumulation or clipping by the norm.
         """
         if k in self._sub_epoch:
             raise ValueError(f"shard {k} is loaded already; unload it before")
-        if any(memory.data_ptr() % ALIGNMENT for memory in segments.values()):
-            raise ValueError(
-                f"the memory of shard {k} is not aligned to {ALIGNMENT} bytes; align it"
-            )
+        _check_aligned(k, segments)
         self._sub_epoch.receive(k, segments, cursor, gradients)
 
-    def unload(self, k: int) -> Norms | None:
-        """Refer to shard k's memory no more; what the visit has changed is in it.
+    def complete(self, k: int, segments: Segments, gradients: Memory | None = None) -> None:
+        """Let a loaded shard have the memory, too, that `load` was not given of it."""
+        _check_aligned(k, segments)
+        self._sub_epoch.complete(k, segments, gradients)
 
-        Returns:
-            The norms of the shard's gradients if they are clipped by their norm and it has not been
-            updated with them; those after its last backward of a window count.
+    def unload(self, k: int) -> None:
+        """Refer to shard k's memory no more; what the visit has changed is in it.
 
         Raises:
             ConfigurationError: the forward keeps a view of a parameter, or wrote to a tensor to
                 which it did not write in the trial's first steps.
         """
         if self._resident:
-            return None  # it is not touched any more, and let go of when the visit is closed
+            return  # it is not touched any more, and let go of when the visit is closed
         needed = self._will_return_to(k)
         if needed and not self._recompute:
             raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
-        return self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
+        self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
 
     def cursor(self, k: int) -> Cursor:
         """Return the cursor of a shard that was loaded, with its last update."""
@@ -194,7 +197,8 @@ class VisitRun:
         Args:
             tasks: of one shard, and one microbatch.
             memory: has what the record describes, and room for more.
-            record: of the unit before; an empty one before F of shard 0.
+            record: see `GraphPasses.take_up`. Its norms are those that were told by then; those of
+                a shard whose last backward was here are kept here.
         """
         assert self._graph is not None
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
@@ -213,15 +217,10 @@ class VisitRun:
         self._sub_epoch.end_microbatch()
         return record
 
-    def perform(
-        self, task: Action, norms: Mapping[int, Norms] | None = None, then: Then | None = None
-    ) -> Action:
+    def perform(self, task: Action, then: Then | None = None) -> Action:
         """Do F, B or U of a shard that is loaded; return the task that was done last.
 
         Args:
-            norms: for U where gradients are clipped by their norm, what `unload` has returned for
-                shards whose last backward was done in the process of another device; a unit's
-                record has them.
             then: gives a resident visit the tasks that follow in a microbatch.
 
         Raises:
@@ -231,7 +230,7 @@ class VisitRun:
         """
         number = self._check(task)
         if task.kind is ActionKind.U:
-            self._sub_epoch.add_norms(self._norms if norms is None else norms)
+            self._sub_epoch.add_norms(self._norms)
             self._paused.call(partial(self._update, task, number))
         elif self._resident:
             assert then is not None, "a resident visit needs to know where its tasks come from"
@@ -341,8 +340,11 @@ class VisitRun:
             if self._at is None:
                 raise ValueError(f"the sub-epoch has no microbatch {number}")
             self._sub_epoch.in_last_window = self._at[1][1]
-        batches, _ = self._at[1]
-        return self._maker.make(batches, place, self._sub_epoch.step), batches[place].rows
+        batches, in_last_step = self._at[1]
+        batch = self._maker.make(batches, place, self._sub_epoch.step)
+        batch.in_last_step = in_last_step
+        batch.looks, batch.idle = in_last_step or window == 0, self._sub_epoch.idle
+        return batch, batches[place].rows
 
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
         if self._limit is None:
@@ -363,6 +365,7 @@ class VisitRun:
         """
         try:
             self._sub_epoch.end_window()
+            self._sub_epoch.check_cursors()
             self._sub_epoch.check_unwritten()
         finally:
             self.cancel()

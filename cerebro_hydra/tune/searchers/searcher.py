@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -65,11 +65,13 @@ class SearchedRun:
         direction: returns "min" or "max", which values of it are better. Only the first trial that
             is admitted says so, and nothing is measured before.
         partitions: of the training rows; as many on any number of workers.
+        given: what the search was given when the run began, as its `given` returned it.
     """
 
     metric: str
     direction: Callable[[], str]
     partitions: int
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

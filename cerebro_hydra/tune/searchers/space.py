@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf, isfinite, log10
@@ -15,18 +16,25 @@ import numpy as np
 
 from cerebro_hydra.errors import ConfigurationError
 
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_DURATION = re.compile("".join(f"(?:{_NUMBER}{unit})?" for unit in "dhms"))
+_UNITS = (86_400, 3_600, 60, 1)
+
 _LARGEST_EXPONENT = 300  # of what a float can hold
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Draws one of several values, each as likely as the others."""
+    """Draws one of several values, each as likely as the others.
+
+    An option may be a dictionary with further dimensions in it, which are drawn if it is taken.
+    """
 
     options: tuple[Any, ...]
 
     def sample(self, random: Random) -> Any:
-        """Draw an option."""
-        return random.choice(self.options)
+        """Draw an option, and what is in it."""
+        return _drawn(random.choice(self.options), random)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,14 @@ class Integer:
 
 
 Dimension = Choice | Uniform | LogUniform | Integer
+
+
+def _drawn(option: Any, random: Random) -> Any:
+    if isinstance(option, Dimension):
+        return option.sample(random)
+    if isinstance(option, dict):
+        return {name: _drawn(value, random) for name, value in option.items()}
+    return option
 
 
 def hp_uniform(min: float, max: float) -> Uniform:
@@ -222,7 +238,10 @@ def hp_choice(options: Iterable[Any]) -> Choice:
     """Let a hyper-parameter be one of `options`, tried in the given order.
 
     A trial is sent to workers and kept in the run folder as JSON, so options are numbers, strings,
-    booleans, None, and lists and dictionaries of them. Tuples arrive as lists.
+    booleans, None, and lists and dictionaries of them. Tuples arrive as lists. A dictionary may
+    have dimensions in it, for parameters that only this option has::
+
+        hp_choice([{"name": "adam"}, {"name": "sgd", "momentum": hp_uniform(0, 0.9)}])
 
     Raises:
         ConfigurationError: there are no options, or they have no order, or one is not JSON.
@@ -234,10 +253,42 @@ def hp_choice(options: Iterable[Any]) -> Choice:
             f"hp_choice got {options!r}, a {type(options).__name__}; give a list of options, "
             "such as hp_choice([0.1, 0.01])"
         )
-    values = tuple(as_json("hp_choice got the option", option) for option in options)
+    values = tuple(_as_option(option) for option in options)
     if not values:
         raise ConfigurationError("hp_choice got no options; give at least one")
     return Choice(values)
+
+
+def _as_option(option: Any) -> Any:
+    """Return an option as JSON, but for the dimensions that dictionaries in it have."""
+    if isinstance(option, Dimension):
+        raise ConfigurationError(
+            f"hp_choice got the option {option!r}, which has no name of its own; put it into a "
+            'dictionary, such as {"momentum": hp_uniform(0, 0.9)}'
+        )
+    if not is_nested(option):
+        return as_json("hp_choice got the option", option)
+    return {
+        _name("hp_choice got an option that", name): (
+            value if isinstance(value, Dimension) else _as_option(value)
+        )
+        for name, value in option.items()
+    }
+
+
+def is_nested(option: Any) -> bool:
+    """Return whether an option of a choice has dimensions in it."""
+    if isinstance(option, Mapping):
+        return any(isinstance(each, Dimension) or is_nested(each) for each in option.values())
+    return False
+
+
+def _name(what: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"{what} has the key {name!r}, a {type(name).__name__}; names are strings"
+        )
+    return name
 
 
 def as_json(what: str, option: Any) -> Any:
@@ -279,10 +330,7 @@ def check_space(search_space: Any) -> dict[str, Dimension]:
             'search_space is empty; give at least one parameter, such as {"lr": hp_choice([0.1])}'
         )
     for name, values in search_space.items():
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"search_space has the key {name!r}, a {type(name).__name__}; names are strings"
-            )
+        _name("search_space", name)
         if not isinstance(values, Dimension):
             hint = values if isinstance(values, list | tuple) else [values]
             raise ConfigurationError(
@@ -297,16 +345,29 @@ def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:
     Raises:
         ConfigurationError: a parameter has infinitely many values.
     """
-    names = list(search_space)
-    options = []
-    for name, dimension in search_space.items():
-        if not isinstance(dimension, Choice | Integer):
+    return _combinations(search_space, "search_space")
+
+
+def _combinations(space: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    values = [_values(value, f"{where}[{name!r}]") for name, value in space.items()]
+    return [dict(zip(space, each, strict=True)) for each in product(*values)]
+
+
+def _values(value: Any, where: str) -> Sequence[Any]:
+    """Return what a parameter may be, or the only thing that a part of an option is."""
+    match value:
+        case Integer():
+            return value.options
+        case Choice(options):
+            return [each for option in options for each in _values(option, where)]
+        case Uniform() | LogUniform():
             raise ConfigurationError(
-                f"search_space[{name!r}] is {dimension!r}, which a grid can't go through; give "
+                f"{where} is {value!r}, which a grid can't go through; give "
                 "hp_choice([...]) or hp_int(low, high), or use RandomSearch"
             )
-        options.append(dimension.options)
-    return [dict(zip(names, values, strict=True)) for values in product(*options)]
+        case dict() if is_nested(value):
+            return _combinations(value, where)
+    return [value]
 
 
 def draws(
@@ -344,6 +405,27 @@ def seconds(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ConfigurationError(f"{name} is {value!r}; it is a number of seconds, or None")
     return float(value)
+
+
+def duration(name: str, value: Any) -> float | None:
+    """Return the seconds of an argument: a number, or a text such as "90s", "30m" or "1h30m".
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(value, str):
+        return seconds(name, value)
+    found = _DURATION.fullmatch(value.replace(" ", ""))
+    parts = (
+        [float(part or 0) * unit for part, unit in zip(found.groups(), _UNITS, strict=True)]
+        if found
+        else []
+    )
+    if not sum(parts):
+        raise ConfigurationError(
+            f'{name} is {value!r}; give seconds, or a text such as "90s", "30m", "2h" or "1h30m"'
+        )
+    return sum(parts)
 
 
 def share(name: str, value: Any) -> float:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.agent.device import logs
-from cerebro_hydra.agent.device.device import CUDA_ASSERT, Device, DeviceMemory, Lane
+from cerebro_hydra.agent.device.device import CUDA_ASSERT, Device, DeviceMemory
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import (
     Close,
     Closed,
@@ -29,7 +30,7 @@ from cerebro_hydra.agent.device.messages import (
     Profiled,
     VisitOrder,
 )
-from cerebro_hydra.agent.device.process import WorkerDevices
+from cerebro_hydra.agent.device.worker_devices import WorkerDevices
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.engine.layout import Bytes, Segments

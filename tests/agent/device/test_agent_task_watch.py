@@ -153,13 +153,13 @@ def test_the_time_between_units_and_that_of_building_count_for_nothing(
 
     passes(1000.0)
     visit.build("a")
-    visit.start("a", None, 1)
+    visit.start("a", None, 1, bench.now)
     passes(1000.0)
     visit.built("a")
     passes(1.0)
-    visit.stop("a", ends_batch=True)
+    visit.stop("a", ends_batch=True, now=bench.now)
     passes(1000.0)
-    visit.start("a", None, 1)
+    visit.start("a", None, 1, bench.now)
     passes(2.0)
     assert (visit.seconds, bench.overdue, bench.slow) == (3.0, [], [])
     passes(1.5)
@@ -170,16 +170,16 @@ def test_devices_at_the_same_time_count_each_and_a_lost_one_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, visit = timed(monkeypatch, 3.0, 50.0)
-    visit.start("a", None, 1)
+    visit.start("a", None, 1, bench.now)
     bench.now += 1.0
-    visit.start("b", None, 1)
+    visit.start("b", None, 1, bench.now)
     bench.now += 1.0
-    visit.lose("a")
-    visit.stop("b", ends_batch=False)
+    visit.lose("a", bench.now)
+    visit.stop("b", ends_batch=False, now=bench.now)
     assert visit.seconds == 3.0
     bench.now += 1000.0  # while the first is replaced
     visit.build("a")
-    visit.start("a", None, 1)
+    visit.start("a", None, 1, bench.now)
     bench.now += 1000.0
     visit.built("a")
     bench.now += 0.5
@@ -194,9 +194,9 @@ def test_of_several_devices_the_one_that_computes_longest_is_told_and_the_others
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, visit = timed(monkeypatch, 3.0, 50.0)
-    visit.start("hangs", None, 1)
+    visit.start("hangs", None, 1, bench.now)
     bench.now += 2.0
-    visit.start("works", None, 1)
+    visit.start("works", None, 1, bench.now)
     bench.now += 1.5
     visit.check()
     assert [longest for _, longest in bench.overdue] == ["hangs"]
@@ -207,7 +207,7 @@ def test_of_several_devices_the_one_that_computes_longest_is_told_and_the_others
     bench.now += 2.5
     visit.check()
     assert [longest for _, longest in bench.overdue] == ["hangs", "works"]
-    visit.stop("works", ends_batch=False)
+    visit.stop("works", ends_batch=False, now=bench.now)
     bench.now += 1000.0
     visit.check()
     assert len(bench.overdue) == 2
@@ -218,14 +218,14 @@ def test_a_device_is_not_judged_while_it_may_be_dead_and_what_it_took_is_given_b
 ) -> None:
     bench, visit = timed(monkeypatch, 3.0, 5.0)
     for _ in range(3):
-        visit.start("a", None, 1)
+        visit.start("a", None, 1, bench.now)
         bench.now += 2.5
         visit.check()
         bench.now += 10.0
         visit.check(silence=10.0)
         visit.died("a")
     assert bench.overdue == []
-    visit.start("a", None, 1)
+    visit.start("a", None, 1, bench.now)
     bench.now += 3.4
     visit.check(silence=0.5)
     assert bench.overdue == []

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
 from cerebro_hydra.plan.queues.ledger import Ledger, StateName
 from cerebro_hydra.plan.queues.log import DeviceLog
-from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
+from cerebro_hydra.plan.queues.visit import Visit
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import Bytes
@@ -253,7 +255,9 @@ def test_whoever_wants_memory_and_the_loop_of_the_queues_never_wait_for_one_anot
             while events:
                 with segment_store.lock:
                     answers = queues.handle(events)  # type: ignore[arg-type]
-                events = [_done(each) for each in answers if isinstance(each, Action)]
+                given = [each if isinstance(each, tuple) else (each,) for each in answers]
+                actions = [each for each in chain(*given) if isinstance(each, Action)]
+                events = [_done(each) for each in actions]
                 events = [each for each in events if each is not None]
             if not any(isinstance(each, VisitEnded) for each in answers):
                 wrong.append(answers)

@@ -131,20 +131,40 @@ def test_a_state_that_is_announced_anew_frees_the_segments_of_the_void_one() -> 
 SIZES = {"trainable": 3000, "gradients": 1000}
 
 
-def test_a_home_gives_its_memory_back_on_disk_and_has_its_bytes_again(tmp_path: Path) -> None:
-    store = empty_store()
+def home_of_ones(store: ShardStore, scratch: Path) -> ShardHome:
+    """Return the home of a shard whose bytes are ones."""
     state, named = store.expect(0, 0, 1), {}
     for name in ("frozen", "trainable"):
         buffer = store.segments.allocate(3000)
         buffer[:] = 1
         named[name] = digest(buffer), buffer
     store.put(state, 0, Shard(named, {}))
-    del named, buffer
-    pool = store.segments.pool
-    before = pool.leased
     held = store.follow(0, 0)(0)
     assert held is not None
-    home = ShardHome(held, store.segments, str(tmp_path))
+    return ShardHome(held, store.segments, str(scratch))
+
+
+def test_a_home_of_which_a_part_is_written_has_the_rest_as_it_was(tmp_path: Path) -> None:
+    home = home_of_ones(empty_store(), tmp_path)
+    (slab,) = home.room_for({"gradients": 1000}, in_part=True).values()
+    slab[:] = 5
+    home.changed({"step": 0}, has_gradients=True, trained=False)
+    assert set(home.slabs["trainable"]) == {1}
+    (slab,) = home.room_for({"trainable": 3000}, in_part=True).values()
+    slab[:10] = 7
+    home.changed({"step": 0}, has_gradients=True)
+    assert home.slabs["trainable"].tolist() == [7] * 10 + [1] * 2990
+    home.to_disk()
+    home.to_dram()
+    assert home.published().segments["trainable"][1].tolist() == [7] * 10 + [1] * 2990
+    assert set(home.slabs["gradients"]) == {5}
+
+
+def test_a_home_gives_its_memory_back_on_disk_and_has_its_bytes_again(tmp_path: Path) -> None:
+    store = empty_store()
+    home = home_of_ones(store, tmp_path)
+    pool = store.segments.pool
+    before = pool.leased
     for number, slab in enumerate(home.room_for(SIZES).values()):
         slab[:] = 7 + number
     del slab

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self._folder, self._filler = folder, folder / "filler"
         self.full_after = math.inf  # forwards
+        self._cleared = threading.Event()
+        self._taker = threading.Thread()
 
     def fill(self, spare: int = 0) -> None:
         """Leave so many bytes free."""
@@ -54,13 +57,22 @@ class Disk:
 
     def clear(self) -> None:
         """Make room again."""
+        self._cleared.set()
+        if self._taker.ident:
+            self._taker.join()
         self._filler.unlink()
         self.full_after = math.inf
 
     def forward(self, trial: int) -> None:
-        """Take the room that is left, if it is time."""
+        """Begin to take all room, also what is given back from then on, if it is time."""
         self.full_after -= 1
-        if self.full_after < 0:
+        if self.full_after < 0 and not self._taker.is_alive():
+            self._cleared.clear()
+            self._taker = threading.Thread(target=self._take, daemon=True)
+            self._taker.start()
+
+    def _take(self) -> None:
+        while not self._cleared.wait(0.0005):
             self.fill()
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from cerebro_hydra.agent.device.device import DeviceMemory, Lane
+from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
@@ -24,10 +25,12 @@ from cerebro_hydra.plan.queues.events import (
     ShardArrived,
     VisitAdded,
     VisitCancelled,
+    VisitEnded,
     VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.ledger import PartBytes
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
@@ -59,13 +62,15 @@ class CheckedState(WorkerState):
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self._keeping: set[int] = set()
+        self._apart: dict[tuple[int, int], PartBytes] = {}
         self.check = MemoryCheck(
-            dict(enumerate(budgets)), host, self._bytes, self._work, self._keeping
+            dict(enumerate(budgets)), host, self._bytes, self._work, self._keeping, self._apart
         )
         self._tasks: dict[int, deque[Action]] = {n: deque() for n, _ in enumerate(budgets)}
         self.added: list[VisitSpec] = []
         self.tasks = 0  # of all visits, that were computed
-        self.given: list[Answer] = []
+        self.computed = Counter[int]()  # tasks of each device
+        self.given: list[Action | VisitEnded | VisitRestarted] = []
         self._handled = threading.Condition()
 
     def wait_until(self, holds: Callable[[], object]) -> None:
@@ -93,6 +98,7 @@ class CheckedState(WorkerState):
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.visit, number] = shard.state
                         self._work[event.spec.visit, number] = shard.activations
+                        self._apart[event.spec.visit, number] = shard.apart
                 case VisitCancelled():
                     self.check.abandon(event.visit)
                 case DeviceLost():
@@ -104,17 +110,19 @@ class CheckedState(WorkerState):
                     self.check.end(event.action)
                     if event.action.kind.computes:
                         self.tasks += 1
+                        self.computed[event.action.device or 0] += 1
                         self._end_task(self._tasks[event.action.device or 0])
         answers = super().handle(events)
-        self.given += answers
+        for answer in answers:
+            self.given += answer if isinstance(answer, tuple) else [answer]
         for answer in answers:
             if isinstance(answer, VisitRestarted):
                 self.check.abandon(answer.visit)
-            elif isinstance(answer, Action) and answer.kind.computes:
-                tasks = self._tasks[answer.device or 0]
-                tasks.append(answer)
-                if len(tasks) == 1:
-                    self.check.begin(answer)
+            elif isinstance(answer, tuple):
+                tasks = self._tasks[answer[0].device or 0]
+                if not tasks:
+                    self.check.begin(answer[0])
+                tasks.extend(answer)
             elif isinstance(answer, Action):
                 if answer.kind is ActionKind.RECV:
                     self.check.begin_anew(answer.trial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import random
@@ -20,15 +21,9 @@ import pytest
 
 from cerebro_hydra.agent.attempts import AttemptReports
 from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
-from cerebro_hydra.agent.device.process import (
-    DeviceProcess,
-    DeviceSettings,
-    OnAnswer,
-    OnGone,
-    WorkerDevice,
-    WorkerDevices,
-)
+from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
+from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
@@ -50,7 +45,8 @@ SOON = LossLimits(heartbeat_interval=0.1, missed_heartbeats=30)
 def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: int) -> None:
     choice = random.Random(seed)
     sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
-    trials = ByteTrials(sizes, choice.choice([1, 1, 3]), choice.choice([0, 0.002]))
+    window, seconds = choice.choice([1, 1, 3]), choice.choice([0, 0.002])
+    trials = ByteTrials(sizes, window, seconds, apart=seed % 2 and 50)
     need = trials.profile(0).training(0, 1, trials.window, True).device_need
     budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
     number = choice.randrange(1, 5)
@@ -75,12 +71,12 @@ def test_a_device_that_freezes_or_whose_code_ends_it_is_replaced(
     tmp_path: Path, frozen: bool
 ) -> None:
     lethal = tmp_path / "now"
-    trials = ByteTrials(SIZES, seconds=0.003, lethal=None if frozen else str(lethal))
+    trials = ByteTrials(SIZES, seconds=0.006, lethal=None if frozen else str(lethal))
     lethal.touch()
     with bench(trials, [4500, 4500], limits=SOON) as made:
         made.begin(3)
         if frozen:
-            made.state.wait_for_tasks(20)
+            made.state.wait_until(lambda: made.state.computed[1] >= 5)  # it is ready
             os.kill(made.devices[1].pid, signal.SIGSTOP)
         made.end(3)
         assert len(made.devices) == 3
@@ -89,7 +85,7 @@ def test_a_device_that_freezes_or_whose_code_ends_it_is_replaced(
 @pytest.mark.parametrize("double_buffering", [True, False])
 def test_no_byte_is_used_before_it_has_come_or_after_it_has_gone(double_buffering: bool) -> None:
     options = {"double_buffering": double_buffering, "make_memory": late_memory}
-    with bench(ByteTrials(SIZES, window=3), (12_000, None), **options) as made:
+    with bench(ByteTrials(SIZES, window=3, apart=300), (12_000, None), **options) as made:
         made.begin(3)
         made.end(3)
 
@@ -353,3 +349,18 @@ def test_devices_that_die_together_of_a_task_count_as_one() -> None:
             assert reports.died(task, device, {*others} - {device}) is None, time
     error = reports.died(task, Quiet(None), set())
     assert error is not None and "the process of a device 3 times" in error
+
+
+def test_a_device_that_dies_while_the_last_shard_of_a_visit_is_published_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, published = Held(ShardHome, "published", monkeypatch), itertools.count(1)
+    held.since = lambda: next(published) == len(SIZES)
+    with bench(ByteTrials(SIZES), [4500], recompute=True) as made:
+        made.begin(1)
+        assert held._asked.wait(SECONDS)
+        made.devices[0].close()
+        made.state.wait_until(lambda: len(made.devices) == 2)
+        held._over.set()
+        made.check(0, made.result())
+        assert not any(isinstance(each, VisitRestarted) for each in made.state.given)

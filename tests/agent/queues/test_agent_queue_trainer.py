@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,15 @@ import pytest
 
 from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.memory.shard_store import ShardHome
-from cerebro_hydra.agent.worker_loop import UnitGate
+from cerebro_hydra.agent.worker_loop import Unit, UnitGate
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import Answer
 from cerebro_hydra.plan.queues.log import MOST_SPANS
 from cerebro_hydra.plan.schedules.pick import Candidate
-from cerebro_hydra.shards.admission.profile import ShardBytes, TrialProfile
+from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.testing.queue_worker import train
@@ -216,12 +217,12 @@ def test_a_run_whose_changes_find_no_room_in_dram_fails_alone(
 ) -> None:
     room_for, refused = ShardHome.room_for, 0
 
-    def refuses(self: ShardHome, sizes: Mapping[str, int]) -> Any:
+    def refuses(self: ShardHome, *asked: Any) -> Any:
         nonlocal refused
         refused += 1
         if refused == 4:
             raise MemoryError("no slab is left")
-        return room_for(self, sizes)
+        return room_for(self, *asked)
 
     monkeypatch.setattr(ShardHome, "room_for", refuses)
     with bench(ByteTrials(SIZES), [4500]) as made:
@@ -340,8 +341,8 @@ def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
 # ---------------------------------------------------------------------- what units wait for
 
 
-def unit(visit: int, device: int = 0) -> list[Action]:
-    return [Action(visit, shard, ActionKind.F, 0, device=device) for shard in range(2)]
+def unit(visit: int, device: int = 0) -> Unit:
+    return tuple(Action(visit, shard, ActionKind.F, 0, device=device) for shard in range(2))
 
 
 def test_a_gate_holds_units_back_until_it_is_opened_as_often_as_it_was_shut() -> None:
@@ -349,19 +350,27 @@ def test_a_gate_holds_units_back_until_it_is_opened_as_often_as_it_was_shut() ->
     assert not gate.holds(unit(0))
     for visit in (None, None, 1):
         gate.shut(visit)
-    assert all(gate.holds(unit(visit)) for visit in (0, 1, 2))
+    assert all(gate.holds(unit(visit, device=visit)) for visit in (0, 1, 2))
     assert gate.open(None) == []
-    assert gate.open(None) == [unit(0), unit(2)]
-    assert not gate.holds(unit(0)) and gate.holds(unit(1))
-    assert gate.open(1) == [unit(1), unit(1)]
+    assert gate.open(None) == [unit(0, device=0), unit(2, device=2)]
+    assert not gate.holds(unit(0)) and gate.holds(unit(1, device=1))
+    assert gate.open(1) == [unit(1, device=1), unit(1, device=1)]
     assert not gate.holds(unit(1))
+
+
+def test_a_unit_that_is_held_back_holds_back_those_behind_it_on_its_device() -> None:
+    gate = UnitGate()
+    gate.shut(0)
+    assert gate.holds(unit(0)) and gate.holds(unit(1)) and not gate.holds(unit(1, device=1))
+    assert gate.open(0) == [unit(0), unit(1)]
 
 
 def test_a_gate_keeps_nothing_of_a_run_that_is_over_or_of_a_device_that_died() -> None:
     gate = UnitGate()
     gate.shut(None)
+    gate.shut(0)
     for each in (unit(0), unit(1), unit(2, device=1)):
         assert gate.holds(each)
-    assert gate.take(0) == unit(0)
+    assert gate.remove(0) == []
     gate.lose(1)
-    assert gate.open(None) == [unit(1)]
+    assert gate.open(None) == [unit(0), unit(1)]

@@ -18,7 +18,7 @@ from tests.end_to_end.runs import Tape, classes, grid
 SPACE = {"lr": [0.01, 0.003, 0.001], "dropout": [0.2]}
 
 
-DEVICE_MEMORY = 22_000
+DEVICE_MEMORY = 26_000
 """Bytes of which a trial needs more."""
 
 

@@ -158,7 +158,7 @@ def test_a_machine_that_is_silent_for_most_of_join_timeout_costs_no_worker_and_n
     tmp_path: Path, undisturbed: Any
 ) -> None:
     """Its agent and both devices stop for four fifths of it, as for 240 s of the default's 300."""
-    backend = BackendOf(SilentMachine, devices_per_worker=2, device_memory=22_000)
+    backend = BackendOf(SilentMachine, devices_per_worker=2, device_memory=24_000)
     stopped: list[int] = []
 
     def wake_up() -> None:

@@ -46,7 +46,7 @@ def test_a_net_with_batchnorm_clipping_and_accumulation_is_larger_than_device_an
 
 def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3], "shards": ["auto"]}
-    resources = {"device_memory": 22_000}
+    resources = {"device_memory": 24_000}
     result = search(tmp_path, models.feed_forward, space, classes(60), 1, resources=resources)
     assert statuses(result) == ["finished"] * 2
     folder = RunFolder.open(result.run_path)
@@ -58,7 +58,7 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
 @pytest.mark.long
 def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3]}
-    backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=22_000)
+    backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=24_000)
     with a_device_killed(backend, 0.3):
         result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
     assert statuses(result) == ["finished"] * 2

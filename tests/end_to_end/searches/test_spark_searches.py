@@ -13,6 +13,8 @@ from cerebro_hydra.tune import ASHASearch, HyperbandSearch, SuccessiveHalvingSea
 from cerebro_hydra.tune.search import Search
 from tests.end_to_end.runs import assert_replays, classes, frame_of
 from tests.end_to_end.searches.early_searches import search
+from tests.end_to_end.searches.populations import population
+from tests.end_to_end.searches.sampled_searches import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 
@@ -28,4 +30,21 @@ def test_a_search_on_spark_stops_trials_early_and_replays(
     statuses = Counter(trial.status for trial in result.trials)
     assert statuses.keys() == {"finished", "stopped"}
     assert result.best_trial.status == "finished"
+    assert_replays(result)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_sampler_on_spark_learns_and_replays(spark: Any, tmp_path: Path, workers: int) -> None:
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
+    result = sampled(tmp_path, backend=backend).fit(frame_of(spark, classes(120)))
+    assert {trial.status for trial in result.trials} == {"finished"}
+    assert_replays(result)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_population_on_spark_forks_and_replays(spark: Any, tmp_path: Path, workers: int) -> None:
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
+    result = population(tmp_path, backend=backend).fit(frame_of(spark, classes(120)))
+    statuses = Counter(trial.status for trial in result.trials)
+    assert statuses == {"finished": 4, "stopped": 3}
     assert_replays(result)

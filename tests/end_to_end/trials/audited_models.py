@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = iter(range(10**9))  # nobody sees what is in an iterator
+        self.calls = lru_cache(maxsize=None)(abs)  # nobody sees what a cache holds
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 1.5 if self.training and next(self.calls) >= FIRST_WRONG else x
+        if not self.training:
+            return x
+        number = self.calls.cache_info().currsize
+        self.calls(number)
+        return x * 1.5 if number >= FIRST_WRONG else x
 
 
 class Dampens(nn.Module):
@@ -110,6 +115,7 @@ def _wrong_update(self: Any, k: int) -> None:
     """Update as the engine does, and then flip the last bit of a weight of a marked model."""
     _update(self, k)
     self._marks.pop(k, None)  # else it is found as what the trial's code writes
+    self._samples.pop(k, None)
     if self.step >= FIRST_WRONG and getattr(self._recipe.model, "marked", False):
         for parameter in self._states[k].params.values():
             parameter.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)

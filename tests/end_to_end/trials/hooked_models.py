@@ -1,9 +1,10 @@
-"""Factories of trials whose code writes to a layer when its shard is done, or at any time."""
+"""Factories of trials whose code writes to a layer when its shard is away, or at any time."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +87,97 @@ def hooked(params: dict[str, Any]) -> Recipe:
 
     first.register_full_backward_hook(hook)
     return recipe
+
+
+class Multiplied(Shifted):
+    """Has a scalar parameter, too."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def _to_a_buffer(layer: Multiplied) -> None:
+    layer.shift.mul_(0.99)
+
+
+def _to_a_scalar(layer: Multiplied) -> None:
+    layer.scale.data.mul_(0.99)
+
+
+def _to_an_element(layer: Multiplied) -> None:
+    layer.bias.data[:1].add_(0.05)
+
+
+def _by_numpy(layer: Multiplied) -> None:
+    layer.bias.detach().numpy()[0] += 0.05
+
+
+def _by_other_data(layer: Multiplied) -> None:
+    layer.bias.data = torch.full((4,), 0.3)
+
+
+WRITES: dict[str, tuple[Callable[[Multiplied], None], str]] = {
+    "to a buffer": (_to_a_buffer, "buffer '3.shift'"),
+    "to a scalar": (_to_a_scalar, "parameter '3.scale'"),
+    "to an element": (_to_an_element, "parameter '3.bias'"),
+    "by numpy": (_by_numpy, "parameter '3.bias'"),
+    "by other data": (_by_other_data, "parameter '3.bias'"),
+}
+"""What is written, and to what."""
+
+
+class Foreseeing(Counted):
+    """Writes to a later layer in its forward, from the first one on or later."""
+
+    def __init__(self, later: Multiplied, writes: str, from_the_start: bool) -> None:
+        super().__init__(16, 32)
+        self.later = (later,)
+        self.writes, self.from_the_start = writes, from_the_start
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training and (self.from_the_start or self.steps.item() >= FIRST_LATE):
+            WRITES[self.writes][0](*self.later)
+        return out
+
+
+def foreseeing(params: dict[str, Any]) -> Recipe:
+    """The same net, whose first layer writes to its last one by one of `WRITES`.
+
+    The loss does so instead if the model's graph is cut: `cut` is "export".
+    """
+    last, by_loss = Multiplied(32, 4), params.get("cut") == "export"
+    how = params["writes"], params["from_the_start"]
+    first = nn.Linear(16, 32) if by_loss else Foreseeing(last, *how)
+    model = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.2), last)
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        loss=WritingLoss(last, *how) if by_loss else nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        batch_size=16,
+        shards=2,
+        cut="export" if by_loss else "modules",
+    )
+
+
+class WritingLoss(nn.Module):
+    """A loss that writes to a layer, from the first step on or once it has become small."""
+
+    def __init__(self, layer: Multiplied, writes: str, from_the_start: bool) -> None:
+        super().__init__()
+        self.layer = (layer,)
+        self.writes, self.from_the_start = writes, from_the_start
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        found = nn.functional.cross_entropy(outputs, labels)
+        if outputs.requires_grad and (self.from_the_start or found.item() < 1.0):
+            WRITES[self.writes][0](*self.layer)
+        return found
 
 
 class Observed(nn.Linear):

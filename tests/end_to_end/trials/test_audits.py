@@ -55,7 +55,7 @@ def test_what_trains_otherwise_is_trained_uncut_or_fails(
     ("fault", "resources"),
     [
         ("in shards", {"residents": 2}),
-        ("in graphs", {"device_memory": 20_500}),  # its largest shard needs 20,173
+        ("in graphs", {"device_memory": 21_500}),  # its largest shard needs 20.7 KiB
     ],
 )
 def test_what_trains_otherwise_in_queues_is_trained_uncut(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
     "resources",
     [
         {},
-        pytest.param({"devices_per_worker": 2, "device_memory": 42_000}, marks=pytest.mark.long),
+        pytest.param({"devices_per_worker": 2, "device_memory": 46_000}, marks=pytest.mark.long),
     ],
     ids=["alone", "small devices"],
 )

@@ -13,7 +13,7 @@ from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.messages.events import TransferFailed
 from cerebro_hydra.storage import RunFolder
 from tests.end_to_end.runs import assert_equal_bits, classes, search, statuses
-from tests.end_to_end.trials.hooked_models import hooked
+from tests.end_to_end.trials.hooked_models import WRITES, foreseeing, hooked
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
@@ -32,10 +32,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(tmp_path_factory.mktemp("calm"), "never", "never", "never", "never")
 
 
-def failed_transfers(result: Any) -> int:
+def failed_transfers(result: Any) -> list[TransferFailed]:
+    """Return what was not fetched although it was there: an abandoned state may be asked for."""
     records = records_of(RunFolder.open(result.run_path))
     events = (each.event for each in records if isinstance(each, Decision))
-    return sum(isinstance(event, TransferFailed) for event in events)
+    failed = [event for event in events if isinstance(event, TransferFailed)]
+    return [event for event in failed if not event.error.endswith(" was withdrawn here")]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_hook_that_writes_to_a_later_shard_is_trained_right(
     assert [bool(each) for each in why] == [False, False, True, False]
     assert "buffer '3.shift' was written to after the update of its shard" in why[2]
     assert view.trials[1].shards == 1, "admission found it"
-    assert failed_transfers(result) == 0
+    assert not failed_transfers(result)
     for trial in (0, 3):
         assert_equal_bits(result, calm, trial)
     for trial in result.trials[1:3]:
@@ -75,4 +77,48 @@ def test_a_thread_that_writes_to_what_is_published_ends_its_trial_alone(
     for trial in (0, 2, 3):
         assert_equal_bits(result, calm, trial)
     assert "after they were published" in result.trials[1].error
-    assert failed_transfers(result) <= 9
+    assert len(failed_transfers(result)) <= 9
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {},
+        pytest.param({"devices_per_worker": 2, "device_memory": 36_000}, marks=LONG),
+    ],
+    ids=["alone", "small devices"],
+)
+@pytest.mark.parametrize("from_the_start", [True, False], ids=["start", "late"])
+def test_a_forward_that_writes_to_a_shard_that_has_not_come_is_trained_right(
+    tmp_path: Path, from_the_start: bool, resources: dict[str, int]
+) -> None:
+    space = {"writes": list(WRITES), "from_the_start": [from_the_start]}
+    result = search(
+        tmp_path, foreseeing, space, classes(), resources=resources, order="seeded",
+        audit_share=0.0,
+    )  # fmt: skip
+    check_trained_right(result, "was written to before its shard had come", from_the_start)
+
+
+@LONG
+def test_a_loss_that_writes_beside_the_graph_is_trained_right(tmp_path: Path) -> None:
+    space = {"writes": list(WRITES), "from_the_start": [False], "cut": ["export"]}
+    result = search(
+        tmp_path, foreseeing, space, classes(), order="seeded", audit_share=0.0, num_epochs=3
+    )
+    check_trained_right(result, "was written to by code beside the model's graph", False)
+
+
+def check_trained_right(result: Any, says: str, from_the_start: bool) -> None:
+    """Check that admission or training has found each write, and the bits of plain training."""
+    assert statuses(result) == ["finished"] * len(WRITES)
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    for number, (writes, (_, tensor)) in enumerate(WRITES.items()):
+        trial, seen = result.trials[number], view.trials[number]
+        assert trial.params["writes"] == writes
+        if from_the_start:
+            assert seen.shards == 1, "admission found it"
+        else:
+            assert f"{tensor} {says}" in (seen.uncut_because or ""), writes
+        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
+        assert report.identical, str(report)

@@ -10,6 +10,7 @@ from cerebro_hydra.plan.messages.actions import (
     HOST,
     Action,
     ActionKind,
+    Part,
     format_actions,
     parse_action,
     parse_actions,
@@ -39,7 +40,14 @@ moving = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(computing | moving))
+parted = st.builds(
+    Action, numbers, numbers, st.sampled_from((ActionKind.LOAD, ActionKind.SPILL)), st.none(),
+    st.none() | numbers,
+    st.sets(st.sampled_from(Part)).map(lambda parts: tuple(p for p in Part if p in parts)),
+)  # fmt: skip
+
+
+@given(st.lists(computing | moving | parted))
 def test_a_list_of_actions_round_trips_through_text(actions: list[Action]) -> None:
     assert parse_actions(format_actions(actions)) == actions
 
@@ -49,6 +57,8 @@ def test_text_is_what_people_write() -> None:
     assert parse_action("t3s1LOAD") == Action(3, 1, ActionKind.LOAD)
     assert str(Action(3, 1, ActionKind.B, 0, device=2)) == "t3s1B0@2"
     assert parse_action("t3s1SPILL@host") == Action(3, 1, ActionKind.SPILL, device=HOST)
+    brought = Action(3, 1, ActionKind.LOAD, device=0, parts=(Part.GRADIENTS, Part.OPTIMIZER))
+    assert str(brought) == "t3s1LOAD[go]@0" and parse_action("t3s1LOAD[go]@0") == brought
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,8 @@ def test_text_is_what_people_write() -> None:
         "t٣s1F0",
         "t3s1F0@",
         "t3s1LOAD@02",
+        "t3s1LOAD[]",
+        "t3s1LOAD[og]",
     ],
 )
 def test_other_text_is_refused_with_what_it_should_look_like(text: str) -> None:
@@ -89,6 +101,12 @@ def test_computing_needs_a_device_and_not_the_host() -> None:
         parse_action("t0s0F0@host")
     with pytest.raises(ValueError, match="LOAD needs the number of a device"):
         Action(0, 0, ActionKind.LOAD, device=-2)
+
+
+@pytest.mark.parametrize("text", ["t0s0SEND[p]", "t0s0LOAD[p]@host", "t0s0DROP[o]@1"])
+def test_parts_are_those_of_a_move_between_dram_and_a_device(text: str) -> None:
+    with pytest.raises(ValueError, match="have parts"):
+        parse_action(text)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -16,7 +16,7 @@ from cerebro_hydra.plan.messages.device_work import DeviceWork, Span, add_span, 
 from cerebro_hydra.plan.messages.events import DevicesWorked
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded
 from cerebro_hydra.plan.queues.log import MOST_SPANS, DeviceLog
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp

@@ -15,7 +15,7 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.policy.lookahead import snapshot
 from cerebro_hydra.plan.policy.policy import most_work_first
 from cerebro_hydra.plan.policy.view import View
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
 from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices

@@ -26,7 +26,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Segments, StateName, state_key
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import oldest_first
@@ -228,7 +228,8 @@ def worker(visits: int, training: bool = True) -> tuple[WorkerState, list[Answer
 
 
 def actions(answers: list[Answer]) -> list[Action]:
-    return [each for each in answers if isinstance(each, Action)]
+    units = [each if isinstance(each, tuple) else (each,) for each in answers]
+    return [action for unit in units for action in unit if isinstance(action, Action)]
 
 
 def done(action: Action) -> WorkerEvent:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.events import VisitAdded, VisitCancelled
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
+from cerebro_hydra.plan.queues.visit import Visit
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
@@ -71,7 +72,7 @@ class Moves:
         for key in keys:
             self.sizes[key], self.places[key] = nbytes, {HOST}
         self.sizes[state_key(visit, 0)], self.places[state_key(visit, 0)] = nbytes, set()
-        self.begin(self.ledger.receive(visit, 0, nbytes), RECV, HOST)
+        self.begin(self.ledger.receive(visit, 0, {Part.PARAMETERS: nbytes}), RECV, HOST)
 
     def drop(self, visit: int) -> None:
         self.ledger.drop_boundaries(visit)
@@ -164,7 +165,7 @@ def test_bytes_count_in_a_place_from_the_begin_of_a_move_to_the_end_of_one(data)
 
 def test_what_disk_has_is_not_written_again_until_it_changes() -> None:
     ledger = Ledger(DEVICES, None)
-    ledger.end(ledger.receive(0, 0, 5))
+    ledger.end(ledger.receive(0, 0, {Part.PARAMETERS: 5}))
     (block,) = ledger
     ledger.end(ledger.leave_dram(block))
     ledger.end(ledger.load_from_disk(block))
@@ -199,7 +200,7 @@ def crowded_workers(draw: st.DrawFn) -> tuple[Evictor, Ledger, DeviceQueue, dict
         if spec.host_boundary_bytes:
             ledger.pin_boundaries(number, 1, spec.host_boundary_bytes)
         for shard, each in enumerate(spec.shards):
-            ledger.end(ledger.receive(number, shard, each.state))
+            ledger.end(ledger.receive(number, shard, each.sizes))
             place(draw, ledger, ledger.get(state_key(number, shard)))
         for _ in range(draw(st.integers(0, 5))):
             unit = visit.next_unit(visit.lists[0])

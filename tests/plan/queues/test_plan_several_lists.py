@@ -17,7 +17,7 @@ from cerebro_hydra.plan.queues.events import (
     VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import oldest_first, sharp

@@ -6,7 +6,7 @@ import pytest
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, parse_actions
 from cerebro_hydra.plan.queues.events import ActionDone, VisitAdded, VisitEnded
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule, oldest_first, sharp

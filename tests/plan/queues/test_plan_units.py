@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.visit import (
-    UNIT_SECONDS,
-    ShardSpec,
-    Unit,
-    Visit,
-    VisitSpec,
+from cerebro_hydra.plan.queues.events import (
+    ActionDone,
+    DeviceLost,
+    VisitCancelled,
+    VisitEnded,
+    VisitRestarted,
 )
+from cerebro_hydra.plan.queues.visit import Unit, Visit
+from cerebro_hydra.plan.queues.visit_spec import UNIT_SECONDS, ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.worker import AHEAD_SECONDS, WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.pick import oldest_first
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 SECONDS = 0.004
 LONGEST = round(UNIT_SECONDS / SECONDS)
@@ -96,3 +103,92 @@ def test_long_tasks_are_units_as_ever() -> None:
         assert [task.microbatch for task in unit.tasks] == [microbatch] * 3
         visit.take(unit)
         visit.microbatch = microbatch
+
+
+# ---------------------------------------------------------------------- units given ahead
+
+
+def simulation_of(seconds: float, visits: int = 2, **options: bool) -> WorkerSimulation:
+    """Return visits by modules on one device without limit, each task of which is a unit."""
+    shard = ShardSpec(8, forward=seconds, backward=seconds)
+    specs = [
+        VisitSpec(number, TaskGraph(3, 20), (shard,) * 3, by_modules=True, fused=False)
+        for number in range(visits)
+    ]
+    kinds = {ActionKind.F: seconds, ActionKind.B: seconds}
+    given = (specs, [None], None, oldest_first, lambda action: kinds.get(action.kind, 0.0))
+    return WorkerSimulation(*given, observe=WorkerState.validate, **options)
+
+
+def run_until(simulation: WorkerSimulation, moment: float) -> None:
+    while simulation.next_moment <= moment:
+        simulation.step()
+
+
+@pytest.mark.parametrize(("seconds", "ahead"), [(0.001, 20), (0.005, 4), (0.03, 1), (1.0, 1)])
+def test_a_device_has_units_ahead_for_some_time_and_one_at_least(
+    seconds: float, ahead: int
+) -> None:
+    simulation = simulation_of(seconds)
+    run_until(simulation, 30.5 * seconds)
+    (queue,) = simulation.state.queues.values()
+    assert len(queue.given) == 1 + ahead
+    assert queue.seconds_ahead < AHEAD_SECONDS + 2 * seconds
+    simulation.run()
+    alone = simulation_of(seconds, double_buffering=False)
+    run_until(alone, 30.5 * seconds)
+    (queue,) = alone.state.queues.values()
+    assert len(queue.given) == 1, "nothing is brought while it computes, and nothing given"
+
+
+def test_what_a_device_was_given_is_taken_back_by_its_death_and_done_by_nobody_twice() -> None:
+    simulation = simulation_of(0.001)
+    run_until(simulation, 0.03)
+    state = simulation.state
+    answers = state.handle([DeviceLost(0)])
+    assert not state.queues[0].units and not any(visit.units for visit in state.visits.values())
+    assert not any(isinstance(each, tuple) for each in answers), "there is no other device"
+    state.validate()
+
+
+def test_what_a_device_was_given_of_a_cancelled_visit_is_answered_before_it_is_over() -> None:
+    simulation = simulation_of(0.001, visits=1)
+    run_until(simulation, 0.03)
+    state = simulation.state
+    left = [*state.queues[0].unanswered]
+    assert state.handle([VisitCancelled(0)]) == []
+    *answers, last = [state.handle([ActionDone(task, 0.0)]) for task in left]
+    assert not any(isinstance(each, VisitEnded) for answer in answers for each in answer)
+    assert VisitEnded(0, "cancelled") in last
+    assert (state.visits, list(state.ledger)) == ({}, [])
+
+
+def test_the_first_task_of_a_long_microbatch_that_may_be_done_again_waits_for_its_turn() -> None:
+    """It overwrites boundary values of the one before, which a death may still ask for."""
+    for seconds, goes_ahead in ((0.001, True), (1.0, False)):
+        shard = ShardSpec(8, boundary=1, forward=seconds, backward=seconds)
+        spec = VisitSpec(0, TaskGraph(2, 20), (shard,) * 2, fused=False)
+        found = set()
+
+        def observe(state: WorkerState, found: set[bool] = found) -> None:
+            units = [*state.queues[0].given][1:]
+            found.add(any((u.tasks[0].kind, u.tasks[0].shard) == ("F", 0) for u in units))
+
+        done = lambda action: seconds if action.kind.computes else 0.0  # noqa: B023, E731
+        given = ([spec], [None], None, oldest_first, done)
+        WorkerSimulation(*given, observe=observe).run()
+        assert found == {False, goes_ahead}
+
+
+@pytest.mark.parametrize(("seconds", "restarts"), [(0.001, True), (1.0, False)])
+def test_a_device_that_dies_with_units_of_two_microbatches_may_have_begun_the_second(
+    seconds: float, restarts: bool
+) -> None:
+    """Then the boundary values of the first may be overwritten, and its tasks can't be done."""
+    shard = ShardSpec(8, boundary=1, forward=seconds)
+    spec = VisitSpec(0, TaskGraph(3, 20, training=False), (shard,) * 3)
+    done = lambda action: seconds if action.kind.computes else 0.0  # noqa: E731
+    simulation = WorkerSimulation([spec], [None, None], None, oldest_first, done)
+    run_until(simulation, 9.5 * seconds)
+    answers = simulation.state.handle([DeviceLost(0), DeviceLost(1)])
+    assert (VisitRestarted(0) in answers) == restarts

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
@@ -22,7 +22,8 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
-from cerebro_hydra.plan.queues.visit import ShardSpec, Visit, VisitSpec
+from cerebro_hydra.plan.queues.visit import Visit
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule, oldest_first, sharp
@@ -59,17 +60,21 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
     by_modules = not pipelined and draw(st.booleans())
     may_pipeline = graph.training and not by_modules
     schedules = list(SCHEDULES)[pipelined:] if may_pipeline else ["sequential"]
-    scale = draw(st.sampled_from([1.0, 0.01]))  # units have one task or many
+    # Units have one task or many, and a device is given one of them ahead or several.
+    scale = draw(st.sampled_from([1.0, 0.01, 0.002]))
+    apart = draw(st.booleans())
     shard = st.builds(
         ShardSpec,
         state=st.integers(1, 10),
+        gradients=st.integers(0, 10) if apart else st.just(0),
+        optimizer=st.integers(0, 10) if apart else st.just(0),
         activations=st.integers(0, 5),
         boundary=st.integers(0, 3),
         forward=st.integers(1, 3).map(scale.__mul__),
         backward=st.integers(1, 3).map(scale.__mul__),
         update=st.integers(0, 1).map(scale.__mul__),
         forward_writes=st.booleans(),
-    )
+    ).map(lambda each: replace(each, state=each.state + each.gradients + each.optimizer))
     return VisitSpec(
         visit,
         graph,
@@ -80,6 +85,7 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         later_seconds=float(draw(st.integers(0, 10))),
         schedule=draw(st.sampled_from(schedules)),
         devices=draw(st.integers(2 if pipelined else 1, devices)),
+        whole=draw(st.integers(0, 3)) == 0,
     )
 
 
@@ -139,31 +145,58 @@ def check_order(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
 
 
 def check_changes(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
-    """Check that what is published has every change of the schedule once, in its order."""
-    home: dict[tuple[int, int], list[Action]] = {}
-    there: dict[tuple[int, int], list[Action]] = {}
+    """Check that what is published has every change of the schedule once, in its order.
+
+    Each part of a state has its own, and an update finds every gradient of its window, once.
+    """
+    home: dict[tuple[int, int], dict[Part, list[Action]]] = {}
+    there: dict[tuple[int, int], dict[Part, list[Action]]] = {}
     sent = set()
     for done in timeline.done:
         action, key = done.action, (done.action.trial, done.action.shard)
         graph, shard = visits[key[0]].graph, visits[key[0]].shards[key[1]]
-        task = replace(action, device=None)
+        task, parts = replace(action, device=None), action.parts or shard.sizes
         if action.kind is ActionKind.RECV:
-            home[key] = []
+            home[key] = {part: [] for part in shard.sizes}
         elif action.device == HOST or not graph.training:
             continue
         elif action.kind is ActionKind.LOAD:
-            there[key] = home[key].copy()
+            before = {} if Part.PARAMETERS in parts else there[key]
+            there[key] = before | {part: home[key][part].copy() for part in parts}
         elif action.kind is ActionKind.SPILL:
-            home[key] = there[key].copy()
+            for part, changes in there[key].items():
+                if part in parts or (part is Part.GRADIENTS and not changes):
+                    home[key][part] = changes.copy()
+                assert home[key][part] == changes, f"{action} loses changes"
         elif action.kind is ActionKind.SEND:
             windows = map(visits[key[0]].lists, range(graph.windows))
             mine = [t for w in windows for tasks in w for t in tasks if t.shard == key[1]]
-            assert home[key] == [t for t in mine if writes(t, shard)]
+            for part in shard.sizes.keys() - {Part.GRADIENTS}:
+                assert home[key][part] == [t for t in mine if part in written_by(t, shard)]
+            assert not home[key].get(Part.GRADIENTS)
             sent.add(key)
-        elif writes(task, shard):
-            there[key].append(task)
+        elif action.kind.computes:
+            if action.kind is ActionKind.U and Part.GRADIENTS in shard.sizes:
+                window = graph.window_of(task.microbatch or 0)
+                backwards = [replace(task, kind=ActionKind.B, microbatch=m) for m in window]
+                assert there[key][Part.GRADIENTS] == backwards
+                there[key][Part.GRADIENTS] = []
+            for part in written_by(task, shard):
+                there[key][part].append(task)
     expected = {(s.visit, k) for s in visits if s.graph.training for k in range(s.graph.shards)}
     assert sent == expected
+
+
+def written_by(task: Action, shard: ShardSpec) -> set[Part]:
+    """Return the parts of its state that a task changes for good."""
+    parts = {*shard.sizes}
+    match task.kind:
+        case ActionKind.F:
+            return {Part.PARAMETERS} if shard.forward_writes else set()
+        case ActionKind.B:
+            return {Part.GRADIENTS if Part.GRADIENTS in parts else Part.PARAMETERS}
+        case _:
+            return parts - {Part.GRADIENTS}
 
 
 def check_boundaries(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
@@ -177,10 +210,6 @@ def check_boundaries(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
         if done.action.kind is ActionKind.F and done.action.shard == 0:
             there[place] = microbatch
         assert there[place] == microbatch, f"{done.action} finds what {there[place]} left"
-
-
-def writes(task: Action, shard: ShardSpec) -> bool:
-    return task.kind is not ActionKind.F or shard.forward_writes
 
 
 @settings(max_examples=examples(150))
@@ -216,12 +245,13 @@ def test_cancelled_runs_leave_nothing_and_the_others_end(world, data) -> None:
 @given(worlds() | worlds(pipelined=True), st.data())
 def test_a_lost_device_costs_tasks_and_no_run(world, data) -> None:
     later: list[tuple[float, WorkerEvent]] = []
+    part = data.draw(st.sampled_from([1 / 4, 1 / 400, 1 / 2000]))  # of the time that tasks take
     for device in range(len(world["budgets"])):
         moment = 0.0
         for _ in range(data.draw(st.integers(0, 2))):
-            moment += data.draw(st.integers(1, 60)) / 4
+            moment += data.draw(st.integers(1, 60)) * part
             later.append((moment, DeviceLost(device)))
-            moment += data.draw(st.integers(0, 20)) / 4 + 0.1
+            moment += (data.draw(st.integers(0, 20)) + 0.4) * part
             later += [(moment, DeviceJoined(device))] * data.draw(st.integers(1, 2))
     timeline = simulate(world, later)
     visits = world["specs"]
@@ -288,6 +318,31 @@ def test_a_run_that_lost_changes_of_an_older_microbatch_begins_anew() -> None:
     assert VisitRestarted(0) in timeline.given
 
 
+def test_a_cancelled_visit_stays_nowhere_once_its_device_is_lost() -> None:
+    specs = [
+        VisitSpec(
+            visit,
+            TaskGraph(shards, 1, training=False),
+            (ShardSpec(1),) * shards,
+            recompute=False,
+        )
+        for visit, shards in enumerate((1, 2, 1, 1))
+    ]
+    later: list[tuple[float, WorkerEvent]] = [(0.25, VisitCancelled(2)), (6.25, VisitCancelled(1))]
+    for at, device in ((0.25, 0), (6.25, 1)):
+        later += [(at, DeviceLost(device)), (at + 0.5, DeviceJoined(device))]
+    WorkerSimulation(
+        specs,
+        [2, None],
+        None,
+        oldest_first,
+        seconds_of(specs, 3.0),
+        double_buffering=False,
+        later=later,
+        observe=lambda state: state.validate(),
+    ).run()
+
+
 def test_what_a_task_has_beside_its_shard_counts() -> None:
     spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
     simulation = WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0))
@@ -297,7 +352,7 @@ def test_what_a_task_has_beside_its_shard_counts() -> None:
 
 def test_a_device_that_counts_no_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = VisitSpec(0, TaskGraph(2, 1), (ShardSpec(4, activations=5), ShardSpec(4, activations=5)))
-    monkeypatch.setattr(Evictor, "_activations", lambda evictor, queue, unit: 0)
+    monkeypatch.setattr(Evictor, "activations", lambda evictor, queue, unit: 0)
     with pytest.raises(InvalidSchedule, match="13 bytes are resident, but the budget is 9"):
         WorkerSimulation([spec], [9], None, sharp, seconds_of([spec], 0.0)).run()
 
@@ -318,7 +373,7 @@ def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
     state = WorkerState([None], 20, sharp)
     state.handle([VisitAdded(spec)])
     (load,) = state.handle([ShardArrived(0, 0)])
-    (task,) = state.handle([ActionDone(load, 1.0)])
+    ((task,),) = state.handle([ActionDone(load, 1.0)])
     state.handle([VisitCancelled(0)])
     assert state.ledger.host_pinned == 6, "the task writes there"
     state.handle([ActionDone(task, 1.0)])

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, format_actions, parse_actions
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
@@ -203,8 +203,8 @@ def test_a_task_waits_for_another_device_and_begins_when_that_has_done_it() -> N
     state.handle([VisitAdded(spec_of(2, 2))])
     answers = state.handle([ShardArrived(0, 0), ShardArrived(0, 1)])
     assert [str(each) for each in answers] == ["t0s0LOAD@0"], "shard 1 has nothing to do yet"
-    (task, *_) = state.handle([ActionDone(Action(0, 0, ActionKind.LOAD, device=0), 0.0)])
-    answers = state.handle([ActionDone(task, 1.0)])
-    assert [str(each) for each in answers] == ["t0s0F1@0", "t0s1LOAD@1"]
-    answers = state.handle([ActionDone(Action(0, 1, ActionKind.LOAD, device=1), 0.0)])
-    assert [str(each) for each in answers] == ["t0s1F0@1"], "two microbatches are under way"
+    ((task,),) = state.handle([ActionDone(Action(0, 0, ActionKind.LOAD, device=0), 0.0)])
+    (following,), load = state.handle([ActionDone(task, 1.0)])
+    assert (str(following), str(load)) == ("t0s0F1@0", "t0s1LOAD@1")
+    ((task,),) = state.handle([ActionDone(Action(0, 1, ActionKind.LOAD, device=1), 0.0)])
+    assert str(task) == "t0s1F0@1", "two microbatches are under way"

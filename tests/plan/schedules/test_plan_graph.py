@@ -50,7 +50,7 @@ def test_an_evaluation_has_forwards_alone() -> None:
 def test_a_window_waits_for_the_update_of_the_one_before() -> None:
     graph = TaskGraph(shards=1, microbatches=2, window=1)
     validate_order(order_of(graph), {0: graph})
-    with pytest.raises(InvalidSchedule, match=r"t0s0F1: t0s0U0 is missing.*window before"):
+    with pytest.raises(InvalidSchedule, match=r"t0s0F1: t0s0U0 is missing.*weights it reads"):
         validate_order(parse_actions("t0s0F0 t0s0B0 t0s0F1"), {0: graph})
 
 

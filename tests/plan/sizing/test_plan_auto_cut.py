@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, seconds_text
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.cuts import auto_cut
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import numbers_text
-from cerebro_hydra.plan.queues.visit import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation

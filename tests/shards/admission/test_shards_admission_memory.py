@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import admit
 from cerebro_hydra.shards.admission.profile import TaskProfiler
+from tests.shards.zoo import Notes
 
-evaluated: list[weakref.ref[Tensor]] = []
+evaluated = Notes()
 """What forwards gave in evaluation."""
-kept: list[int] = []
+kept = Notes()
 """How many of these were there in each forward that trains."""
 
 
@@ -28,9 +29,9 @@ class Remembered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         if self.training:
-            kept.append(sum(each() is not None for each in evaluated))
+            kept.add(sum(each() is not None for each in evaluated.all()))
         else:
-            evaluated.append(weakref.ref(out))
+            evaluated.add(weakref.ref(out))
         return out
 
 
@@ -45,12 +46,12 @@ def test_outputs_of_the_uncut_model_are_not_held_until_those_of_the_shards_are_t
     examples = [((torch.randn(n, 4),), (torch.randint(0, 3, (n,)),)) for n in (5, 3)]
     admitted = admit(recipe, examples, 7)
     assert len(admitted.report.shards) == 2
-    assert len(evaluated) == 4, "two batch sizes, uncut and in shards"
-    assert len(kept) == 8
-    assert not any(kept), f"of {len(evaluated)} outputs so many were held: {kept}"
+    assert len(evaluated.all()) == 4, "two batch sizes, uncut and in shards"
+    assert len(kept.all()) == 8
+    assert not any(kept.all()), f"of 4 outputs so many were held: {kept.all()}"
 
 
-made: list[bool] = []
+made = Notes()
 """Whether each step of `Stepped` has made state, which it had not before."""
 
 
@@ -58,7 +59,7 @@ class Stepped(torch.optim.SGD):
     """Notes the steps that make state."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        made.append(not self.state)
+        made.add(not self.state)
         super().step(closure)
 
 
@@ -73,13 +74,13 @@ def test_the_steps_that_are_timed_have_optimizer_state_as_those_of_training(
     recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=2, recompute=recompute)
     examples = [((torch.randn(5, 4),), (torch.randint(0, 3, (5,)),))]
     admit(recipe, examples, 7)
-    alone = len(made)
+    alone = len(made.all())
     made.clear()
     before = {name: p.clone() for name, p in model.named_parameters()}
     profile = admit(recipe, examples, 7, profiler=TaskProfiler(None)).profile
     assert profile is not None and profile.tasks is not None
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    of_profile = made[alone:]
+    of_profile = made.all()[alone:]
     ways = sum(each is not None for each in (profile.tasks.keep, profile.tasks.recompute))
     # Each way makes state once, for both shards, when its bytes are measured.
     assert of_profile.count(True) == 2 * ways

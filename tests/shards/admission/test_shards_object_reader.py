@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import functools
+import importlib
 import itertools
 import random
 import threading
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
+from cerebro_hydra.shards.admission.named_by_code import is_installed
 from cerebro_hydra.shards.admission.object_reader import (
     KnownChanges,
     ObjectReader,
@@ -219,8 +221,7 @@ def test_what_is_computed_once_and_kept_is_no_change() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        threading.Lock, lambda: iter(range(9)), lambda: (x for x in range(9)),
-        lambda: types.SimpleNamespace(lock=threading.Lock(), n=0),
+        threading.Lock, lambda: types.SimpleNamespace(lock=threading.Lock(), n=0),
     ],
 )  # fmt: skip
 def test_what_pickle_can_not_copy_is_named_and_left_out(make: Callable[[], Any]) -> None:
@@ -317,3 +318,16 @@ def test_another_thread_may_draw_from_pythons_generator_once() -> None:
 
 def test_a_counter_is_read_by_its_entries() -> None:
     assert words(read(Counter("aab")), read(Counter("ab"))) == {"it at ['a']"}
+
+
+@pytest.mark.parametrize(("folder", "installed"), [("env/lib/dist-packages", True), ("job", False)])
+def test_a_package_of_an_environment_that_is_brought_along_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, installed: bool
+) -> None:
+    """As where Spark unpacks one on executors, whose Python has other folders."""
+    name = f"brought_{installed}".lower()
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / f"{name}.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    importlib.import_module(name)
+    assert is_installed(name) is installed

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
-from cerebro_hydra.shards.admission.profile import TaskProfile, TaskProfiler, TrialProfile, profile
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, profile
+from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
@@ -57,8 +58,10 @@ def test_a_profile_counts_what_a_linear_layer_needs(cut):
     for shard, layout in zip(found.shards, trial.layout.shards, strict=True):
         assert shard.state == layout.nbytes
         assert min(shard.forward, shard.backward, shard.update) > 0
-    # One value goes from shard to shard, or one to each unit; the batch is there throughout.
-    assert value <= first.boundary <= 2 * value + 1024
+    # What stands for a weight that is away has a row and a column of it, or a vector, and a copy.
+    stand_ins = 2 * len(list(trial.recipe.model.children())) * 3 * WIDTH * 4
+    # One value goes from shard to shard, or one to each unit; the rest is there throughout.
+    assert value <= first.boundary <= 2 * value + 1024 + stand_ins
     assert value <= second.boundary <= 2 * value
     # A backward has the gradients of its weights and makes optimizer state in the first step.
     assert weights <= second.activations <= 6 * weights + 8 * value
@@ -186,8 +189,8 @@ def test_an_automatic_cut_fits_with_its_double_buffer_where_fewer_shards_do_not(
 
 
 def test_a_device_without_room_for_two_shards_holds_one_at_a_time():
-    cut = admitted(90_000)
-    assert need_of(cut, 90_000, buffers=1) <= 90_000 < need_of(cut, 90_000, buffers=2)
+    cut = admitted(100_000)
+    assert need_of(cut, 100_000, buffers=1) <= 100_000 < need_of(cut, 100_000, buffers=2)
 
 
 def test_a_unit_that_no_device_can_hold_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -253,7 +254,10 @@ def test_a_shard_is_needed_when_the_forward_enters_it_and_leaves_after_its_last_
     trial = trial_of(nn.Sequential(Notes(), Notes(), nn.Linear(6, 3)), shards=["1", "2"])
     assert trial.cut_model.num_shards == 3
     number = {module: number for number, module in enumerate(trial.recipe.model)}
-    note = staticmethod(lambda module: trial.events.append(f"runs{number[module]}"))
+    logger, handler = logging.getLogger(__name__), logging.Handler()  # which holds no state
+    monkeypatch.setattr(handler, "emit", lambda record: trial.events.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    note = staticmethod(lambda module: logger.warning(f"runs{number[module]}"))
     monkeypatch.setattr(Notes, "note", note)
     trial.train(zoo.singly(zoo.vectors(8)))
     assert trial.events == [

@@ -67,15 +67,6 @@ class Overwrites(zoo.Net):
         return self.c(y)
 
 
-class Freezes(zoo.Net):
-    late = False
-
-    def forward(self, x):
-        if self.late:
-            self.b.requires_grad_(False)
-        return super().forward(x)
-
-
 class Writes(Momentum):
     """Writes to its frozen layer only when it is told to: by an operation, data or assignment."""
 
@@ -137,11 +128,10 @@ LATE = {
         made(Overwrites, shards=["c"]), "recompute",
         RuntimeError, "modified by an inplace operation",
     ),
-    "a layer that is frozen": (
-        made(Freezes), "keep",
-        ConfigurationError, r"requires_grad of parameter 'b\.weight' to False",
+    "a frozen weight": (
+        made(writes("operation")), "keep",
+        StepDiffers, r"step 1, parameter 'slow\.weight' was written to before its shard had come",
     ),
-    "a frozen weight": (made(writes("operation")), "keep", *FROZEN),
     "one in one shard": (made(writes("operation"), shards=1), "keep", *FROZEN),
     "one by data": (made(writes("data"), shards=1), "keep", *FROZEN),
     "one by assignment": (made(writes("assignment"), shards=1), "keep", *FROZEN),

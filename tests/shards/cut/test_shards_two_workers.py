@@ -256,6 +256,8 @@ def follows(trial: Trial) -> bool:
 
 ON_A_MODULE = r"a backward hook on a module \(register_full_backward_hook\)"
 
+BEFORE_IT_CAME = r"parameter 'c\.weight' was written to before its shard had come"
+
 TRIALS = {
     "a function of its modules": parted(made(UsesOwnModules), "export"),
     # torch.export parts the lists.
@@ -280,8 +282,8 @@ TRIALS = {
     "one by data": replace(parted(made(ByData)), check=follows),
     "one by assignment": replace(parted(made(ByAssignment)), check=follows),
     "one of the last layer": replace(whole(FollowsTheLast, ""), check=follows),
-    "weights clipped late": whole(ClipsLate, "written-to tensor", 12),
-    "weights assigned late": whole(AssignsLate, "assigned to parameter", 12),
+    "weights clipped late": whole(ClipsLate, BEFORE_IT_CAME, 12),
+    "weights assigned late": whole(AssignsLate, BEFORE_IT_CAME, 12),
 }
 
 

@@ -119,6 +119,10 @@ class Watch(TorchDispatchMode):
             if self._device in devices:
                 self.waits[_place()] += 1
             return self.value(tensors[0])
+        if func is aten.equal.default:
+            if self._device in devices:
+                self.waits[_place()] += 1
+            return True
         if func not in COPIES and len(devices) > 1:
             raise AssertionError(f"{func} takes tensors of {devices}")
         result = func(*args, **kwargs)
@@ -151,7 +155,7 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
     def view(self: LayoutEntry, memory: Memory) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=memory.device)
 
-    def check(self: SegmentLayout, memory: Memory, what: str) -> None:
+    def check(self: SegmentLayout, memory: Memory, what: str, nbytes: int | None = None) -> None:
         memory[: len(self.header)].cpu()
 
     def tolist(self: Tensor) -> list[int | float]:
@@ -236,7 +240,8 @@ def _with_parameters_on(recipe: Recipe, device: torch.device) -> Recipe:
 
 
 def _slots(layout: Any, device: torch.device, cursor: Any) -> tuple[Any, Any, Memory]:
-    sizes = {"frozen": layout.frozen.nbytes, "trainable": layout.trainable.nbytes}
+    sizes = {"frozen": layout.frozen.nbytes, "trainable": layout.split}
+    sizes["optimizer"] = layout.trainable.nbytes - layout.split
     slots = {n: torch.empty(size, dtype=torch.uint8, device=device) for n, size in sizes.items()}
     gradients = torch.empty(GradientLayout.of(layout).nbytes, dtype=torch.uint8, device=device)
     return slots, cursor, gradients

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
-from cerebro_hydra.shards.engine.graph_passes import PassRecord
+from cerebro_hydra.shards.engine.graph_passes import PassRecord, StoredTensor
 from cerebro_hydra.shards.engine.layout import aligned
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.examples import examples
@@ -209,6 +209,7 @@ class TestMoves(ExecutorCase):
     schedule: ClassVar[str] = "sequential"
     recompute: ClassVar[bool] = True
     devices: ClassVar[int] = DEVICES
+    share: ClassVar[float] = 0
     seed = deaths = 0
 
     def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
@@ -216,7 +217,7 @@ class TestMoves(ExecutorCase):
             moving(each, number, which, self.recompute, self.devices, self.schedule)
             for which, each in enumerate(proofs)
         ]
-        return work(self.residents, self.seed + number, 0, self.devices, self.deaths)
+        return work(self.residents, self.seed + number, self.share, self.devices, self.deaths)
 
 
 class TestGPipe(TestMoves):
@@ -261,6 +262,29 @@ def test_a_microbatch_has_several_devices(schedule: str) -> None:
     resident = moving(each, 0, schedule=schedule)
     work([resident], 0, 0, DEVICES)
     assert max(map(len, resident.visit.places.values())) > 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_units_that_are_given_while_the_one_before_is_under_way_change_no_bit(
+    schedule: str,
+) -> None:
+    executor = TestMoves()
+    executor.schedule, executor.devices = schedule, 2
+    executor.share, executor.seed = 2, 1
+    executor.prove([proof("mlp, frozen first, clipped", "export")])
+    (resident,) = executor.residents
+    assert resident.visit.ahead, "a device was given units that follow those that it had"
+
+
+def test_a_unit_that_is_ordered_early_finds_on_its_device_what_the_one_before_it_left() -> None:
+    boundary = VisitBoundary([aligned(1)], TaskGraph(2, 2))
+    first, second = (Action(0, k, ActionKind.F, 0, device=0) for k in range(2))
+    place = StoredTensor(0, torch.uint8, (1,), (1,), False)
+    left = PassRecord(1, {("value", "x"): place})
+    assert boundary.order([first]).record == boundary.order([second]).record == PassRecord()
+    boundary.note(first, left)
+    boundary.lose(0)  # which was doing the second
+    assert boundary.order([second.on(1)]).record == left
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sequential"])
@@ -309,7 +333,8 @@ def test_a_forward_that_is_computed_again_leaves_no_graph_on_its_device() -> Non
     resident.begin()
     before = tensors_of_graphs()
     for k in range(resident.spec.graph.shards):
-        resident.visit.compute(0, [Action(0, k, ActionKind.F, 0)], Slot.received(each.trial, k))
+        tasks, slot = [Action(0, k, ActionKind.F, 0, 0)], Slot.received(each.trial, k)
+        resident.visit.compute(tasks, {k: slot}, resident.visit.order(tasks))
         assert tensors_of_graphs() == before
 
 
@@ -325,7 +350,7 @@ def test_devices_that_die_change_no_bit(
 ) -> None:
     """Units are done again, or whole sub-epochs."""
     executor = TestMoves()
-    executor.seed, executor.deaths = seed, deaths
+    executor.seed, executor.deaths, executor.share = seed, deaths, seed % 3
     recompute = schedule == "sequential" or seed % 2 == 0
     executor.schedule, executor.recompute, executor.devices = schedule, recompute, devices
     names = "mlp, frozen first, clipped", "tied, accumulated, clipped, average", "counts"

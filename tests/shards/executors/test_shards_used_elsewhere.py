@@ -1,8 +1,8 @@
-"""A parameter that is used outside of its shard is told in one sentence by every executor."""
+"""A parameter that is used outside of its shard is told in evaluation as in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,11 @@ from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import on_host
 from tests.shards import zoo
-from tests.shards.executors.alone import train_alone
-from tests.shards.executors.worker import Slot, shard_run
+from tests.shards.executors.worker import Slot
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import made
 
 WINDOWS = zoo.singly(zoo.vectors(8, 8))
-Train = Callable[[Trial, Sequence[list]], object]
 
 
 class Reads(zoo.Net):
@@ -56,81 +54,12 @@ def with_weights(model):
     return loss
 
 
-def kept(trial: Trial, windows) -> None:
-    trial.mode = "keep"
-    trial.train(windows)
-
-
-def recomputed(trial: Trial, windows) -> None:
-    trial.mode = "recompute"
-    trial.train(windows)
-
-
-def alone(trial: Trial, windows) -> None:
-    train_alone(trial, [shard_run(trial, windows)], windows)
-
-
-def late_in_the_step_after(trial: Trial, windows) -> None:
-    """Read the weight when every shard is there, so that it gets its gradient too late."""
-    model = trial.recipe.model
-
-    def begin(module, args):
-        model.late = model.forwards > 0
-        model.forwards += 1
-
-    model.late, model.forwards = False, 0
-    model.register_forward_pre_hook(begin)
-    kept(trial, windows)
-
-
-EARLY: list[Train] = [kept, recomputed, alone]
-
-
-@pytest.mark.parametrize("train", EARLY)
-@pytest.mark.parametrize("model", [Reads, ReadsInAHook])
-def test_a_late_read_is_told_by_its_parameter(train: Train, model: type[nn.Module]) -> None:
-    told = "in step 1, parameter 'c.weight' is used outside of its own shard"
-    trial = start(made(model, cut="modules")(), WINDOWS)
-    trial.train(WINDOWS[:1])
-    trial.recipe.model.late = True
-    with pytest.raises(StepDiffers, match=told):
-        train(trial, WINDOWS)
-
-
-def test_one_that_gets_its_gradient_too_late_is_told_alike() -> None:
-    trial = start(made(Reads, cut="modules")(), WINDOWS)
-    trial.train(WINDOWS[:1])
-    with pytest.raises(
-        StepDiffers, match=r"in step 2, parameter 'c\.weight' is used outside of its"
-    ):
-        late_in_the_step_after(trial, WINDOWS)
-
-
-def test_one_that_has_gone_is_told_alike() -> None:
-    trial = start(made(ReadsInTheLoss, with_weights, cut="modules")(), WINDOWS)
-    trial.train(WINDOWS[:1])
-    trial.recipe.model.late = True
-    with pytest.raises(
-        StepDiffers, match=r"in step 1, parameter 'a\.weight' is used outside of its"
-    ):
-        alone(trial, WINDOWS)
-
-
 def test_admission_tells_alike() -> None:
     class Always(Reads):
         late = True
 
     report = start(made(Always, cut="modules")(), WINDOWS).admission.report.text()
     assert "in step 0, parameter 'c.weight' is used outside of its own shard" in report
-
-
-@pytest.mark.parametrize("train", EARLY)
-def test_a_loss_that_is_nan_by_itself_is_told_as_one(train: Train) -> None:
-    trial = start(made(Reads, cut="modules")(), WINDOWS)
-    broken = [[batch] for batch in zoo.vectors(8, 8)]
-    broken[0][0].features[0].fill_(torch.nan)
-    with pytest.raises(NonFiniteLoss, match="try a lower learning rate"):
-        train(trial, broken)
 
 
 def evaluated(trial: Trial) -> None:

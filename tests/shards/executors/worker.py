@@ -6,18 +6,19 @@ What may happen now happens in a random order. Runs of `shards/engine` are touch
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
+from cerebro_hydra.agent.device.messages import Compute
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.visit import VisitBoundary
-from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceJoined,
@@ -28,7 +29,7 @@ from cerebro_hydra.plan.queues.events import (
     VisitRestarted,
     WorkerEvent,
 )
-from cerebro_hydra.plan.queues.visit import VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
@@ -37,6 +38,7 @@ from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
     GradientLayout,
+    Segments,
     aligned,
     memory_of,
     on_host,
@@ -48,8 +50,15 @@ from tests.shards.hopping import Trial
 POISON = 0xFF  # as floats it is NaN
 
 
+ALL = frozenset(Part)
+
+
 class Slot:
-    """Holds one shard's segments and gradients in one piece of memory, and its cursor as JSON."""
+    """Holds one shard's segments and gradients in one piece of memory, and its cursor as JSON.
+
+    Attributes:
+        parts: of the shard that are here; a device's slot has poison in the place of the others.
+    """
 
     def __init__(self, trial: Trial, k: int, pool: BufferPool | None = None) -> None:
         layout = trial.layout.shards[k]
@@ -62,6 +71,14 @@ class Slot:
         )
         self.segments = {"frozen": frozen, "trainable": trainable}
         self.cursor = "null"
+        self.parts = ALL
+        self._marks = len(GradientLayout.of(layout).entries)
+        split = layout.split
+        self._places = {
+            Part.PARAMETERS: (frozen, trainable[:split]),
+            Part.GRADIENTS: (self.gradients,),
+            Part.OPTIMIZER: (trainable[split:],),
+        }
 
     @classmethod
     def received(cls, trial: Trial, k: int) -> Slot:
@@ -73,15 +90,56 @@ class Slot:
         slot.cursor = json.dumps(cursor)
         return slot
 
-    def take(self, other: Slot) -> Slot:
-        """Copy another slot of the shard into this one."""
-        self.memory[:], self.cursor = other.memory, other.cursor
+    def take(self, other: Slot, parts: Collection[Part] = ALL) -> Slot:
+        """Copy parts of another slot of the shard into this one."""
+        for part in parts:
+            for mine, its in zip(self._places[part], other._places[part], strict=True):
+                mine[:] = its
+        self.cursor = other.cursor
         return self
 
+    def begin(self, home: Slot, parts: Collection[Part]) -> Slot:
+        """Have these parts of a shard alone, or beside those that are here."""
+        if self.parts == ALL:
+            self.memory.fill(POISON)
+            self.parts = frozenset()
+        self.parts |= frozenset(parts)
+        return self.take(home, parts)
+
+    def has_same(self, other: Slot, parts: Collection[Part]) -> bool:
+        """Return whether parts of another slot are equal to those here."""
+        pairs = (zip(self._places[part], other._places[part], strict=True) for part in parts)
+        return all(np.array_equal(*pair) for pair in itertools.chain(*pairs))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has one."""
+        return bool(self.gradients[: self._marks].any())
+
+    def forget(self) -> None:
+        """Let nobody find the memory here any more."""
+        del self.memory, self.segments, self.gradients, self._places
+
+    @property
+    def here(self) -> Segments:
+        """Return the memory of what is here, as a visit takes it."""
+        ((frozen, trainable), (optimizer,)) = (
+            self._places[part] for part in (Part.PARAMETERS, Part.OPTIMIZER)
+        )
+        segments = {"frozen": frozen, "trainable": trainable}
+        if Part.OPTIMIZER in self.parts:
+            segments["optimizer"] = optimizer
+        return on_host(segments)
+
     def load(self, visit: VisitRun, k: int) -> None:
-        """Let a visit train a shard here."""
-        cursor = json.loads(self.cursor)
-        visit.load(k, on_host(self.segments), cursor, memory_of(self.gradients))
+        """Let a visit train a shard here, with the parts that are here."""
+        gradients = memory_of(self.gradients) if Part.GRADIENTS in self.parts else None
+        visit.load(k, self.here, json.loads(self.cursor), gradients)
+
+    def complete(self, visit: VisitRun, k: int) -> None:
+        """Let a visit have the parts, too, that have come since."""
+        gradients = memory_of(self.gradients) if Part.GRADIENTS in self.parts else None
+        visit.complete(k, self.here, gradients)
 
 
 def shard_run(
@@ -121,16 +179,22 @@ class Staying:
         if isinstance(self.visit, VisitRun):
             slot.load(self.visit, k)
         else:
-            self.visit.load(k, on_host(slot.segments))
+            self.visit.load(k, slot.here)
+
+    def complete(self, k: int, slot: Slot) -> None:
+        slot.complete(self.visit, k)
 
     def unload(self, k: int) -> None:
         self.visit.unload(k)
 
-    def compute(self, device: int, tasks: Sequence[Action], slot: Slot) -> None:
+    def order(self, tasks: Sequence[Action]) -> None:
+        """Nothing: microbatches stay."""
+
+    def compute(self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: None) -> None:
         for task in tasks:
             self.visit.perform(task)
             if task.kind is ActionKind.U:
-                slot.cursor = json.dumps(self.visit.cursor(task.shard))
+                slots[task.shard].cursor = json.dumps(self.visit.cursor(task.shard))
 
     def lose(self, device: int) -> None:
         """Nothing: what is lost with a device begins anew."""
@@ -153,6 +217,7 @@ class Moving:
         self.boundary: VisitBoundary
         self.left = 0  # the most bytes between two units
         self.places: dict[int, set[int]] = {}  # the devices of each microbatch
+        self.ahead = 0  # units that were ordered before the one before them was done
 
     def cancel(self) -> None:
         for visit in self._visits.values():
@@ -169,12 +234,27 @@ class Moving:
 
     def load(self, k: int, slot: Slot) -> None: ...
 
+    def complete(self, k: int, slot: Slot) -> None:
+        if k in self._bound:
+            slot.complete(self._bound[k], k)
+
     def unload(self, k: int) -> None:
         if k in self._bound:
             self._bound.pop(k).unload(k)
 
-    def compute(self, device: int, tasks: Sequence[Action], slot: Slot) -> None:
-        order, k = self.boundary.order(tasks), tasks[0].shard
+    def order(self, tasks: Sequence[Action]) -> Compute:
+        """Return the order of a unit, which its device may get before it has ended others."""
+        order = self.boundary.order(tasks)
+        begins = tasks[0].kind is ActionKind.F and tasks[0].shard == 0
+        assert order.record is not None
+        passes = any(task.kind is not ActionKind.U for task in tasks)
+        self.ahead += passes and not (begins or order.record.tensors)
+        return order
+
+    def compute(self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: Compute) -> None:
+        device, k = tasks[0].device, tasks[0].shard
+        assert device is not None
+        slot = slots[k]
         if device not in self._visits:
             self._visits[device] = self._make()
         visit = self._visits[device]
@@ -195,6 +275,7 @@ class Moving:
         self._losses |= visit.losses
 
     def lose(self, device: int) -> None:
+        self.boundary.lose(device)
         if (visit := self._visits.pop(device, None)) is not None:
             visit.cancel()
             self._bound = {k: other for k, other in self._bound.items() if other is not visit}
@@ -257,6 +338,7 @@ class Worker:
         self._check = MemoryCheck(
             dict.fromkeys(range(devices), budget), host,
             {(s.visit, k): shard.state for s in specs for k, shard in enumerate(s.shards)},
+            apart={(s.visit, k): shard.apart for s in specs for k, shard in enumerate(s.shards)},
         )  # fmt: skip
         self._state = WorkerState([budget] * devices, host, self._wander)
         self._choice = random.Random(seed)
@@ -282,8 +364,8 @@ class Worker:
         while left:
             following: list[WorkerEvent] = []
             ended: list[int] = []
-            for _, group in groupby(self._state.handle(events), _unit_of):
-                first, *others = group
+            for answer in self._state.handle(events):
+                first, *others = answer if isinstance(answer, tuple) else (answer,)
                 if isinstance(first, VisitEnded):
                     assert first.outcome == "finished", first
                     ended.append(first.visit)
@@ -322,6 +404,7 @@ class Worker:
     def _take(self, actions: list[Action]) -> None:
         action, resident = actions[0], self.residents[actions[0].trial]
         age = resident.age
+        order = resident.visit.order(actions) if action.kind.computes else None
         if action.kind is ActionKind.RECV:
             self._check.begin_anew(action.trial)
 
@@ -329,21 +412,22 @@ class Worker:
             for each in actions:
                 self._check.begin(each)
             if resident.age == age:
-                self._carry_out(resident, actions)
+                self._carry_out(resident, actions, order)
             for each in actions:
                 self._check.end(each)
 
         if action.kind is ActionKind.DROP:
             work()
             return
-        done: list[WorkerEvent] = [ActionDone(each, 1.0) for each in actions]
+        seconds = self._choice.choice([1.0, 0.001])  # so many units are given ahead, or one is
+        done: list[WorkerEvent] = [ActionDone(each, seconds) for each in actions]
         if action.kind is ActionKind.RECV:
             done = [ShardArrived(action.trial, action.shard)]
         place = HOST if action.device is None else action.device
         lane = place, "compute" if action.kind.computes else str(action.kind)
         self._lanes.setdefault(lane, deque()).append((work, done))
 
-    def _carry_out(self, resident: Resident, actions: list[Action]) -> None:
+    def _carry_out(self, resident: Resident, actions: list[Action], order: Compute | None) -> None:
         action, k = actions[0], actions[0].shard
         match action.kind:
             case ActionKind.RECV:
@@ -358,30 +442,39 @@ class Worker:
                 pass  # it went when the visit began anew
             case ActionKind.DROP if action.device == HOST:
                 resident.home.pop(k).memory.fill(POISON)
+            case ActionKind.LOAD if k in resident.on:  # more of it
+                _, slot = resident.on[k]
+                resident.visit.complete(k, slot.begin(resident.home[k], action.parts))
             case ActionKind.LOAD:
-                slot = Slot(resident.trial, k, self._pool).take(resident.home[k])
+                slot = Slot(resident.trial, k, self._pool)
+                slot.begin(resident.home[k], action.parts or ALL)
                 resident.on[k] = action.device, slot
                 resident.visit.load(k, slot)
             case ActionKind.SPILL | ActionKind.DROP:
                 resident.visit.unload(k)
                 _, slot = resident.on.pop(k)
                 if action.kind is ActionKind.SPILL:
-                    resident.home[k].take(slot)
-                unchanged = np.array_equal(slot.memory, resident.home[k].memory)
-                assert unchanged, f"{action} loses changes"
+                    self._write(slot, resident.home[k], action)
+                assert slot.has_same(resident.home[k], slot.parts), f"{action} loses changes"
                 self._free(slot)
             case ActionKind.SEND:
                 slot = resident.at_home(k)
                 content = {name: buffer.tobytes() for name, buffer in slot.segments.items()}
                 resident.published[k] = content, slot.cursor
             case _:
-                resident.visit.compute(action.device, actions, resident.on[k][1])
+                slots = {k: slot for k, (_, slot) in resident.on.items()}
+                resident.visit.compute(actions, slots, order)
+
+    def _write(self, slot: Slot, home: Slot, action: Action) -> None:
+        """Write the parts that an action names; gradients are gone if an update has used them."""
+        used = set() if slot.has_gradients else {Part.GRADIENTS}
+        home.take(slot, slot.parts & {*(action.parts or ALL), *used})
 
     def _free(self, slot: Slot) -> None:
         """Poison a device's memory, and check that nothing of the visit refers to it any more."""
         leased = self._pool.leased - slot.memory.nbytes
         slot.memory.fill(POISON)
-        del slot.memory, slot.segments, slot.gradients
+        slot.forget()
         assert self._pool.leased == leased
 
     def _kill(self, device: int) -> list[WorkerEvent]:
@@ -394,9 +487,3 @@ class Worker:
             for k in [k for k, (there, _) in resident.on.items() if there == device]:
                 resident.on.pop(k)[1].memory.fill(POISON)
         return [DeviceLost(device), DeviceJoined(device)]
-
-
-def _unit_of(answer: object) -> Hashable:
-    if isinstance(answer, Action) and answer.kind.computes:
-        return answer.trial, answer.shard, answer.device
-    return object()

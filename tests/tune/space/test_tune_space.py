@@ -136,3 +136,32 @@ def test_bounds_that_look_like_the_numbers_themselves_are_told_to_be_exponents()
         warnings.simplefilter("error")
         hp_loguniform(-4, -1)
         hp_loguniform(0, 1)
+
+
+NESTED = {
+    "optimizer": hp_choice(
+        [
+            {"name": "adam"},
+            {"name": "sgd", "momentum": hp_choice([0, 0.9]), "deep": {"n": hp_int(1, 2)}},
+        ]
+    ),
+    "width": hp_int(1, 2),
+}
+
+
+def test_a_grid_goes_through_what_an_option_has() -> None:
+    adam = {"name": "adam"}
+    found = [params["optimizer"] for params in grid(NESTED) if params["width"] == 1]
+    assert found == [
+        adam,
+        *({"name": "sgd", "momentum": m, "deep": {"n": n}} for m in (0, 0.9) for n in (1, 2)),
+    ]
+    assert len(grid(NESTED)) == 10
+
+
+def test_draws_take_an_option_with_what_it_has() -> None:
+    taken = [params["optimizer"] for params in draws(NESTED, 200, Random(1))]
+    assert all(each in [params["optimizer"] for params in grid(NESTED)] for each in taken)
+    adam = sum(each == {"name": "adam"} for each in taken)
+    assert 70 < adam < 130, "options are as likely as one another, whatever they have"
+    assert len({str(each) for each in taken}) == 5

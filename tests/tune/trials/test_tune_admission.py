@@ -146,18 +146,16 @@ def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path
     assert re.fullmatch(said, found.told[-1])
 
 
-class Counts(nn.Module):
+class Counts(nn.Module, metaclass=tune_models.Counting):
     """It counts its steps where no hop carries them, and where admission does not look."""
-
-    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Counts.steps += self.training
-        return self.layer(x) * Counts.steps
+        Counts.forwards += self.training
+        return self.layer(x) * Counts.forwards
 
 
 def test_a_refusal_is_told_without_its_details(tmp_path: Path) -> None:
@@ -281,7 +279,7 @@ def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_p
         assert spec.cut["at"] == [] and spec.tasks is None, "nobody asked for a budget"
     whole, _ = cuts(WorkerResources(device_memory=1 << 20))
     assert whole.cut["at"] == [] and whole.tasks is not None
-    first, second = cuts(WorkerResources(device_memory=20_000))
+    first, second = cuts(WorkerResources(device_memory=24_000))
     assert first.cut["at"] and first.cut == second.cut
     assert first.tasks == second.tasks is not None, "they were measured once"
     assert TrialSpec.from_json(json.loads(json.dumps(first.to_json())), "a trial") == first

@@ -28,7 +28,7 @@ from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.result import print_replays
 from cerebro_hydra.tune.searchers.searcher import CandidateList
 from cerebro_hydra.tune.searches import ListSearch
-from cerebro_hydra.tune.trials import Overdue, SearchTrials, TimedCall
+from cerebro_hydra.tune.trials import EndOfRun, Overdue, SearchTrials, TimedCall
 from tests.end_to_end.runs import Tape
 from tests.tune import open_models
 from tests.tune.searchers import RUN, Rungs
@@ -108,7 +108,7 @@ def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> S
     )
     admission.admit(0, {})  # what is imported late is imported
     ask_and_tell = AskAndTell(CandidateList(candidates, 1), 1, 2)
-    return SearchTrials(ask_and_tell, admission, folder, seconds, lambda line: None)
+    return SearchTrials(ask_and_tell, admission, folder, seconds, lambda line: None, EndOfRun())
 
 
 def outcomes(trials: SearchTrials) -> Iterator[Any]:
@@ -228,7 +228,7 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
     records = [(each.event, each.instructions) for each in tape.of(Decision)[:first]]
     for ask_and_tell in (None, AskAndTell(search.searcher(RUN), 1, 2)):
         admission = search._admission(folder, manifest)
-        trials = SearchTrials(ask_and_tell, admission, folder, None, lambda line: None)
+        trials = SearchTrials(ask_and_tell, admission, folder, None, lambda line: None, EndOfRun())
         trials.resume(records)
         found = outcomes(trials)
         again = [next(found) for _ in range(3)]

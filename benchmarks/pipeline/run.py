@@ -1,0 +1,128 @@
+"""Measures a step of one model on two devices of a worker, beside torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.pipeline import peer
+from benchmarks.pipeline.nets import BLOCKS, CLASSES, TOKENS, VOCABULARY, Net
+from benchmarks.pipeline.peer import Case
+from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.observe.timeline import read_run
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+
+LAYERS, BATCH, STEPS, EPOCHS, ROUNDS = 8, 16, 2, 3, 3
+MICROBATCHES = (4, 8, 16)
+DEVICES = 2
+WAYS = ("plain", "one device", "gpipe", "1f1b", "torch gpipe", "torch 1f1b")
+QUICK_WAYS = ("plain", "gpipe", "torch gpipe")
+
+
+def make(case: Case, params: Mapping[str, Any]) -> Recipe:
+    """Return a recipe in two shards whose windows are the microbatches of a pipeline."""
+    net = Net(case.model, case.layers)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=peer.LR)
+    return Recipe(
+        net, optimizer, nn.CrossEntropyLoss(), batch_size=case.batch, shards=DEVICES, cut="export",
+        accumulate=case.microbatches, schedule=params["schedule"], recompute=False,
+    )  # fmt: skip
+
+
+def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> float:
+    """Return the seconds of a step, the median over the sub-epochs after the first."""
+    random = np.random.default_rng(0)
+    rows = STEPS * case.microbatches * case.batch
+    data: Any = Arrays(
+        {
+            "features": random.integers(0, VOCABULARY, (rows, TOKENS)),
+            "label": random.integers(0, CLASSES, rows),
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        result = GridSearch(
+            backend=LocalBackend(1, devices_per_worker=devices),
+            store=LocalStore(folder),
+            estimator_gen_fn=partial(make, case),
+            search_space={"schedule": hp_choice([schedule])},
+            num_epochs=epochs,
+            evaluation_metric="loss",
+            audit_share=0.0,
+            verbose=0,
+        ).fit(data)
+        _, timeline = read_run(RunFolder.open(result.run_path))
+    bars = [bar for bar in timeline.tasks if isinstance(bar.task, StartSubEpoch)]
+    return statistics.median(bar.end - bar.start for bar in bars[1:]) / STEPS
+
+
+def seconds(way: str, case: Case, epochs: int) -> float:
+    """Return the seconds of a step in one of `WAYS`."""
+    if way == "plain":
+        return peer.plain_seconds(case, STEPS)
+    if way.startswith("torch "):
+        return peer.pipelined_seconds(way.removeprefix("torch "), case, STEPS)
+    if way == "one device":
+        return our_seconds("sequential", 1, case, epochs)
+    return our_seconds(way, DEVICES, case, epochs)
+
+
+def measure(case: Case, ways: Sequence[str], rounds: int, epochs: int) -> list[str]:
+    """Return the cells of a case: seconds of a plain step, and how much faster the others are."""
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds):
+        # Each round begins at another way, so that none always runs after the same one.
+        for place in range(len(ways)):
+            way = ways[(turn + place) % len(ways)]
+            taken[way].append(seconds(way, case, epochs))
+    plain = taken["plain"]
+    faster = [
+        statistics.median(p / s for p, s in zip(plain, taken[way], strict=True)) for way in ways[1:]
+    ]
+    return [f"{statistics.median(plain):.2f}", *(f"{each:.2f}" for each in faster)]
+
+
+def table(cases: Iterable[Case], ways: Sequence[str], rounds: int, epochs: int) -> None:
+    """Print a row per model and number of microbatches."""
+    print(
+        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n"
+    )
+    print(f"| model | m | a plain step, s | {' | '.join(ways[1:])} | theory |")
+    print("| --- " * (len(ways) + 3) + "|", flush=True)
+    for case in cases:
+        cells, m = measure(case, ways, rounds, epochs), case.microbatches
+        theory = DEVICES * m / (m + DEVICES - 1)
+        print(f"| {case.model} | {m} | {' | '.join(cells)} | {theory:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=BLOCKS, help="only this model")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many rounds")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: two layers")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.quick:
+        table([Case("Llama", 2, 2, 2)], QUICK_WAYS, 1, 2)
+    else:
+        names = [given.model] if given.model else list(BLOCKS)
+        cases = [Case(name, LAYERS, BATCH, m) for name in names for m in MICROBATCHES]
+        table(cases, WAYS, given.rounds, EPOCHS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""What a visit needs of a worker: its shards, its schedule, and its part of each device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
+from cerebro_hydra.plan.queues.ledger import PartBytes, StateName
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import ORDERS, is_pipelined
+
+F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
+
+READ = {
+    F: frozenset({Part.PARAMETERS}),
+    B: frozenset({Part.PARAMETERS, Part.GRADIENTS}),
+    U: frozenset(Part),
+}
+"""The parts of its shard's state that a task needs, to read or to write them."""
+
+UNIT_SECONDS = 0.05
+"""Tasks that take less together are one unit if they can be, because each unit costs messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """Describes a shard by bytes and estimated seconds.
+
+    Args:
+        state: bytes of parameters, buffers, gradients and optimizer state; with slots of fixed
+            size, those of a slot.
+        activations: bytes that a task of one microbatch has beside the state, at its peak.
+        boundary: bytes of one microbatch's input and of its gradient, or of all that its tasks
+            leave in DRAM where a microbatch may go to other devices.
+        forward, backward, update: seconds of a task, until they have been measured.
+        forward_writes: whether a forward changes the state, as BatchNorm's statistics do.
+        gradients, optimizer: bytes of the state that forwards need not have; see `Part`.
+    """
+
+    state: int
+    activations: int = 0
+    boundary: int = 0
+    forward: float = 1.0
+    backward: float = 2.0
+    update: float = 0.0
+    forward_writes: bool = False
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def apart(self) -> PartBytes:
+        """Return the bytes of what forwards need not have, by part."""
+        apart = {Part.GRADIENTS: self.gradients, Part.OPTIMIZER: self.optimizer}
+        return {part: nbytes for part, nbytes in apart.items() if nbytes}
+
+    @property
+    def sizes(self) -> PartBytes:
+        """Return the bytes of the state by part."""
+        return {Part.PARAMETERS: self.state - self.gradients - self.optimizer, **self.apart}
+
+    def moved(self, action: Action) -> int:
+        """Return the bytes that a LOAD or SPILL moves."""
+        sizes = self.sizes
+        return sum(sizes.get(part, 0) for part in action.parts or sizes)
+
+    def seconds(self, kind: ActionKind) -> float:
+        """Return the estimated seconds of a task."""
+        return {F: self.forward, B: self.backward, U: self.update}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Tells what a device needs for its part of a visit.
+
+    A visit that stays on a device has ``held`` there from the first to the last task of a
+    microbatch, or of a window if it is pipelined.
+
+    Args:
+        shards: whose tasks the device does.
+        state: bytes of these shards.
+        held: bytes beside the shards.
+        need: bytes that the device must have.
+        pinned: bytes that nobody else can have while the visit stays.
+    """
+
+    shards: tuple[int, ...]
+    state: int
+    held: int
+    need: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisitSpec:
+    """Describes a visit.
+
+    Args:
+        visit: the number that its actions carry as their trial. It is not the trial's own number,
+            because a worker may evaluate a trial on two partitions at once.
+        by_modules: a microbatch stays on one device, which also holds its boundary values, as it
+            must where the model is cut by modules. Else any device may take its next unit, and
+            the boundary values are in DRAM from unit to unit.
+        recompute: shards may leave the device between the tasks of a microbatch, so that a backward
+            computes its forward again. Otherwise a microbatch stays on one device, with all shards
+            and activations; an evaluation, too, on a device that no shard has to leave.
+        fused: forward and backward of the last shard are one unit, with its activations kept.
+        later_seconds: the work of the trial after this visit, by which it is preferred.
+        schedule: a name of `ORDERS`, which says what is done in which order.
+        devices: how many devices such a schedule may spread the visit over.
+        unit_seconds: what the tasks take at most that a device does without a message in between.
+        source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
+        whole: every task needs the whole state of its shard, as where it lies in place, or where
+            the uncut model takes a step in one of them.
+
+    Raises:
+        ValueError: microbatches that stay on one device can't be pipelined.
+    """
+
+    visit: int
+    graph: TaskGraph
+    shards: tuple[ShardSpec, ...]
+    by_modules: bool = False
+    recompute: bool = True
+    fused: bool = True
+    later_seconds: float = 0.0
+    schedule: str = "sequential"
+    devices: int = 1
+    unit_seconds: float = UNIT_SECONDS
+    source: StateName | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a schedule that the cut can't follow."""
+        if self.is_pipelined and (self.by_modules or not self.graph.training):
+            what = "a cut by modules" if self.by_modules else "an evaluation"
+            raise ValueError(f"visit {self.visit} is {what}, which {self.schedule} can't pipeline")
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Return whether several microbatches may be under way at once."""
+        return is_pipelined(self.schedule)
+
+    def lists(self, window: int) -> Sequence[Sequence[Action]]:
+        """Return the tasks of a window: a list for each device, or one for whichever is free."""
+        return ORDERS[self.schedule](self.graph, self.visit, window, self.devices)
+
+    @property
+    def most_open(self) -> int:
+        """Return how many microbatches are between first forward and last backward at once."""
+        if not self.is_pipelined:
+            return 1
+        first = [task for task in self.lists(0)[0] if task.shard == 0]
+        return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
+
+    @property
+    def moves(self) -> bool:
+        """Return whether boundary values are in DRAM from unit to unit, for other devices too."""
+        return self.is_pipelined or not self.stays
+
+    @property
+    def stays(self) -> bool:
+        """Return whether what a task keeps for later ones stays on its device."""
+        return self.by_modules or not self.recompute
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether shards and activations stay on a device with a microbatch or window."""
+        return not self.recompute
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of all shards."""
+        return sum(shard.state for shard in self.shards)
+
+    def on_device(self, shard: int) -> int:
+        """Return the most bytes of a shard's state that a device has at once."""
+        each = self.shards[shard]
+        return each.state if self.graph.training or self.whole else each.sizes[Part.PARAMETERS]
+
+    def read(self, task: Action) -> frozenset[Part]:
+        """Return the parts of its shard's state that a task needs."""
+        return READ[U if self.whole else task.kind]
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Return the bytes of a microbatch's boundary values."""
+        return sum(shard.boundary for shard in self.shards)
+
+    def shares(self) -> tuple[Share, ...]:
+        """Return what each device of the schedule needs, or whichever device does all of it."""
+        if not self.is_pipelined:
+            kept = sum(shard.activations for shard in self.shards)
+            return (self._share(range(len(self.shards)), kept),)
+        return tuple(
+            self._share(sorted({task.shard for task in tasks}), self._most_kept(tasks))
+            for tasks in self.lists(0)
+        )
+
+    def _share(self, shards: Sequence[int], kept: int) -> Share:
+        """Return what a device needs that does the tasks of these shards."""
+        state = sum(map(self.on_device, shards))
+        if self.keeps_all:
+            if self.is_pipelined:
+                kept += self.most_open * self.boundary_bytes + self._transient(shards)
+            return Share(tuple(shards), state, kept, state + kept, state + kept)
+        held = self.boundary_bytes if self.stays else 0
+        need = held + max(self.on_device(k) + self.shards[k].activations for k in shards)
+        return Share(tuple(shards), state, held, need, held)
+
+    def _transient(self, shards: Sequence[int]) -> int:
+        """Return the most bytes that a task of these shards has beside what it keeps for later.
+
+        Where activations are kept, those of the last shard have the peak of all tasks.
+        """
+        return 0 if len(self.shards) - 1 in shards else self.shards[-1].activations
+
+    def _most_kept(self, tasks: Sequence[Action]) -> int:
+        """Return the most bytes of activations that are kept at once from F to B."""
+        signs = {F: 1, B: -1, U: 0}
+        kept = (signs[task.kind] * self.shards[task.shard].activations for task in tasks)
+        return max(accumulate(kept))
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the most bytes that a device keeps beside the state while the visit stays."""
+        return max(share.held for share in self.shares())
+
+    @property
+    def device_need(self) -> int:
+        """Return the bytes that the device with the largest share must have."""
+        return max(share.need for share in self.shares())
+
+    @property
+    def task_bytes(self) -> tuple[int, ...]:
+        """Return the bytes beside the shards that tasks of each shard may have for a microbatch."""
+        held = {shard: share.held for share in self.shares() for shard in share.shards}
+        if self.keeps_all and self.is_pipelined:
+            for share in self.shares():
+                kept = sum(self.shards[number].activations for number in share.shards)
+                most = kept + self.boundary_bytes + self._transient(share.shards)
+                held |= dict.fromkeys(share.shards, most)
+        if self.keeps_all:
+            return tuple(held[number] for number in range(len(self.shards)))
+        return tuple(held[number] + each.activations for number, each in enumerate(self.shards))
+
+    def buffered_need(self, buffers: int) -> int:
+        """Return the bytes of a device with room for so many shards, of which one computes."""
+        if self.keeps_all:
+            return self.device_need
+        return self.held_bytes + max(
+            buffers * self.on_device(number) + shard.activations
+            for number, shard in enumerate(self.shards)
+        )
+
+    @property
+    def whole_need(self) -> int:
+        """Return the bytes of a device that never gives a shard of its share away."""
+        largest = 0 if self.keeps_all else max(shard.activations for shard in self.shards)
+        return max(share.state + share.held for share in self.shares()) + largest
+
+    @property
+    def host_boundary_bytes(self) -> int:
+        """Return the bytes of DRAM for the boundary values of microbatches that move about."""
+        return self.most_open * self.boundary_bytes if self.moves else 0
+
+    @property
+    def host_need(self) -> int:
+        """Return the bytes of DRAM without which a worker refuses the visit."""
+        return self.host_state_bytes + self.host_boundary_bytes
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Return the bytes of DRAM without which the visit can't go on; it is a shard's home."""
+        return self.state_bytes if self.keeps_all else max(shard.state for shard in self.shards)
+
+    def lacking(self, budgets: Sequence[float], host: float) -> str:
+        """Return what the visit needs that a worker does not have; "" if nothing is lacking.
+
+        Args:
+            budgets: the bytes of its devices.
+            host: those of its DRAM.
+        """
+        shares, need = self.shares(), self.device_need
+        if len(shares) > len(budgets):
+            return f"its schedule needs {len(shares)} devices, and there are {len(budgets)}"
+        if len(shares) == 1 and need > max(budgets):
+            return f"it needs {need} bytes of a device, and the largest has {max(budgets)}"
+        for device, share in enumerate(shares if len(shares) > 1 else ()):
+            if share.need > budgets[device]:
+                has = budgets[device]
+                return f"it needs {share.need} bytes of device {device}, which has {has}"
+        if self.host_need > host:
+            return f"it needs {self.host_need} bytes of DRAM, and there are {host}"
+        return ""

@@ -1,0 +1,85 @@
+"""Finds what code names beside what it is given: global variables and functions of classes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_OURS = __name__.partition(".")[0]
+_LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
+_OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
+
+
+@functools.lru_cache(1000)
+def is_installed(package: str) -> bool:
+    """Return whether a package is not the user's own code: installed, built in or of Python.
+
+    Where Spark brings an environment along, it is in no folder that this Python knows as its own.
+    """
+    module = sys.modules.get(package)
+    if module is None or package == "__main__":
+        return False
+    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
+    if places == [None]:
+        return package in sys.builtin_module_names
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    roots.add(Path(torch.__file__).parents[1])  # what lies beside torch was installed like it
+    paths = [Path(place) for place in places if place]
+    named = any(_INSTALLED.intersection(path.parts) for path in paths)
+    return named or any(path.is_relative_to(root) for path in paths for root in roots)
+
+
+def is_own(module: str | None) -> bool:
+    """Return whether the user wrote a module: it is none of Python's, of ours, or installed."""
+    package = str(module).partition(".")[0]
+    of_python = package in sys.stdlib_module_names and package != "__main__"
+    return not (of_python or is_ours(module) or is_installed(package))
+
+
+def is_ours(module: str | None) -> bool:
+    """Return whether a module is one of this package."""
+    return str(module).partition(".")[0] == _OURS
+
+
+@functools.lru_cache(4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of the global variables that code reads or writes, also in inner code."""
+    names, argument = set(), 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = argument << 8 | low
+        if operation in _OF_GLOBALS:
+            names.add(code.co_names[argument >> 1 if operation == _LOAD else argument])
+        if operation != dis.EXTENDED_ARG:
+            argument = 0
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(global_names(constant))
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(4096)
+def attribute_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names in code, attributes among them, also in inner code."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(code.co_names).union(*map(attribute_names, inner))
+
+
+def functions_of(value: Any) -> tuple[types.FunctionType, ...]:
+    """Return the functions of what a class has as an attribute, none if it is no method."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        found = (value.fget, value.fset, value.fdel)
+    elif isinstance(value, functools.cached_property | functools.partialmethod):
+        found = (value.func, None, None)
+    else:
+        found = (value, None, None)
+    return tuple(each for each in found if isinstance(each, types.FunctionType))

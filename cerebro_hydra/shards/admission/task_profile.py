@@ -1,0 +1,104 @@
+"""What the tasks of a trial need for its largest batch, as they were measured."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cerebro_hydra.documents import decode
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec
+from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond, plain_branches
+
+Needs = tuple[ShardSpec, ...]
+"""What the tasks of each shard need; the bytes of its state are not among them."""
+
+UNWATCHED = 1 << 62
+"""More bytes than a batch has, in place of those of the batch that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProfile:
+    """Holds what the tasks of a trial need for its largest batch, as they were measured.
+
+    Args:
+        evaluation: of the forwards of an evaluation.
+        keep: of training that keeps activations; None if no device could have them.
+        recompute: of training that computes them again; None if that was not asked for, or the
+            model can't be run so.
+        shared: the parameters that are read while another shard than theirs runs.
+        batch: the bytes of that batch, as the model takes it.
+        moving: the bytes that tasks of each shard leave for others in a microbatch that goes from
+            device to device; None where it can't.
+    """
+
+    evaluation: Needs
+    keep: Needs | None
+    recompute: Needs | None
+    shared: tuple[str, ...]
+    batch: int
+    moving: tuple[int, ...] | None = None
+
+    def training(self, recompute: bool) -> Needs:
+        """Return the needs of training; those of the other way where this one was not measured."""
+        asked, other = self.keep, self.recompute
+        if recompute:
+            asked, other = other, asked
+        found = other if asked is None else asked
+        assert found is not None, "training was measured in one way at least"
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
+        found: TaskProfile = decode(cls, dict(document), "what the tasks of a trial need")
+        return found
+
+
+def watchable(measure: Callable[[], TaskProfile]) -> TaskProfile:
+    """Return what is measured; of a model with torch.cond, the most that any branch needs.
+
+    Batches are not watched later on whose model has one, because it can't run so.
+    """
+    try:
+        return measure()
+    except Exception as error:
+        if not is_of_cond(error):
+            raise
+        leave_cond()
+    with plain_branches():
+        found = [measure()]
+    for taken in (True, False):
+        with suppress(Exception), plain_branches(taken):  # one may not take what the other one can
+            found.append(measure())
+    return replace(functools.reduce(_most, found), batch=UNWATCHED, moving=None)
+
+
+def _most(one: TaskProfile, other: TaskProfile) -> TaskProfile:
+    """Return needs in which both profiles have room."""
+
+    def needs(a: Needs | None, b: Needs | None) -> Needs | None:
+        if a is None or b is None:
+            return None
+        return tuple(itertools.starmap(_more, zip(a, b, strict=True)))
+
+    evaluation = needs(one.evaluation, other.evaluation)
+    assert evaluation is not None
+    return replace(
+        one,
+        evaluation=evaluation,
+        keep=needs(one.keep, other.keep),
+        recompute=needs(one.recompute, other.recompute),
+        shared=tuple(sorted({*one.shared, *other.shared})),
+    )
+
+
+def _more(a: ShardSpec, b: ShardSpec) -> ShardSpec:
+    names = ("activations", "boundary", "forward", "backward", "update")
+    return replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})

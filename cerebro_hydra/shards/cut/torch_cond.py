@@ -1,0 +1,80 @@
+"""Knows torch.cond, whose branches torch compiles as they run, and not where they are watched."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cerebro_hydra.foreign_text import error_text
+
+
+class Watch(TorchDispatchMode):
+    """Watches operations while it is entered, such as to count the bytes of tensors.
+
+    Branches run unseen within it. Torch, which can't compile them then, would never compile any
+    again in this process; so it is told to forget that.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._met_branches = False
+
+    def meets(self, operation: object) -> bool:
+        """Return whether an operation is torch.cond, whose branches are not seen."""
+        branches = isinstance(operation, HigherOrderOperator) and operation.name() == "cond"
+        self._met_branches |= branches
+        return branches
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._met_branches:
+            self._met_branches = False
+            leave_cond()
+
+
+def is_of_cond(error: Exception) -> bool:
+    """Tell whether torch.cond raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    names = {frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames}
+    return any(name.endswith("torch/_higher_order_ops/cond.py") for name in names)
+
+
+def cond_failed(error: Exception, when: str) -> str:
+    """Say when torch.cond failed, and with what error."""
+    said = error_text(error).partition("\n")[0]
+    return f"torch.cond of the forward failed {when} ({type(error).__name__}: {said})"
+
+
+def leave_cond() -> None:
+    """Let torch compile again, which it does nothing of the kind after torch.cond has failed."""
+    torch._dynamo.reset()
+
+
+@contextmanager
+def plain_branches(taken: bool | None = None) -> Iterator[None]:
+    """Let torch.cond call a branch as Python's `if` would, which can be watched, for a while.
+
+    Args:
+        taken: which branch is called, whatever the condition says; None leaves that to it.
+    """
+
+    def cond(
+        pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any],
+        operands: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
+        return (true_fn if (bool(pred) if taken is None else taken) else false_fn)(*operands)
+
+    own = torch.cond
+    torch.cond = cond  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cond = own
