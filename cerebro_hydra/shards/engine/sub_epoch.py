@@ -335,7 +335,9 @@ class SubEpoch:
         self._write_back(state)
         if self._clipping.by_norm and k not in self._updated:
             self._clipping.note(k, state.params)
-        GradientLayout.of(self._layout.shards[k]).store(self._gradients.pop(k), state.params)
+        gradients = self._gradients.pop(k)
+        if gradients is not None or not needed:  # else they wait at the parameters for the shard
+            GradientLayout.of(self._layout.shards[k]).store(gradients, state.params)
         if self._bound is not None:
             if last:
                 self._bound.check_frozen(state.constant & state.values.keys())

@@ -49,10 +49,13 @@ class _Shard:
         self._run = None
 
 
-def train_alone(trial: Trial, visits: Sequence[VisitRun], windows: Sequence[Window]) -> float:
+def train_alone(
+    trial: Trial, visits: Sequence[VisitRun], windows: Sequence[Window], lingers: bool = False
+) -> float:
     """Train a sub-epoch, and return the loss summed over rows.
 
     Args:
+        lingers: each shard stays until its own next task, before which it leaves and comes anew.
         visits: take turns, as the processes of several devices: each microbatch is the next one's,
             with the updates after it.
     """
@@ -64,8 +67,8 @@ def train_alone(trial: Trial, visits: Sequence[VisitRun], windows: Sequence[Wind
     )
     shards = [_Shard(trial, k) for k in range(cut_model.num_shards)]
 
-    def leave() -> None:
-        for shard in shards:
+    def leave(k: int | None = None) -> None:
+        for shard in shards if k is None else [shards[k]]:
             shard.leave()
 
     turn = itertools.cycle(visits)
@@ -75,7 +78,7 @@ def train_alone(trial: Trial, visits: Sequence[VisitRun], windows: Sequence[Wind
                 visit = next(turn)
             fused = task.kind is B and task.shard == cut_model.num_shards - 1
             if not fused and not (task.kind is U and not barrier):
-                leave()
+                leave(task.shard if lingers else None)
             shards[task.shard].enter(visit, task.kind)
             visit.perform(task)
         leave()

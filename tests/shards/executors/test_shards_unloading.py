@@ -103,6 +103,15 @@ def test_without_what_is_held_the_bits_are_others(monkeypatch):
         trained(make, zoo.singly(zoo.vectors(8, 8)))
 
 
+def test_gradients_wait_for_a_shard_that_was_there_without_room_for_them():
+    """A later shard's backward gives them to one that stayed with its parameters alone."""
+    make = seeded(RootScale, ["b", "c"], cut="modules", accumulate=2)
+    windows = [zoo.vectors(8, 8), zoo.vectors(8, seed=2)]
+    proof = Proof(make, [windows], "modules")
+    visit = shard_run(proof.trial, windows, shared=proof.profile.tasks.shared)
+    proof.check([train_alone(proof.trial, [visit], windows, lingers=True)])
+
+
 def small_trial() -> Trial:
     return start(mlp_recipe(cut="modules")(), WINDOWS)
 
