@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -99,6 +100,35 @@ class LRSchedule:
         for _ in range(steps if self._interval == "step" else epochs):
             scheduler.step()
 
+    def of_epochs(
+        self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int
+    ) -> list[str] | None:
+        """Return a digest of the options with which each epoch takes its steps.
+
+        Args:
+            optimizer: new; it is not to be trained with afterwards.
+
+        Returns:
+            One for each epoch, or None if they can't be known before training, as of one that steps
+            on a metric.
+        """
+        scheduler = self.make(optimizer, steps_per_epoch)
+        if scheduler is not None and _takes_metric(scheduler):
+            return None
+        digests = []
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # no step is taken; torch would warn
+        for epoch in range(epochs):
+            if epoch:
+                self.begin_epoch(scheduler, {})
+            digest = hashlib.sha256()
+            for _ in range(steps_per_epoch if self._interval == "step" else 1):
+                if (options := _plain(optimizer.param_groups)) is None:
+                    return None
+                digest.update(options.encode())
+                self.after_step(scheduler)
+            digests.append(digest.hexdigest())
+        return digests
+
     def _value(self, metrics: Mapping[str, float]) -> float:
         # Without validation rows there is the training loss alone.
         for name in (f"val_{self._metric}", f"train_{self._metric}"):
@@ -115,6 +145,20 @@ def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> A
         return make(optimizer, steps_per_epoch=steps_per_epoch)
     # With a default, it is an option of the scheduler that was wrapped or captured.
     return make(optimizer, steps_per_epoch) if len(_required(make)) > 1 else make(optimizer)
+
+
+def _plain(groups: list[dict[str, Any]]) -> str | None:
+    """Return the options of param groups as text, or None if one has no exact text."""
+    told = []
+    for group in groups:
+        for name, option in sorted(group.items()):
+            value = option.tolist() if isinstance(option, torch.Tensor) else option
+            parts = value if isinstance(value, tuple | list) else [value]
+            if name not in ("params", "param_names"):
+                if not all(isinstance(part, str | int | float | None) for part in parts):
+                    return None
+                told.append(f"{name}={value!r}")
+    return "; ".join(told)
 
 
 def _takes_metric(scheduler: Any) -> bool:

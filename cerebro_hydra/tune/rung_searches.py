@@ -60,12 +60,12 @@ class _RungSearch(Search):
             )
         require_validation(self, type(self).__name__)
 
-    def given(self) -> dict[str, Any]:
+    def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return what decides who is compared with whom, and when."""
         return {name: getattr(self, name) for name in ("num_models", "eta", "grace_epochs")}
 
     def _candidates(self, run: SearchedRun) -> Sequence[Mapping[str, Any]]:
-        require_as_begun(run.given, self.given())
+        require_as_begun(run.given, self.given(run))
         return drawn(self, self.search_space, self.num_models)
 
 
@@ -266,14 +266,14 @@ class PBTSearch(Search):
         self.resample_probability = share("resample_probability", resample_probability)
         require_validation(self, type(self).__name__)
 
-    def given(self) -> dict[str, Any]:
+    def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return what decides who gives way to whom, and when."""
         names = "num_models", "perturbation_interval", "quantile_fraction", "resample_probability"
         return {name: getattr(self, name) for name in names}
 
     def searcher(self, run: SearchedRun) -> Searcher:
         """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
-        require_as_begun(run.given, self.given())
+        require_as_begun(run.given, self.given(run))
         interval = self.perturbation_interval
         rungs = (*range(interval, self.num_epochs, interval), self.num_epochs)
         space = {name: self.search_space[name] for name in self.mutations}

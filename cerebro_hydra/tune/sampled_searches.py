@@ -100,7 +100,7 @@ class OptunaSearch(Search):
             )
         self.sampler, self.study = sampler, study
 
-    def given(self) -> dict[str, Any]:
+    def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return how many trials there are at most, and the study's."""
         from cerebro_hydra.tune.searchers.studies import study_to_json
 

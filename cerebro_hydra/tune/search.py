@@ -193,8 +193,8 @@ class Search(ABC):
     def searcher(self, run: SearchedRun) -> Searcher:
         """Return a new searcher, which proposes the trials of one run."""
 
-    def given(self) -> dict[str, Any]:
-        """Return as JSON what a searcher begins with, and a resumed one must have again.
+    def given(self, run: SearchedRun) -> dict[str, Any]:
+        """Return as JSON what a searcher of a new run begins with, and a resumed one must have.
 
         The folder of a run keeps it, and `SearchedRun.given` has it again when the run is resumed.
         """
@@ -342,9 +342,10 @@ class Search(ABC):
         with run_claim(folder):
             with _removed_on_error(folder):
                 admission = self._admission(folder, manifest)
-                if given := as_json("the search was given", self.given()):
+                run = self._searched(manifest, lambda: admission.metrics, {})
+                if given := as_json("the search was given", self.given(run)):
                     folder.write_json(SEARCH_FILE, given)
-                run = self._searched(manifest, lambda: admission.metrics, given)
+                    run = replace(run, given=given)
                 searcher = self.searcher(run)
                 ask_and_tell = AskAndTell(searcher, self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
@@ -386,8 +387,10 @@ class Search(ABC):
         given: Mapping[str, Any],
     ) -> SearchedRun:
         split, metric = "val" if manifest.has_validation else "train", self.evaluation_metric
-        partitions = manifest.num_partitions
-        return SearchedRun(f"{split}_{metric}", lambda: directions()[metric], partitions, given)
+        rows = [manifest.rows("train", number) for number in range(manifest.num_partitions)]
+        return SearchedRun(
+            f"{split}_{metric}", lambda: directions()[metric], len(rows), given, rows
+        )
 
     def _end(self, manifest: Manifest, directions: Callable[[], Mapping[str, str]]) -> EndOfRun:
         if self.target is None:

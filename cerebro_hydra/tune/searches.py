@@ -6,21 +6,49 @@ Those that stop early by rungs are in `tune/rung_searches.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
+from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.tune.search import Search, drawn, refuse_seeded, require_validation
+from cerebro_hydra.recipe import Columns
+from cerebro_hydra.recipe.build import build_keeping_random_state
+from cerebro_hydra.shards.admission.admit import training_key
+from cerebro_hydra.tune.search import (
+    Search,
+    drawn,
+    refuse_seeded,
+    require_as_begun,
+    require_validation,
+)
 from cerebro_hydra.tune.searchers.median_stopping import MedianStopped, MedianStopping
 from cerebro_hydra.tune.searchers.searcher import CandidateList, SearchedRun, Searcher
+from cerebro_hydra.tune.searchers.shared_prefixes import SharedPrefixes
 from cerebro_hydra.tune.searchers.space import check_space, grid, whole
+from cerebro_hydra.tune.trials import TimedCall
+from cerebro_hydra.waits import Waiting
 
 
-class _StoppingSearch(Search):
-    """Trains a list of candidates, and stops those early that its rule says."""
+class _DrawnSearch(Search):
+    """Trains candidates that are all known beforehand.
 
-    def __init__(self, *, stopping: MedianStopping | None, **arguments: Any) -> None:
+    Either a rule stops some of them early, or they share the epochs in which they train alike.
+    """
+
+    def __init__(
+        self, *, stopping: MedianStopping | None, share_prefixes: bool, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
+        if not isinstance(share_prefixes, bool):
+            raise ConfigurationError(f"share_prefixes is {share_prefixes!r}; it is True or False")
+        if share_prefixes and stopping is not None:
+            raise ConfigurationError(
+                f"share_prefixes is True and stopping is {stopping!r}, which would stop trials "
+                "that others are to go on from; give one of them"
+            )
+        self.share_prefixes = share_prefixes
         if stopping is not None and not isinstance(stopping, MedianStopping):
             raise ConfigurationError(
                 f"stopping is {stopping!r}; give a MedianStopping(), or None to stop no trial"
@@ -34,24 +62,84 @@ class _StoppingSearch(Search):
     def candidates(self) -> list[dict[str, Any]]:
         """Return all candidates, in the order in which trials are numbered."""
 
+    def given(self, run: SearchedRun) -> dict[str, Any]:
+        """Return which candidates train alike in which epochs, if they are to share these."""
+        if not self.share_prefixes:
+            return {}
+        kinds = self._kinds_of_epochs(run)
+        return {"share_prefixes": kinds, "candidates": len(kinds), "num_epochs": self.num_epochs}
+
     def searcher(self, run: SearchedRun) -> Searcher:
-        """Return a new searcher, which proposes all candidates."""
+        """Return a new searcher, which proposes all candidates.
+
+        Raises:
+            ConfigurationError: it resumes a run that was begun with another `share_prefixes`, or
+                shares prefixes with other candidates or epochs.
+        """
+        candidates = self.candidates()
+        if (begun := "share_prefixes" in run.given) != self.share_prefixes:
+            raise ConfigurationError(
+                f"share_prefixes is {self.share_prefixes}, and the run was begun with {begun}; "
+                "give that again, or begin a new run"
+            )
+        if begun:
+            now = {"candidates": len(candidates), "num_epochs": self.num_epochs}
+            require_as_begun(run.given, now)
+            return SharedPrefixes(candidates, run.given["share_prefixes"])
         if self.stopping is None:
-            return CandidateList(self.candidates(), self.num_epochs)
-        return MedianStopped(self.candidates(), self.num_epochs, self.stopping, run)
+            return CandidateList(candidates, self.num_epochs)
+        return MedianStopped(candidates, self.num_epochs, self.stopping, run)
+
+    def _kinds_of_epochs(self, run: SearchedRun) -> list[list[int]]:
+        """Return what `SharedPrefixes` is given; each candidate's model is built for it."""
+        known: dict[Hashable, int] = {}
+        new, kinds = count(), []
+        candidates = self.candidates()
+        with Waiting(self._surroundings.report) as waiting:
+            for number, params in enumerate(candidates):
+                waiting.now(f"comparing the schedule of model {number + 1} of {len(candidates)}")
+                call = TimedCall(partial(self._epochs_of, params, run.rows))
+                try:
+                    found = call.result(self.admission_seconds)
+                except Exception:  # its admission says why, and fails it alone
+                    found = None
+                if found is None:
+                    kinds.append([next(new) for _ in range(self.num_epochs)])
+                else:
+                    kinds.append([known.setdefault(e, next(new)) for e in found])
+        shared, whole_search = SharedPrefixes(candidates, kinds), self.num_epochs * len(candidates)
+        self._surroundings.report(
+            f"share_prefixes: {shared.shared_epochs} of {whole_search} epochs are trained once for "
+            "several trials, because their schedules agree"
+        )
+        return kinds
+
+    def _epochs_of(self, params: Mapping[str, Any], rows: Sequence[int]) -> list[Hashable] | None:
+        """Return for each epoch what is equal where another candidate trains alike, if known."""
+        columns = Columns.of(self.data_spec)
+        recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
+        key = training_key(recipe)
+        steps = sum(num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows)
+        options = recipe.lr_schedule.of_epochs(recipe.optimizer, steps, self.num_epochs)
+        return None if key is None or options is None else [(key, each) for each in options]
 
 
-class GridSearch(_StoppingSearch):
+class GridSearch(_DrawnSearch):
     """Trains every combination of the search space; the other arguments are those of `Search`.
 
     Args:
         search_space: `{name: hp_choice([...])}`, in the order in which trials are numbered.
         stopping: `MedianStopping()` ends trials early that do worse than others did; None lets
             every trial train `num_epochs`.
+        share_prefixes: whether trials that differ in their LR schedule alone are one trial for as
+            long as these agree; the others are forked from it at the first epoch that differs. In
+            the epochs that they share they have the seed of that one trial, and so its order of
+            rows and its dropout. Each model is built once more before the run begins.
 
     Raises:
         ConfigurationError: a parameter has infinitely many values; or there is a rule that stops
-            and `validation` is None or `order` is "seeded"; or as `Search`.
+            and `validation` is None, `order` is "seeded" or `share_prefixes` is True; or as
+            `Search`.
     """
 
     def __init__(
@@ -59,9 +147,10 @@ class GridSearch(_StoppingSearch):
         *,
         search_space: Mapping[str, Any],
         stopping: MedianStopping | None = None,
+        share_prefixes: bool = False,
         **arguments: Any,
     ) -> None:
-        super().__init__(stopping=stopping, **arguments)
+        super().__init__(stopping=stopping, share_prefixes=share_prefixes, **arguments)
         self.search_space = check_space(search_space)
         self._candidates = grid(self.search_space)
 
@@ -70,7 +159,7 @@ class GridSearch(_StoppingSearch):
         return self._candidates
 
 
-class RandomSearch(_StoppingSearch):
+class RandomSearch(_DrawnSearch):
     """Trains `num_models` random draws of the search space; the other arguments are `Search`'s.
 
     One generator, seeded by the search, makes every draw of every parameter: parameters are
@@ -80,6 +169,7 @@ class RandomSearch(_StoppingSearch):
         search_space: `{name: hp_uniform(0, 1)}`, or `hp_choice` and its like.
         num_models: how many draws.
         stopping: as of `GridSearch`.
+        share_prefixes: as of `GridSearch`.
 
     Raises:
         ConfigurationError: `num_models` is not a whole number from 1; or as `GridSearch`.
@@ -91,9 +181,10 @@ class RandomSearch(_StoppingSearch):
         search_space: Mapping[str, Any],
         num_models: int,
         stopping: MedianStopping | None = None,
+        share_prefixes: bool = False,
         **arguments: Any,
     ) -> None:
-        super().__init__(stopping=stopping, **arguments)
+        super().__init__(stopping=stopping, share_prefixes=share_prefixes, **arguments)
         self.search_space = check_space(search_space)
         self.num_models = whole("num_models", num_models, least=1)
 

@@ -39,6 +39,7 @@ from cerebro_hydra.shards.cut.small_buffers import small_buffers
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.torch_cond import cond_failed, is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.trace import CutFailed
+from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
 from cerebro_hydra.shards.engine.microbatch import UnfitShape
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED, StateTemplate
@@ -52,6 +53,8 @@ _COPIES_FROZEN = 3
 
 _NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
 """Fields of a recipe that are in the key in another form, or decide nothing in a step."""
+
+_OF_SCHEDULE = ("model", "optimizer", "lr_scheduler", "lr_interval", "lr_metric")
 
 _FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
 
@@ -338,6 +341,22 @@ def admission_key(recipe: Recipe, examples: Sequence[Example]) -> Hashable | Non
         if field.name not in _NOT_ADMITTED
     }
     whole = (recipe.model, _optimizer(recipe), settings, [list(example) for example in examples])
+    return structure_key(whole, constants=True)
+
+
+def training_key(recipe: Recipe) -> Hashable | None:
+    """Return a key that is equal where trials train alike but for LR schedules, or None if unknown.
+
+    A trial's seed is not in it, nor are the options of its optimizer's groups, which the schedule
+    changes.
+    """
+    settings = {
+        field.name: getattr(recipe, field.name)
+        for field in dataclasses.fields(recipe)
+        if field.name not in _OF_SCHEDULE
+    }
+    values = [tensor_digest(parameter) for parameter in recipe.model.parameters()]
+    whole = (recipe.model, _optimizer(recipe), settings, values)
     return structure_key(whole, constants=True)
 
 

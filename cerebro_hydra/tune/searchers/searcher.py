@@ -65,13 +65,16 @@ class SearchedRun:
         direction: returns "min" or "max", which values of it are better. Only the first trial that
             is admitted says so, and nothing is measured before.
         partitions: of the training rows; as many on any number of workers.
-        given: what the search was given when the run began, as its `given` returned it.
+        given: what the search was given when the run began, as its `given` returned it; empty
+            before that.
+        rows: that are trained on, of each partition.
     """
 
     metric: str
     direction: Callable[[], str]
     partitions: int
     given: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[int] = ()
 
 
 @runtime_checkable
