@@ -175,7 +175,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     spark = new_session(arguments.master, dict(arguments.conf), workers)
     try:
         with interruptible():
-            backend = SparkBackend(spark, workers, numerics=run.document.numerics)
+            backend = SparkBackend(
+                spark,
+                workers,
+                numerics=run.document.numerics,
+                threads_per_worker=run.document.threads,
+            )
             print(run.go_on(Surroundings(backend, factory)))
     finally:
         spark.stop()

@@ -74,6 +74,9 @@ class SparkBackend:
         pick: how a free device chooses among the trials that its worker holds: "oldest_first"
             takes the one that came first, "sharp" the one with the most work left. It changes no
             bit; benchmarks/sharp has the figures.
+        threads_per_worker: threads that each device of an agent computes with. Another number gives
+            other bits, so a run keeps its own. Let Spark's `spark.task.cpus` be what the devices of
+            an agent need together.
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -101,12 +104,13 @@ class SparkBackend:
         residents: int | str = "auto",
         numerics: str = "fast",
         pick: str = DEFAULT_PICK,
+        threads_per_worker: int = 1,
     ) -> None:
         self.spark_context = context_of(spark_context)
         gpus = gpus_per_task(dict(self.spark_context.getConf().getAll()))
         self.resources = WorkerResources.checked(
             devices_per_worker, device_memory, host_memory, scratch, residents, gpus, numerics,
-            pick,
+            pick, threads_per_worker,
         )  # fmt: skip
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")

@@ -132,8 +132,9 @@ def check_settings(settings: Mapping[str, str], num_workers: int) -> Iterator[Fi
         remedy = "leave it unset, and let spark.executor.memoryOverhead be what agents need"
         yield Finding("spark.executor.pyspark.memory", problem, remedy, prevents=False)
     if (cpus := int(settings.get("spark.task.cpus", "1"))) > 1:
-        problem = f"agents compute with one of {cpus} cores each"
-        yield Finding("spark.task.cpus", problem, "set it to 1", prevents=False)
+        problem = f"of {cpus} cores each, agents compute with threads_per_worker, which is 1"
+        problem += " unless you give the backend another number"
+        yield Finding("spark.task.cpus", problem, "let both be the same", prevents=False)
 
 
 def check_gpus(settings: Mapping[str, str], devices: int | None) -> Iterator[Finding]:

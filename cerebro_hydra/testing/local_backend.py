@@ -67,8 +67,8 @@ class LocalBackend:
         preloaded: modules that agents load before they start; see `LocalLauncher`.
         tls: whether connections are encrypted; see `LocalLauncher`.
         limits: which losses a run outlasts.
-        devices_per_worker, device_memory, host_memory, scratch, residents, numerics, pick: see
-            `SparkBackend`.
+        devices_per_worker, device_memory, host_memory, scratch, residents, numerics, pick,
+            threads_per_worker: see `SparkBackend`.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LocalBackend:
         residents: int | str = "auto",
         numerics: str = "fast",
         pick: str = DEFAULT_PICK,
+        threads_per_worker: int = 1,
     ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
@@ -97,6 +98,7 @@ class LocalBackend:
             residents,
             numerics=numerics,
             pick=pick,
+            threads_per_worker=threads_per_worker,
         ).measured(lambda: [machine_facts(scratch or tempfile.gettempdir())] * num_workers)
         self.agents = self.launcher()
 

@@ -174,6 +174,13 @@ class RunToResume:
                 f"begun with {self.document.numerics!r}, which gives other bits; give the backend "
                 f"numerics={self.document.numerics!r}"
             )
+        threads = around.backend.resources.threads
+        if threads != self.document.threads:
+            raise ConfigurationError(
+                f"the backend's threads_per_worker is {threads}, and the run {self.folder.path!r} "
+                f"was begun with {self.document.threads}, which gives other bits; give the backend "
+                f"threads_per_worker={self.document.threads}"
+            )
         if resumed is not None and end.target is not None:
             told = (end.target.reached(each.instructions) for each in resumed.decisions())
             if reached := next(filter(None, told), ""):

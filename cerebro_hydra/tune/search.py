@@ -55,9 +55,6 @@ from cerebro_hydra.waits import Waiting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-THREADS = 1
-"""Threads that every agent computes with; another number would give other bits."""
-
 
 class Search(ABC):
     """Trains what a searcher proposes over a DataFrame; all arguments by keyword.
@@ -438,7 +435,7 @@ class Search(ABC):
             store=self.store.to_dict(),
             fingerprint=manifest.fingerprint,
             validated=manifest.has_validation,
-            threads=THREADS,
+            threads=self.backend.resources.threads,
             device=self.backend.resources.device_kind,
             numerics=self.backend.resources.numerics,
             reader=reader_title(),

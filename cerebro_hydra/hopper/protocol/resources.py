@@ -18,6 +18,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
+from cerebro_hydra.storage.run_document import MOST_THREADS
 
 QUEUED_SHARE = 0.75
 """The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
@@ -47,6 +48,7 @@ class WorkerResources:
         disk: bytes that are free in the scratch folder; None if nobody has looked.
         numerics: how CPU libraries choose kernels, a name of `KERNELS`.
         pick: how a free device chooses among trials, a name of `PICKS`.
+        threads: that each device computes with.
     """
 
     devices: int = 1
@@ -58,6 +60,7 @@ class WorkerResources:
     disk: int | None = None
     numerics: str = "fast"
     pick: str = DEFAULT_PICK
+    threads: int = 1
 
     @classmethod
     def checked(
@@ -70,6 +73,7 @@ class WorkerResources:
         gpus: float = 0,
         numerics: Any = "fast",
         pick: Any = DEFAULT_PICK,
+        threads_per_worker: Any = 1,
     ) -> WorkerResources:
         """Take what a user gave to a backend.
 
@@ -102,6 +106,11 @@ class WorkerResources:
             raise ConfigurationError(
                 f"pick is {pick!r}; it is one of {', '.join(map(repr, PICKS))}"
             )
+        if not _is_count(threads_per_worker) or threads_per_worker > MOST_THREADS:
+            raise ConfigurationError(
+                f"threads_per_worker is {threads_per_worker!r}; it is a whole number from 1 to "
+                f"{MOST_THREADS}"
+            )
         return cls(
             devices_per_worker or 1,
             _bytes("device_memory", device_memory),
@@ -111,6 +120,7 @@ class WorkerResources:
             "cuda" if devices_per_worker is not None and gpus else "cpu",
             numerics=numerics,
             pick=pick,
+            threads=threads_per_worker,
         )
 
     def measured(
