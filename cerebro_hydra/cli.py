@@ -164,8 +164,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.spark.session import new_session
     from cerebro_hydra.storage import RunFolder
     from cerebro_hydra.tune.resume import RunToResume
-    from cerebro_hydra.tune.running import Surroundings
-    from cerebro_hydra.tune.search import interruptible
+    from cerebro_hydra.tune.running import Surroundings, interruptible
 
     if arguments.factory or arguments.trust:
         sys.path.append(os.getcwd())  # where the factory may lie, as for a replay

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from cerebro_hydra.data.manifest import Manifest, RowsFound
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, LossLimits
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.storage import Store
 from cerebro_hydra.wire.credentials import TLS
+
+Factory = Callable[..., Any]
+"""The user's `estimator_gen_fn`."""
 
 
 @runtime_checkable
@@ -40,6 +44,26 @@ class Backend(Protocol):
         Raises:
             ConfigurationError: the rows don't have the columns of the spec.
             DataError: rows can't be used (null, NaN, ragged); names column and row.
+        """
+        ...
+
+    def check_factory(self, factory: Factory) -> None:
+        """Refuse an `estimator_gen_fn` that can't travel to the agents.
+
+        Raises:
+            ConfigurationError: says what it refers to, and what to change.
+        """
+        ...
+
+    def first_rows(self, df: Any, spec: DataSpec, count: int) -> CachedPartition | None:
+        """Return as many rows as are at hand at once, to try a model on before rows are prepared.
+
+        None if there are fewer, if finding them could take long, or if they are at fault, which
+        `prepare` tells of all rows.
+
+        Raises:
+            ConfigurationError: the rows don't have the columns of the spec.
+            DataError: a column is of a type that can't be used.
         """
         ...
 
@@ -74,9 +98,6 @@ class Backend(Protocol):
         """Return what starts and stops the agents of one run."""
         ...
 
-
-Factory = Callable[..., Any]
-"""The user's `estimator_gen_fn`."""
 
 OnExit = Callable[[BaseException | None], None]
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator, named_init
+from cerebro_hydra.keywords import named_init
+from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
 from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
 
 if TYPE_CHECKING:

@@ -6,15 +6,13 @@ with its factory's name, without pickle.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml import Estimator
 from pyspark.ml.base import _FitMultipleIterator
@@ -23,6 +21,7 @@ from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritabl
 
 from cerebro_hydra.documents import part_of, unreadable
 from cerebro_hydra.errors import ConfigurationError, TrialFailed
+from cerebro_hydra.keywords import check_keywords
 from cerebro_hydra.ml.metadata import StageMetadata, read_metadata
 from cerebro_hydra.ml.params import OutputParams, RunParams
 from cerebro_hydra.storage import LocalStore, Store, estimator_factories
@@ -325,33 +324,3 @@ class EstimatorReader(MLReader[FactoryEstimator]):
         estimator = FactoryEstimator(None, defaults)
         estimator.recorded_factory = saved.factory
         return stage.restore(estimator, where)
-
-
-A = ParamSpec("A")
-
-
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse the first keyword that a function does not have.
-
-    Raises:
-        TypeError: it names the function, the keyword and the nearest name, or all names.
-    """
-    names = sorted(known)
-    for name in given:
-        if name not in names:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.7)
-            remedy = f"did you mean {nearest[0]!r}?" if nearest else f"it has {names}"
-            raise TypeError(f"{function} has no argument {name!r}; {remedy}")
-
-
-def named_init(init: Callable[A, None]) -> Callable[A, None]:
-    """Let an `__init__` refuse a misspelled keyword as `check_keywords` does."""
-    known = [*inspect.signature(init).parameters][1:]
-    function = init.__qualname__.removesuffix(".__init__")
-
-    @wraps(init)
-    def checked(*args: A.args, **kwargs: A.kwargs) -> None:
-        check_keywords(function, kwargs, known)
-        init(*args, **kwargs)
-
-    return checked

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.backend import Factory
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.hopper.protocol.resources import MachineFacts, WorkerResources, machine_facts
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
@@ -16,7 +17,7 @@ from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings
 from cerebro_hydra.spark.gpus import check_gpu_facts, gpu_facts
 from cerebro_hydra.spark.java import explained_java
-from cerebro_hydra.spark.launcher import SparkLauncher, no_progress_line
+from cerebro_hydra.spark.launcher import SparkLauncher, no_progress_line, pickle_factory
 from cerebro_hydra.spark.places import spark_folder
 from cerebro_hydra.spark.session import context_of, workers_of
 from cerebro_hydra.storage import Store, require_store
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from cerebro_hydra.data.manifest import Manifest, RowsFound
+    from cerebro_hydra.data.partition import CachedPartition
     from cerebro_hydra.data.preparation.existing import ParquetMetadata
 
 _T = TypeVar("_T")
@@ -183,6 +185,20 @@ class SparkBackend:
             no_progress_line(context_of(self.spark_context)),
         ):
             return prepare(df, store, self.num_workers, spec, tell, self._report, recheck)
+
+    def check_factory(self, factory: Factory) -> None:
+        """Refuse a factory that can't travel, for a search."""
+        pickle_factory(factory)
+
+    def first_rows(self, df: DataFrame, spec: DataSpec, count: int) -> CachedPartition | None:
+        """Return the first rows of a query that is cheap to begin, for a search."""
+        from cerebro_hydra.data.preparation.prepare import first_rows
+
+        with (
+            explained_java(self.spark_context, "reading the first rows"),
+            no_progress_line(context_of(self.spark_context)),
+        ):
+            return first_rows(df, spec, count)
 
     def identify(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,7 +238,8 @@ def pickle_factory(factory: Callable[..., Any]) -> bytes:
 
     name = getattr(factory, "__qualname__", repr(factory))
     try:
-        return bytes(CloudPickleSerializer().dumps(factory))
+        with redirect_stderr(io.StringIO()):  # where Spark prints a traceback
+            return bytes(CloudPickleSerializer().dumps(factory))
     except Exception as error:
         raise ConfigurationError(
             f"estimator_gen_fn {name!r} can't be sent to the agents: {error}. It refers to "

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, RowsFound, stored_name
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.partition_writer import to_arrow
 from cerebro_hydra.data.preparation.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.rows import AffinePermutation, Assignment, ContentDigest
@@ -62,6 +63,13 @@ def write_dataset(
         return Manifest(fingerprint, specs, tuple(partitions))
 
     return prepare_once(store, fingerprint, write)
+
+
+def first_rows(columns: Mapping[str, NDArray[Any]], count: int) -> CachedPartition | None:
+    """Return the first rows of arrays as they would be stored; None if there are fewer."""
+    arrays = {name: _converted(name, array[:count]) for name, array in columns.items()}
+    fewer = any(len(array) < count for array in arrays.values())
+    return None if fewer else CachedPartition(count, arrays)
 
 
 def identify(

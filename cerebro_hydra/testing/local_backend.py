@@ -18,9 +18,10 @@ from cerebro_hydra.agent.device.process import ORPHANED_SERVER
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.existing import describe
 from cerebro_hydra.data.spec import DataSpec
-from cerebro_hydra.errors import SetupError
+from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.backend import Factory, OnExit
 from cerebro_hydra.hopper.protocol.agent_spec import (
     DEFAULT_LIMITS,
@@ -38,7 +39,7 @@ from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store
-from cerebro_hydra.testing.datasets import identify, write_dataset
+from cerebro_hydra.testing.datasets import first_rows, identify, write_dataset
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
@@ -114,6 +115,19 @@ class LocalBackend:
         columns = {name: df.arrays[name] for name in spec.columns}
         share = spec.validation_share or None
         return write_dataset(store, columns, self.num_workers, share, spec.seed)
+
+    def check_factory(self, factory: Factory) -> None:
+        """Refuse a factory that is no module's function, nor a partial of one."""
+        function = factory.func if isinstance(factory, partial) else factory
+        if "<" in getattr(function, "__qualname__", "<"):  # a lambda, or within a function
+            raise ConfigurationError(
+                f"estimator_gen_fn is {factory!r}, which agents can't import; give a function of a "
+                "module"
+            )
+
+    def first_rows(self, df: Arrays, spec: DataSpec, count: int) -> CachedPartition | None:
+        """Return the first rows of the arrays."""
+        return first_rows({name: df.arrays[name] for name in spec.columns}, count)
 
     def identify(
         self,

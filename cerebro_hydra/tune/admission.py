@@ -126,7 +126,7 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -176,6 +176,7 @@ class Admission:
         self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
         self._reported: set[tuple[ShardReport, ...]] = set()
+        self._large_batches: set[int] = set()
 
     def admit(
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None = None
@@ -196,7 +197,7 @@ class Admission:
             what = f"{trial_name(trial)} ({parameters(params)})"
             self._report(f"{what} failed before training: {reason(str(refusal))}")
             raise
-        self._check_metrics(params, {m.name: m.direction for m in recipe.metric_list})
+        self._check_metrics(params, directions_of(recipe))
         return Admitted(spec, tuple(recipe.state_metrics))
 
     def recut(self, asked: CutFiner) -> TrialRecut:
@@ -207,7 +208,7 @@ class Admission:
             DataError: rows can't be read as they were prepared.
         """
         with exclusive_generator:
-            with _refusing():
+            with refusing():
                 spec = self._folder.read_trial(asked.trial, self._folder.run_id)
                 recipe = build_recipe(self._factory, spec.params, self._seed, self._columns)
             with self._within_memory(spec.trial, recipe):
@@ -216,7 +217,7 @@ class Admission:
     def _recut(self, spec: TrialSpec, recipe: Recipe, asked: CutFiner) -> TrialRecut:
         recipe.shards, recipe.recompute = AUTO, True
         before, examples = len(spec.shards), self._example_batches(recipe)
-        with _refusing():
+        with refusing():
             if self._profiler is None or self._profiler.budget is None:
                 raise ConfigurationError("the backend has no device_memory any more; give it one")
             if recipe.warm_start is not None:
@@ -239,7 +240,7 @@ class Admission:
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
             finer=asked.inherited and spec.finer,
         )
-        with _refusing():
+        with refusing():
             self._memory_bill.check(finer, profile)
         self._report_cut(finer, cut.report)
         document = json.loads(json.dumps(finer.to_json()))
@@ -250,24 +251,19 @@ class Admission:
         recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
         return tuple(recipe.state_metrics)
 
-    def _check_metrics(self, params: Mapping[str, Any], directions: Mapping[str, str]) -> None:
-        metrics = {"loss": "min", **directions}
+    def _check_metrics(self, params: Mapping[str, Any], metrics: dict[str, str]) -> None:
         if self.metrics and metrics != self.metrics:
             raise ConfigurationError(
                 f"trials measure different things: {dict(params)} measures {metrics}, "
                 f"{dict(self._first)} {self.metrics}; give all SparkEstimators the same metrics"
             )
-        if self._evaluation_metric not in metrics:
-            raise ConfigurationError(
-                f"evaluation_metric is {self._evaluation_metric!r}, which is not measured; "
-                f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
-            )
+        require_measured(self._evaluation_metric, metrics)
         self.metrics, self._first = metrics, params
 
     def _admit(
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None
     ) -> tuple[TrialSpec, Recipe]:
-        with _refusing():
+        with refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe), recipe
@@ -276,7 +272,7 @@ class Admission:
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, recipe: Recipe
     ) -> TrialSpec:
         if recipe.warm_start is not None:
-            with _refusing():
+            with refusing():
                 load_warm_start(recipe.model, recipe.warm_start)
         finer = self._may_be_cut_finer(recipe)
         if parent is not None and (recipe.shards == AUTO or finer):
@@ -288,7 +284,7 @@ class Admission:
             recipe.recompute = True
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
-        with _refusing():
+        with refusing():
             admission = self._cut(recipe, examples, seed)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
@@ -330,7 +326,7 @@ class Admission:
             set_in_evaluation=admission.set_in_evaluation,
         )
         if profile is not None:
-            with _refusing():
+            with refusing():
                 self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
@@ -349,7 +345,7 @@ class Admission:
             f"{bytes_text(needed)} of memory, and {bytes_text(free)} are free"
         )
         with contextlib.ExitStack() as stack:
-            with _refusing():
+            with refusing():
                 stack.enter_context(on_disk(recipe, folder, resident=free / 4))
             yield
 
@@ -388,6 +384,13 @@ class Admission:
 
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
         """Report a cut, unless an earlier trial has the same one, batch size aside."""
+        most = max(self._examples.partition_rows)
+        if spec.batch_size > most and spec.batch_size not in self._large_batches:
+            self._large_batches.add(spec.batch_size)
+            self._report(
+                f"{spec.trial_id}: batch_size is {spec.batch_size:,}, and a partition has at most "
+                f"{most:,} training rows, so that these are one batch"
+            )
         shape = tuple(
             replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
             for shard in report.shards
@@ -413,6 +416,24 @@ def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None
     steps = parent.batch_size, parent.accumulate
     alike = asked_recompute(recipe) is None and steps == (recipe.batch_size, recipe.accumulate)
     return TaskProfile.from_json(parent.tasks) if alike else None
+
+
+def directions_of(recipe: Recipe) -> dict[str, str]:
+    """Return the direction of everything that a recipe measures, "loss" first."""
+    return {"loss": "min", **{metric.name: metric.direction for metric in recipe.metric_list}}
+
+
+def require_measured(evaluation_metric: str, metrics: Mapping[str, str]) -> None:
+    """Refuse a metric that is to decide and is not measured.
+
+    Raises:
+        ConfigurationError: names it, and what is measured.
+    """
+    if evaluation_metric not in metrics:
+        raise ConfigurationError(
+            f"evaluation_metric is {evaluation_metric!r}, which is not measured; "
+            f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
+        )
 
 
 def check_value_ranges(

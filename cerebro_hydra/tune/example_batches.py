@@ -46,11 +46,7 @@ class ExampleBatches:
         return [self._batch(size) for size in self.sizes(batch_size)]
 
     def _batch(self, size: int) -> Batch:
-        head = self._first_rows(size)
-        # Partition 0 may be a row shorter than the partition that has a batch of this size.
-        order = np.arange(size, dtype=np.int64) % head.rows
-        (batch,) = batches(head, self._columns.features, self._columns.targets, size, order)
-        return batch
+        return batch_of(self._first_rows(size), self._columns, size)
 
     def _first_rows(self, count: int) -> CachedPartition:
         info = self.manifest.partition("train", 0)
@@ -68,3 +64,13 @@ class ExampleBatches:
             }
             self._head = CachedPartition(count, columns)
         return self._head
+
+
+def batch_of(head: CachedPartition, columns: Columns, size: int) -> Batch:
+    """Return a batch of so many rows, which begin anew where the head has fewer.
+
+    Partition 0 may be a row shorter than the partition that has a batch of this size.
+    """
+    order = np.arange(size, dtype=np.int64) % head.rows
+    (batch,) = batches(head, columns.features, columns.targets, size, order)
+    return batch

@@ -60,13 +60,17 @@ class _RungSearch(Search):
             )
         require_validation(self, type(self).__name__)
 
+    def first_candidates(self) -> Sequence[Mapping[str, Any]]:
+        """Return the draws that are its candidates."""
+        return drawn(self, self.search_space, self.num_models)
+
     def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return what decides who is compared with whom, and when."""
         return {name: getattr(self, name) for name in ("num_models", "eta", "grace_epochs")}
 
     def _candidates(self, run: SearchedRun) -> Sequence[Mapping[str, Any]]:
         require_as_begun(run.given, self.given(run))
-        return drawn(self, self.search_space, self.num_models)
+        return self.first_candidates()
 
 
 class SuccessiveHalvingSearch(_RungSearch):
@@ -266,6 +270,10 @@ class PBTSearch(Search):
         self.resample_probability = share("resample_probability", resample_probability)
         require_validation(self, type(self).__name__)
 
+    def first_candidates(self) -> Sequence[Mapping[str, Any]]:
+        """Return the draws that are its candidates."""
+        return drawn(self, self.search_space, self.num_models)
+
     def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return what decides who gives way to whom, and when."""
         names = "num_models", "perturbation_interval", "quantile_fraction", "resample_probability"
@@ -278,7 +286,7 @@ class PBTSearch(Search):
         rungs = (*range(interval, self.num_epochs, interval), self.num_epochs)
         space = {name: self.search_space[name] for name in self.mutations}
         return Population(
-            drawn(self, self.search_space, self.num_models),
+            self.first_candidates(),
             rungs,
             self.quantile_fraction,
             Mutation(space, self.resample_probability),

@@ -1,13 +1,17 @@
 """Runs the trials of a run to their end, first or again, with what is shown of it.
 
 Meanwhile a claim in the run's folder says that a program works on it. The best model stays there.
+Ctrl-C ends a run whatever has become of Spark, and SIGTERM and SIGHUP do as Ctrl-C.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
 from cerebro_hydra.data.manifest import Manifest
@@ -193,3 +197,50 @@ class WinnerArchive:
             keep_archive(self._folder, winner.trial_id, model.archive())
         except CerebroHydraError as error:
             self._report(f"{winner.trial_id} needs its source: {error}")
+
+
+Handler = Callable[[int, FrameType | None], object]
+
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""What somebody who ends a program, or closes its terminal, sends it."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP while the body runs.
+
+    So no agent is left. What the program has set for the last two stays, as `nohup` does; a handler
+    for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ctrl_c = signal.getsignal(signal.SIGINT)
+    unset = [each for each in _ENDS if signal.getsignal(each) is signal.SIG_DFL]
+    for each in unset:
+        signal.signal(each, _interrupt)
+    if callable(ctrl_c):
+        signal.signal(signal.SIGINT, _interrupting(ctrl_c))
+    try:
+        yield
+    finally:
+        for each in unset:
+            signal.signal(each, signal.SIG_DFL)
+        if callable(ctrl_c):
+            signal.signal(signal.SIGINT, ctrl_c)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP:  # a shell sends it as its terminal is closed, and then the kernel
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _interrupting(handler: Handler) -> Handler:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except Exception:  # pyspark's fails if its SparkContext is stopped
+            raise KeyboardInterrupt from None
+
+    return interrupt

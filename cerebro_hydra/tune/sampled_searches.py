@@ -5,7 +5,7 @@ Optuna is loaded when a search is made; `pip install "cerebro-hydra[optuna]"` br
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.observe.records import ENDS
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.search import Search, require_as_begun
+from cerebro_hydra.tune.search import Search, drawn, require_as_begun
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import check_space, whole
 from cerebro_hydra.tune.trial import Trial
@@ -29,6 +29,9 @@ workers would wait whenever two trials need the same partition next."""
 
 _MARK = "cerebro_hydra"
 """The attribute of a study's trial that says which trial of which run it is."""
+
+DRAWS_LOOKED_AT = 3
+"""How many draws of a space are built before rows are prepared, until one can be."""
 
 
 class OptunaSearch(Search):
@@ -99,6 +102,10 @@ class OptunaSearch(Search):
                 f"sampler is {sampler!r}; give one of optuna.samplers, such as TPESampler()"
             )
         self.sampler, self.study = sampler, study
+
+    def first_candidates(self) -> Sequence[Mapping[str, Any]]:
+        """Return some draws of the space; which are proposed is the sampler's choice."""
+        return drawn(self, self.search_space, DRAWS_LOOKED_AT)
 
     def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return how many trials there are at most, and the study's."""

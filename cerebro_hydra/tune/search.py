@@ -1,13 +1,11 @@
 """The base of all searches: checks the arguments, and runs the trials that a searcher proposes.
 
-Ctrl-C ends a run whatever has become of Spark, and SIGTERM and SIGHUP do as Ctrl-C.
+The first model is built and tried before any row is prepared.
 """
 
 from __future__ import annotations
 
 import datetime
-import signal
-import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +14,11 @@ from dataclasses import replace
 from functools import partial
 from math import isfinite
 from random import Random
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.existing import existing_paths
 from cerebro_hydra.data.preparation.prepared import choose_prepared
@@ -26,19 +26,28 @@ from cerebro_hydra.data.reader import reader_title
 from cerebro_hydra.data.spec import DataSpec, column_names, require_dataframe
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
+from cerebro_hydra.keywords import named_init
 from cerebro_hydra.observe import Observer
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.recipe import Columns
+from cerebro_hydra.recipe import Columns, build_recipe, exclusive_generator, trial_seed
+from cerebro_hydra.shards.admission.admit import memory_needed
+from cerebro_hydra.shards.admission.compare import evaluate_once
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE, HeldOut, RunDocument
-from cerebro_hydra.tune.admission import Admission, loading_exporter
+from cerebro_hydra.tune.admission import (
+    Admission,
+    directions_of,
+    loading_exporter,
+    refusing,
+    require_measured,
+)
 from cerebro_hydra.tune.decisions import AskAndTell, Target
-from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.example_batches import ExampleBatches, batch_of
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.resume import LIMITS, RunToResume
-from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
+from cerebro_hydra.tune.running import Surroundings, interruptible, run_claim, run_trials
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import (
     Dimension,
@@ -49,7 +58,7 @@ from cerebro_hydra.tune.searchers.space import (
     share,
     whole,
 )
-from cerebro_hydra.tune.trials import EndOfRun, SearchTrials
+from cerebro_hydra.tune.trials import EndOfRun, SearchTrials, look_first
 from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
@@ -113,6 +122,7 @@ class Search(ABC):
             give.
     """
 
+    @named_init
     def __init__(
         self,
         *,
@@ -197,6 +207,13 @@ class Search(ABC):
         """
         return {}
 
+    def first_candidates(self) -> Sequence[Mapping[str, Any]]:
+        """Return parameters of trials that are looked at before rows are prepared.
+
+        Where none of them can be built, no trial can; a search that can't tell has none.
+        """
+        return ()
+
     def check_direction(self, direction: str) -> None:  # noqa: B027
         """Refuse "min" or "max" of the metric that decides; most searches take both.
 
@@ -250,6 +267,8 @@ class Search(ABC):
             if RunToResume.begun(folder):
                 return self._resume(folder, df)
             with loading_exporter(), Waiting(self._surroundings.report) as waiting:
+                waiting.now("checking the first model")
+                self._look_first(df)
                 manifest = self.backend.prepare(
                     self.store, df, self.data_spec, waiting.now, recheck
                 )
@@ -324,10 +343,32 @@ class Search(ABC):
         given = folder.read_json(SEARCH_FILE) if there else {}
         searched = self._searched(run.manifest, lambda: run.document.metrics, given)
         searcher = self.searcher(searched)
-        end = self._end(run.manifest, lambda: run.document.metrics)
+        end = self._end(run.manifest.has_validation, lambda: run.document.metrics)
         end.check()
         go_on = partial(run.go_on, self._surroundings, searcher, self.num_epochs, end, **limits)
         return self._watched(folder, go_on)
+
+    def _look_first(self, df: DataFrame) -> None:
+        """Refuse what a model and the first rows show, however many rows there are."""
+        self.backend.check_factory(self.estimator_gen_fn)
+        columns = Columns.of(self.data_spec)
+
+        def look(params: Mapping[str, Any]) -> dict[str, str]:
+            with exclusive_generator, torch.random.fork_rng(devices=[]), refusing():
+                recipe = build_recipe(self.estimator_gen_fn, params, self.seed, columns)
+                head = None
+                if memory_needed(recipe) <= available_memory():
+                    head = self.backend.first_rows(df, self.data_spec, recipe.batch_size)
+                if head is not None:
+                    batch = batch_of(head, columns, recipe.batch_size)
+                    evaluate_once(recipe, (batch.features, batch.labels), trial_seed(self.seed, 0))
+                return directions_of(recipe)
+
+        metrics = look_first(self.first_candidates(), look, self.admission_seconds)
+        if metrics is not None:
+            require_measured(self.evaluation_metric, metrics)
+            self._end(self.data_spec.validation is not None, lambda: metrics).check()
+            self.check_direction(metrics[self.evaluation_metric])
 
     def _fit(
         self,
@@ -346,7 +387,7 @@ class Search(ABC):
                 searcher = self.searcher(run)
                 ask_and_tell = AskAndTell(searcher, self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
-                end = self._end(manifest, lambda: admission.metrics)
+                end = self._end(manifest.has_validation, lambda: admission.metrics)
                 trials = SearchTrials(
                     ask_and_tell,
                     admission,
@@ -358,6 +399,7 @@ class Search(ABC):
                 trials.admit_first()
                 end.check()
                 self.check_direction(run.direction())
+                self.backend.check_factory(self.estimator_gen_fn)
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder, manifest, admission.metrics)
                 document = replace(document, held_out=held_out)
@@ -389,10 +431,10 @@ class Search(ABC):
             f"{split}_{metric}", lambda: directions()[metric], len(rows), given, rows
         )
 
-    def _end(self, manifest: Manifest, directions: Callable[[], Mapping[str, str]]) -> EndOfRun:
+    def _end(self, validated: bool, directions: Callable[[], Mapping[str, str]]) -> EndOfRun:
         if self.target is None:
             return EndOfRun(self.time_budget)
-        split = "val" if manifest.has_validation else "train"
+        split = "val" if validated else "train"
         values = {
             name if name.startswith(("val_", "train_")) else f"{split}_{name}": value
             for name, value in self.target.items()
@@ -546,50 +588,3 @@ def _checked_target(target: Any, validation: Any) -> dict[str, float] | None:
                 "validation rows only; give validation=0.2, or a target of the training loss"
             )
     return dict(target)
-
-
-Handler = Callable[[int, FrameType | None], object]
-
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
-"""What somebody who ends a program, or closes its terminal, sends it."""
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP while the body runs.
-
-    So no agent is left. What the program has set for the last two stays, as `nohup` does; a handler
-    for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ctrl_c = signal.getsignal(signal.SIGINT)
-    unset = [each for each in _ENDS if signal.getsignal(each) is signal.SIG_DFL]
-    for each in unset:
-        signal.signal(each, _interrupt)
-    if callable(ctrl_c):
-        signal.signal(signal.SIGINT, _interrupting(ctrl_c))
-    try:
-        yield
-    finally:
-        for each in unset:
-            signal.signal(each, signal.SIG_DFL)
-        if callable(ctrl_c):
-            signal.signal(signal.SIGINT, ctrl_c)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGHUP:  # a shell sends it as its terminal is closed, and then the kernel
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def _interrupting(handler: Handler) -> Handler:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        try:
-            handler(number, frame)
-        except Exception:  # pyspark's fails if its SparkContext is stopped
-            raise KeyboardInterrupt from None
-
-    return interrupt

@@ -62,6 +62,10 @@ class _DrawnSearch(Search):
     def candidates(self) -> list[dict[str, Any]]:
         """Return all candidates, in the order in which trials are numbered."""
 
+    def first_candidates(self) -> Sequence[Mapping[str, Any]]:
+        """Return all candidates."""
+        return self.candidates()
+
     def given(self, run: SearchedRun) -> dict[str, Any]:
         """Return which candidates train alike in which epochs, if they are to share these."""
         if not self.share_prefixes:

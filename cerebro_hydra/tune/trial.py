@@ -27,7 +27,9 @@ _FRAME = re.compile(
 _OUR_ERROR = re.compile(r"^cerebro_hydra\.errors\.\w+: ")
 _PACKAGE = [str(Path(cerebro_hydra.__file__).parent)]
 _ROOMS = "|".join(module.name for module in iter_modules(_PACKAGE) if module.ispkg)
-_LIBRARY = re.compile(rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/")
+_LIBRARY = re.compile(
+    rf"^<|\b(site-packages|lib/python[\d.]+|cerebro_hydra/({_ROOMS}))/|cerebro_hydra/keywords\.py$"
+)
 
 
 @dataclass(frozen=True)

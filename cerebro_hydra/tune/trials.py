@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -56,6 +56,8 @@ class EndOfRun:
         if self.target is not None:
             self.target.check()
 
+
+T = TypeVar("T")
 
 NOT_FINER = "{}\nIt was to be cut finer, in vain: {}"
 
@@ -277,7 +279,33 @@ class SearchTrials:
         return NewTrial(admitted.spec, event)
 
 
-T = TypeVar("T")
+def look_first(
+    candidates: Iterable[Mapping[str, Any]], look: Callable[[Any], T], seconds: float | None
+) -> T | None:
+    """Look at candidates, before rows are prepared, until one can be built and tried.
+
+    Args:
+        candidates: their parameters.
+        look: builds the model of one, tries it, and returns what is to be known of it.
+        seconds: how long that may take; None for any time.
+
+    Returns:
+        what was found of the first one that works; None without candidates.
+
+    Raises:
+        AllTrialsFailed: none works; the message holds every reason.
+    """
+    errors = []
+    for params in candidates:
+        try:
+            return TimedCall(partial(look, params)).result(seconds)
+        except Refused as refusal:
+            errors.append(str(refusal))
+        except Overdue as overdue:
+            errors.append(f"it is not built after admission_seconds={seconds}:\n{overdue}")
+    if errors:
+        raise all_failed(errors)
+    return None
 
 
 class Overdue(Exception):

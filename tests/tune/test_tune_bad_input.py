@@ -54,7 +54,7 @@ def with_label(label: int) -> Arrays:
     [
         (
             another_width, {"width": [100]}, "loss",
-            r"forward failed on .* features \(features: float32\[\d+, 16\].*\(\d+x16 and 100x4\)",
+            r"forward .*failed on .* features \(features: float32\[\d+, 16\].*\(\d+x16 and 100x4\)",
         ),
         (
             changed, {"metrics": [["acuracy"]]}, "accuracy",
@@ -84,7 +84,10 @@ def test_estimators_that_can_not_be_trained(
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        (9, r"'label' holds values from 0 to 9, and label 9 is no class of a model with 4 outputs"),
+        (
+            9,
+            r"label: int64\[16\] from 0 to 9\), label 9 is no class of a model with 4 outputs",
+        ),
         (-1, r"label -1 is no class of a model with 4 outputs, whose classes are 0 to 3; give"),
     ],
 )
@@ -127,3 +130,73 @@ def test_half_written_and_other_data_in_a_store(tmp_path: Path) -> None:
         GridSearch(**arguments(tmp_path, feature_columns=["half"])).fit_on_prepared_data()
     assert backend.prepare(store, data, spec) == manifest
     assert json.loads((folder / "manifest.json").read_text())["fingerprint"] == folder.name
+
+
+def misspelled(params: dict[str, Any]) -> Recipe:
+    return replace(tune_models.small({}), bacth_size=3)  # type: ignore[call-arg]
+
+
+class Untouched(LocalBackend):
+    """Fails a search that begins to prepare rows."""
+
+    def prepare(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("rows were prepared before a model was built")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"estimator_gen_fn": misspelled}, "bacth_size"),
+        (
+            {"estimator_gen_fn": another_width, "search_space": {"width": hp_choice([9])}},
+            "16 and 9",
+        ),
+        ({"evaluation_metric": "f1"}, r"'f1', which is not measured; .*\['loss', 'accuracy'\]"),
+        ({"target": {"auc": 0.9}}, "'val_auc', which is not measured"),
+        ({"estimator_gen_fn": lambda params: tune_models.small(params)}, "can't import"),
+    ],
+)
+def test_what_the_first_model_shows_is_told_before_rows_are_prepared(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    search = GridSearch(**{**arguments(tmp_path), "backend": Untouched(2), **changes})
+    with pytest.raises((AllTrialsFailed, ConfigurationError), match=said):
+        search.fit(rows())
+    assert not [*(tmp_path / "runs").glob("*")], "no run is left that could be resumed"
+
+
+def test_a_candidate_that_can_not_be_built_fails_alone_if_another_one_can(tmp_path: Path) -> None:
+    space = {"width": hp_choice([100, 16])}
+    search = GridSearch(
+        **{
+            **arguments(tmp_path, evaluation_metric="loss"),
+            "backend": Untouched(2),
+            "estimator_gen_fn": another_width,
+            "search_space": space,
+        }
+    )
+    with pytest.raises(AssertionError, match="rows were prepared"):
+        search.fit(rows())
+
+
+def test_a_misspelled_argument_of_a_search_names_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"GridSearch .*'num_epoch'; did you mean 'num_epochs'\?"):
+        GridSearch(**arguments(tmp_path), num_epoch=1)
+
+
+def test_a_batch_that_is_larger_than_a_partition_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = GridSearch(
+        **{
+            **arguments(tmp_path, num_epochs=1, evaluation_metric="loss", verbose=1),
+            "estimator_gen_fn": changed,
+            "search_space": {"batch_size": hp_choice([500, 500, 8])},
+        }
+    )
+    search.fit(rows(60))
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "batch_size is" in each)
+    assert line == (
+        "trial-000: batch_size is 500, and a partition has at most 24 training rows, so that these "
+        "are one batch"
+    )

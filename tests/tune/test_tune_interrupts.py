@@ -13,8 +13,7 @@ import pytest
 from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
-from cerebro_hydra.tune.running import Surroundings
-from cerebro_hydra.tune.search import interruptible
+from cerebro_hydra.tune.running import Surroundings, interruptible
 from cerebro_hydra.tune.trials import GRACE_SECONDS
 from cerebro_hydra.wire.control import CLOSE_SECONDS
 

@@ -54,7 +54,7 @@ def test_a_search_says_which_model_it_checks_unless_it_is_silent(
         GridSearch(**arguments(tmp_path, estimator_gen_fn=slow, verbose=verbose)).fit(rows())
     printed = capsys.readouterr()
     if verbose:
-        assert "checking model 1 of 1 (2 s)" in printed.out
+        assert "checking the first model (2 s)" in printed.out
     else:
         assert printed.out == printed.err == ""
 

@@ -29,6 +29,7 @@ from pyspark.sql import functions as F
 
 from cerebro_hydra.data import decoder
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, RowsFound, stored_name
+from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan, validation_flag
 from cerebro_hydra.data.preparation.partition_writer import (
     CHUNK,
@@ -49,6 +50,7 @@ from cerebro_hydra.data.preparation.row_facts import (
 )
 from cerebro_hydra.data.preparation.source_files import (
     CheckedSource,
+    begins_at_once,
     reads_files_only,
     source_files,
 )
@@ -67,6 +69,7 @@ _COLUMNS_LOOKED_AT = 50  # at once, in a query that Spark can still compile
 _BATCH_BYTES = 8 << 20
 _UNKNOWN_BYTES = 64 << 10  # of an array, where a look at one would run a query
 _NUMBER_BYTES = 8
+_FIRST_BYTES = 32 << 20  # of first rows that are worth a look: as Python's numbers they are slow
 _ROWS = {
     "spark.sql.parquet.columnarReaderBatchSize": 4096,
     "spark.sql.orc.columnarReaderBatchSize": 4096,
@@ -145,6 +148,35 @@ def identify(
         content = RowFacts(packed_rows(converted, packs, spec.seed), packs, plans).content()
     _, fingerprint = _identity(df, plans, content, num_partitions, spec)
     return RowsFound(fingerprint, content.rows, f"the values of its {content.rows:,} rows")
+
+
+def first_rows(df: DataFrame, spec: DataSpec, count: int) -> CachedPartition | None:
+    """Return the first rows of a DataFrame as they would be stored; nothing is written.
+
+    None where that takes long, where there are fewer, or where they are at fault, which `prepare`
+    tells of all rows.
+
+    Raises:
+        ConfigurationError: a column is not there.
+        DataError: a column is of a type that can't be used.
+    """
+    _check_arguments(df, 1, spec)
+    plans, _, converted = _converted(df, spec)
+    if not begins_at_once(df) or row_bytes(converted, plans, True) * count > _FIRST_BYTES:
+        return None
+    rows = converted.limit(count).collect()
+    if len(rows) < count:
+        return None
+    columns = {}
+    for position, plan in enumerate(plans):
+        try:
+            values = np.array([row[position] for row in rows], plan.dtype)
+        except (TypeError, ValueError):  # null or ragged
+            return None
+        if values.ndim != 1 + plan.depth or not np.isfinite(values).all():
+            return None
+        columns[plan.name] = values
+    return CachedPartition(count, columns)
 
 
 def _converted(

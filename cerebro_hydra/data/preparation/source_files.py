@@ -29,6 +29,8 @@ from cerebro_hydra.storage.names import Digest
 # What gives the same rows again from the same input, a row at a time.
 _OPERATORS = ("Project", "Filter", "SubqueryAlias", "View", "Union")
 _SOURCES = ("LogicalRelation", "Range", "LocalRelation", "OneRowRelation")
+_STREAMED = (*_OPERATORS, *_SOURCES, "LogicalRDD", "InMemoryRelation", "GlobalLimit", "LocalLimit")
+"""What gives its first rows at once."""
 _UNSTEADY = re.compile(
     r"^Current|^Now$|^LocalTimestamp|UDF|Udf|^Rand|^Uuid|^Shuffle|Query|Subquery|InputFile"
     r"|^MonotonicallyIncreasingID$|^SparkPartitionID$|Invoke|^CallMethodViaReflection$"
@@ -58,6 +60,16 @@ def reads_files_only(df: DataFrame) -> bool:
     """Say whether a query reads files, or makes numbers, row by row, and gives the same again."""
     nodes = _nodes(df)
     return nodes is not None and all(map(_is_steady, nodes))
+
+
+def begins_at_once(df: DataFrame) -> bool:
+    """Say whether a query has its first rows without reading all of what it is made from."""
+    try:
+        names = _CLASS.findall(_plan(df).toJSON())
+    except Py4JError:
+        return False
+    operators = (name.rpartition(".")[2] for name in names if ".expressions" not in name)
+    return all(name in _STREAMED for name in operators)
 
 
 def source_files(df: DataFrame) -> SourceFiles | None:

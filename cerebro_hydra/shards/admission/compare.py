@@ -299,6 +299,22 @@ def largest_example(examples: Sequence[Example]) -> Example:
     return max(examples, key=lambda e: e[0][0].shape[0] if e[0][0].dim() else 0)
 
 
+def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
+    """Evaluate an example with the uncut model alone, which shows most of what can't work.
+
+    Raises:
+        ConfigurationError: as `told_with_batch`.
+    """
+    trainer = _plain_trainer(recipe, trial_seed)
+    with told_with_batch(trainer, example), suppress(NonFiniteLoss):
+        try:
+            trainer.evaluate(_window(example, 1))
+        except ConfigurationError as error:
+            names = None if recipe.columns is None else recipe.columns.targets
+            labels = _forms(example[1], names)
+            raise ConfigurationError(f"on first rows with labels ({labels}), {error}") from error
+
+
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     """Train the recipe's own model with a copy of its optimizer."""
     twin = copy.copy(recipe)

@@ -6,12 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from cerebro_hydra.data.manifest import Manifest, RowsFound
-from cerebro_hydra.data.preparation.prepare import identify, prepare
+from cerebro_hydra.data.preparation.prepare import first_rows, identify, prepare
 from cerebro_hydra.data.preparation.source_files import reads_files_only, source_files
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.storage import LocalStore
@@ -167,3 +168,23 @@ def test_rows_are_told_from_others_without_preparing_them(
     ):
         assert identify(rows, preparation.store, 2, SPEC).fingerprint != first.fingerprint
     assert len(preparation.store.list(f"{preparation.store.prefix}/data")) == 1
+
+
+def test_first_rows_are_those_that_are_at_hand_at_once(spark: SparkSession) -> None:
+    df = spark.range(50).select(F.array(F.col("id"), F.lit(0.5)).alias("x"), F.col("id").alias("y"))
+    found = first_rows(df, SPEC, 3)
+    assert found is not None and found.rows == 3
+    assert found.columns["x"].tolist() == [[0, 0.5], [1, 0.5], [2, 0.5]]
+    assert (found.columns["x"].dtype, found.columns["y"].dtype) == (np.float32, np.int64)
+    local = spark.createDataFrame([(1.0, 2)], "x float, y long")
+    assert first_rows(local, SPEC, 1) is not None
+    null = F.when(F.col("y") == 1, None)
+    for none in (
+        df.limit(2),
+        df.orderBy(F.rand()),
+        df.groupBy("y").agg(F.first("x").alias("x")),
+        df.withColumn("x", null.otherwise(F.col("x"))),
+        df.withColumn("x", F.when(F.col("y") == 1, F.array(F.lit(1.0))).otherwise(F.col("x"))),
+        df.withColumn("x", F.when(F.col("y") == 1, F.lit(float("nan"))).otherwise(F.lit(1.0))),
+    ):
+        assert first_rows(none, SPEC, 3) is None
