@@ -160,7 +160,7 @@ class RemoteStore(Store):
         self._files.makedirs(folder, exist_ok=True)
         try:
             with self._files.open(unfinished, "wb") as file:
-                file.write(data)
+                file.write(memoryview(data).cast("B"))  # Arrow's bytes are signed, HDFS's are not
             yield unfinished
         except BaseException:
             with suppress(Exception):

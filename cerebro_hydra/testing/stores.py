@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cerebro_hydra.errors import StoreError
@@ -30,7 +31,8 @@ class StoreCase(ABC):
     def test_what_was_written_is_read(self, store: Store) -> None:
         """Bytes of every kind of buffer, the empty one included, come back as they went."""
         path = f"{store.run_path('r1')}/deep/er/file"
-        for content in (b"\x00\xff", bytearray(b"abc"), memoryview(b"wxyz")[1:3], b""):
+        signed = memoryview(pa.py_buffer(b"\x00\xff"))  # what encodes Parquet gives such bytes
+        for content in (b"\x00\xff", bytearray(b"abc"), memoryview(b"wxyz")[1:3], signed, b""):
             store.write(path, content)
             assert store.read(path) == bytes(content)
 
