@@ -212,7 +212,7 @@ class VisitPlanner:
         sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
-        window, way = trial.accumulate, (self._devices, trial.schedule)
+        window, way = trial.accumulate, (self._devices, trial.schedule, trial.staleness)
         recompute = profile.recomputes(trial.recompute, self._budget, window, *way)
         recompute |= task.trial in self._sparing
         spec = profile.training(number, len(sizes), window, recompute, *way)

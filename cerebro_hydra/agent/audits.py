@@ -96,6 +96,8 @@ class Audits:
         task = visit.task
         if not isinstance(task, StartSubEpoch) or task.trial in self._impossible:
             return
+        if visit.spec.graph.staleness:
+            return  # the uncut model reads no older weights
         seconds = visit.profile.build_seconds + self._seconds.get(task.trial, 0.0)
         visit.watched = bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
         windows = visit.spec.graph.windows

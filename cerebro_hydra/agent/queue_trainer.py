@@ -592,7 +592,7 @@ class QueueTrainer:
             self._let_in()
         else:
             finer = lacking is not None and self._planner.helps_finer(visit)
-            self._reports.failed(visit.task, kind, why, lacking, finer)
+            self._reports.failed(visit.task, visit.reported(kind), why, lacking, finer)
 
     def _raised(self, visit: Visit, error: Exception) -> None:
         """End a visit because of an error of this process."""

@@ -18,6 +18,7 @@ from cerebro_hydra.agent.device.messages import (
     Close,
     Compute,
     Done,
+    FailureKind,
     Move,
     VisitOrder,
     copy_of,
@@ -41,7 +42,7 @@ from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.run_document import TrialSpec
 
 SEGMENTS = {
-    Part.PARAMETERS: ("frozen", "trainable"),
+    Part.PARAMETERS: ("frozen", "trainable", "versions"),
     Part.GRADIENTS: ("gradients",),
     Part.OPTIMIZER: ("trainable",),
 }
@@ -224,6 +225,7 @@ class Visit:
         sizes = {
             "trainable": self.profile.shards[shard].trainable,
             "gradients": self.gradients(shard),
+            "versions": self.versions(shard),
         }
         written = {name for part in parts for name in SEGMENTS[part]}
         return {name: nbytes for name, nbytes in sizes.items() if nbytes and name in written}
@@ -236,6 +238,18 @@ class Visit:
     def gradients(self, shard: int) -> int:
         """Return the bytes of a shard's gradients if they leave the device, else 0."""
         return 0 if self.resident else self.profile.kept_gradients(shard, self.spec.graph)
+
+    def versions(self, shard: int) -> int:
+        """Return the bytes of a shard's older weights, which tasks read."""
+        return self.profile.versions(shard, self.spec.graph)
+
+    def reported(self, kind: FailureKind) -> FailureKind:
+        """Return what a failure is reported as.
+
+        A trial that reads older weights can't be trained in one piece instead of in shards.
+        """
+        differs = kind is FailureKind.DIFFERENCE and self.spec.graph.staleness
+        return FailureKind.OTHER if differs else kind
 
     def published(self, number: int, shard: Shard) -> None:
         """Note what was published of a shard."""
@@ -482,6 +496,8 @@ class HostMoves:
                 home = ShardHome(held, segments, self._scratch)
             if visit.resident and visit.spec.graph.training and not visit.mapped:
                 home.own_trainable()
+            if nbytes := visit.versions(action.shard):
+                home.room_for({"versions": nbytes})
             visit.homes[action.shard] = home
             if action.shard == 0 and visit.spec.moves:
                 nbytes, number = visit.spec.boundary_bytes, visit.spec.most_open
@@ -612,8 +628,9 @@ class VisitBoundary:
         self._records = {m: r for m, r in self._records.items() if m > number - len(self._slabs)}
         self._records[number] = {}
         self._places = {t: p for t, p in self._places.items() if t.microbatch in self._records}
-        # F of shard 0 waits for its update of the window before, and that for every norm of it.
-        for window in [w for w in self._norms if w < number // self._graph.window - 1]:
+        # F of shard 0 waits for the update that makes its weights, and that for every norm of it.
+        open_windows = 1 + max(self._graph.staleness, default=0)
+        for window in [w for w in self._norms if w < number // self._graph.window - open_windows]:
             del self._norms[window]
 
     def _slab_of(self, number: int) -> Bytes:

@@ -94,6 +94,7 @@ class SparkEstimator(TrialEstimator):
         cut: str | None = None,
         schedule: str = "sequential",
         recompute: bool | str = "auto",
+        vertical_sync: bool = False,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,
@@ -193,6 +194,7 @@ GRID_OPTIONS = (
     "early_stopping",
     "schedule",
     "recompute",
+    "vertical_sync",
 )
 """The options of a recipe that are plain JSON, and so can vary from trial to trial."""
 

@@ -107,7 +107,11 @@ class Recipe:
         schedule: the order of the trial's own shard tasks over the devices of a worker:
             "sequential" does one after the other; "gpipe", "1f1b" and "interleaved" let each device
             do ranges of shards, for one of the `accumulate` batches of a step after the other.
-            Results are the same.
+            Results are the same. "pipedream" and "2bw" don't wait for updates, so that tasks read
+            older weights (docs/schedules.md): results depend on the number of devices that a
+            worker has when the trial is admitted, and are the same whatever happens later.
+        vertical_sync: whether, by "pipedream", every device reads the version of the weights that
+            the first one reads.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
 
@@ -136,6 +140,7 @@ class Recipe:
     cut: str | None = None
     schedule: str = "sequential"
     recompute: bool | str = "auto"
+    vertical_sync: bool = False
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -195,7 +200,12 @@ class Recipe:
         return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
 
     def _check_cut(self) -> None:
-        check_schedule(self.schedule, self.clip_grad_norm is not None, self.accumulate)
+        if not isinstance(self.vertical_sync, bool):
+            raise ConfigurationError(
+                f"vertical_sync is {self.vertical_sync!r}; it is True or False"
+            )
+        clips = self.clip_grad_norm is not None
+        check_schedule(self.schedule, clips, self.accumulate, self.vertical_sync)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):

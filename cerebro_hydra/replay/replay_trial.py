@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from cerebro_hydra.recipe.randomness import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.replay.child import replay_in_child
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
 from cerebro_hydra.replay.record import RunData, with_threads
+from cerebro_hydra.replay.stale_weights import train_stale
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.estimator_factories import find, importable_name
@@ -39,6 +41,9 @@ from cerebro_hydra.storage.run_folder import read_document
 
 _STATES = 3
 """States of a trial that a replay has in memory: the first, the one that it trains, the result."""
+
+_BYTES = 4
+"""What a parameter is thought to have in each older version of the weights."""
 
 
 def replay(run_path: str, trial_id: str, factory: Any = None, trust: bool = False) -> ReplayReport:
@@ -99,7 +104,7 @@ def replay_here(
             for number, until in lineage:
                 each = run.folder.read_trial(number, run.document.run_id)
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
-                line.append(Ancestor(each, recipe, until))
+                line.append(Ancestor(each, recipe, until, each.lags(initial.shards)))
             load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
             for ancestor in line:
                 ancestor.recipe.to(device)
@@ -136,7 +141,8 @@ def _device_of(document: RunDocument) -> torch.device:
 
 
 def _check_memory(spec: TrialSpec) -> None:
-    needed, free = _STATES * spec.nbytes, available_memory()
+    older = max(spec.staleness, default=0) * _BYTES * spec.parameters
+    needed, free = _STATES * spec.nbytes + older, available_memory()
     if needed > free:
         raise ReplayError(
             f"{spec.trial_id} needs about {needed / 2**30:.2g} GiB of memory to be replayed, as "
@@ -153,6 +159,8 @@ class Ancestor:
     recipe: Recipe
     until: int
     """How many visits were made by then, those before its own included."""
+    lags: Mapping[str, int]
+    """How many updates older the weights are that it reads, by parameter; see `train_stale`."""
 
     def trainer(self) -> PlainTrainer:
         """Return what trains it from the first visit on."""
@@ -185,7 +193,11 @@ def train(
                 mine, *forks = forks
                 spec, trainer = mine.spec, mine.fork(trainer, (state - 2) // len(run.training))
             before = replayed.history[-1] if epoch > 0 and not losses else None
-            losses[partition] = trainer.train(run.windows(spec, epoch, partition), before)
+            batches = run.windows(spec, epoch, partition)
+            if mine.lags:
+                losses[partition] = train_stale(trainer, batches, mine.lags, before)
+            else:
+                losses[partition] = trainer.train(batches, before)
             if state == result:
                 replayed.keep(trainer)
             if len(losses) == len(run.training):

@@ -8,28 +8,13 @@ Only parameters have versions: the optimizer's state and buffers go on from wind
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from cerebro_hydra.errors import ReplayError
 from cerebro_hydra.recipe import PlainTrainer, SumOverRows, Window
-
-
-def lags_of(stages: Sequence[Sequence[str]], schedule: str, vertical_sync: bool) -> dict[str, int]:
-    """Return by parameter how many updates older the weights are that a window reads.
-
-    Args:
-        stages: the names of each stage's parameters, first stage first.
-        schedule: "pipedream" or "2bw".
-        vertical_sync: whether all stages of PipeDream read what the first one reads.
-    """
-    last = len(stages) - 1
-    behind = [last if vertical_sync else last - stage for stage in range(len(stages))]
-    if schedule == "2bw":
-        behind = [1] * len(stages)
-    return {name: lag for names, lag in zip(stages, behind, strict=True) for name in names}
 
 
 def train_stale(
@@ -39,6 +24,9 @@ def train_stale(
     epoch_metrics: Mapping[str, float] | None = None,
 ) -> SumOverRows:
     """Train over a sub-epoch as `PlainTrainer.train` does, but read weights that are older.
+
+    Args:
+        lags: by parameter that trains, how many updates older the weights are that a window reads.
 
     Raises:
         ReplayError: `lags` does not name the parameters of the model that are trained.

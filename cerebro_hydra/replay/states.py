@@ -24,6 +24,8 @@ class SavedState:
     """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`, and `optim:NAME:KEY` where it exists."""
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the param groups, of each shard that was trained."""
+    shards: dict[str, int] = field(default_factory=dict)
+    """By parameter that trains, the shard that it is in."""
 
 
 def read_saved(folder: RunFolder, trial: int, state: int, run_id: str | None = None) -> SavedState:
@@ -34,9 +36,10 @@ def read_saved(folder: RunFolder, trial: int, state: int, run_id: str | None = N
         JournalError: it is that of another run than `run_id`.
     """
     saved = SavedState()
-    for shard in folder.read_state(trial, state, run_id)["shards"]:
-        for digest in (shard["frozen"], shard["trainable"]):
-            saved.tensors |= read_segment(folder, digest)
+    for number, shard in enumerate(folder.read_state(trial, state, run_id)["shards"]):
+        trained = read_segment(folder, shard["trainable"])
+        saved.tensors |= read_segment(folder, shard["frozen"]) | trained
+        saved.shards |= {n[6:]: number for n in trained if n.startswith("param:")}
         if shard["cursor"] and "groups" in shard["cursor"]:  # else a fork has not trained yet
             saved.groups.append(shard["cursor"]["groups"])
     return saved

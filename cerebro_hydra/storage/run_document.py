@@ -58,7 +58,8 @@ class TrialSpec:
     tasks of its shards were measured to need of a device, None where no queues were asked for. A
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
     `attributes` marks what else its first steps changed, which may change later, too;
-    `set_in_evaluation` is what its first evaluations changed.
+    `set_in_evaluation` is what its first evaluations changed. `staleness` says, by shard, how many
+    updates older the weights are that its tasks read, where its schedule lets them.
     """
 
     trial: Count
@@ -89,10 +90,19 @@ class TrialSpec:
     finer: bool = False
     attributes: tuple[str, ...] = ()
     set_in_evaluation: tuple[str, ...] = ()
+    staleness: tuple[Count, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:
         return sum(self.steps)
+
+    def lags(self, shards: Mapping[str, int]) -> dict[str, int]:
+        """Return by parameter how many updates older the weights are that the trial reads.
+
+        Args:
+            shards: by parameter that trains, its shard.
+        """
+        return {n: self.staleness[k] for n, k in shards.items()} if self.staleness else {}
 
     def to_json(self) -> dict[str, Any]:
         """Describe the trial in JSON."""

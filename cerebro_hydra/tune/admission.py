@@ -36,8 +36,9 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS
-from cerebro_hydra.plan.schedules.registry import is_pipelined
+from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined, with_versions
 from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
 from cerebro_hydra.recipe import (
@@ -324,6 +325,7 @@ class Admission:
             finer=finer,
             attributes=admission.attributes,
             set_in_evaluation=admission.set_in_evaluation,
+            staleness=self._staleness(recipe, admission),
         )
         if profile is not None:
             with refusing():
@@ -361,11 +363,29 @@ class Admission:
     def _example_batches(self, recipe: Recipe) -> list[Example]:
         return [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
 
+    def _staleness(self, recipe: Recipe, admitted: AdmittedCut) -> tuple[int, ...]:
+        """Return by shard how many updates older the weights are that the trial's tasks read.
+
+        So many devices as workers have now decide it once for all.
+        """
+        tied = () if admitted.profile is None else admitted.profile.tied
+        clips = recipe.clip_grad_norm is not None
+        shards = len(admitted.layout.shards)
+        graph = TaskGraph(shards, recipe.accumulate, recipe.accumulate, clips, tied)
+        devices = self._memory_bill.devices
+        with _refusing():
+            read = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
+        return read.staleness if any(read.staleness) else ()
+
     def _may_be_cut_finer(self, recipe: Recipe) -> bool:
-        """Return whether more shards than the trial has may help it when it runs out of memory."""
+        """Return whether more shards than the trial has may help it when it runs out of memory.
+
+        Where tasks read older weights, a finer cut would change which.
+        """
         limited = self._profiler is not None and self._profiler.budget is not None
         by_number = recipe.shards == AUTO or (type(recipe.shards) is int and recipe.shards > 1)
-        return limited and by_number and recipe.recompute is not False
+        keeps = recipe.recompute is not False and is_flushed(recipe.schedule)
+        return limited and by_number and keeps
 
     def _cut(
         self, recipe: Recipe, examples: Sequence[Example], seed: int, least: int = 1
@@ -562,7 +582,7 @@ class MemoryBill:
                 "take schedule='sequential'"
             )
         budget = self._resources.device_memory
-        way = self.devices, spec.schedule
+        way = self.devices, spec.schedule, spec.staleness
         recompute = profile.recomputes(spec.recompute, budget, spec.accumulate, *way)
         microbatches = max(spec.steps) * spec.accumulate
         run = profile.training(spec.trial, microbatches, spec.accumulate, recompute, *way)

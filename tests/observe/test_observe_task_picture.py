@@ -16,7 +16,7 @@ from cerebro_hydra.plan.messages.actions import parse_action
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pipedream import pipedream_graph
-from cerebro_hydra.plan.schedules.registry import ORDERS
+from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.plan.schedules.two_buffers import two_buffers_graph
 from cerebro_hydra.plan.simulate.worker import DoneAction, WorkerTimeline
 from tests.plan.schedules.test_plan_gpipe import simulate
@@ -41,7 +41,7 @@ def timeline_of(schedule: str) -> WorkerTimeline:
     return simulate([spec], DEVICES)
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_pictures_of_the_docs_are_those_of_the_simulator(schedule: str) -> None:
     picture = task_picture(timeline_of(schedule).done, DEVICES)
     path = DOCS / "schedules" / f"{schedule}.svg"
@@ -51,7 +51,7 @@ def test_the_pictures_of_the_docs_are_those_of_the_simulator(schedule: str) -> N
     assert f"(schedules/{schedule}.svg)" in (DOCS / "schedules.md").read_text()
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_task_is_drawn_once_and_none_over_another(schedule: str) -> None:
     timeline = timeline_of(schedule)
     root = ElementTree.fromstring(task_picture(timeline.done, DEVICES))
@@ -71,7 +71,7 @@ def test_each_task_is_drawn_once_and_none_over_another(schedule: str) -> None:
 
 def test_what_the_page_says_of_waiting_is_what_the_pictures_show() -> None:
     rows = re.findall(r"^\| `\"(\w+)\"` \|.*\| ([\d.]+) of ([\d.]+) s \|$", _page(), re.M)
-    assert [row[0] for row in rows] == list(ORDERS)
+    assert [row[0] for row in rows] == list(SCHEDULES)
     for schedule, waited, makespan in rows:
         timeline = timeline_of(schedule)
         idle = timeline.makespan * DEVICES - timeline.busy

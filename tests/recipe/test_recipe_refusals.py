@@ -108,7 +108,7 @@ RULES: dict[str, tuple[Any, ...]] = {
     "clip_grad_value": (-1,),
     "ema": ("0.9",),
     "metrics": (5,),
-    "schedule": ("sharp", "oldest_first", "gpipe", "fastest", "pipedream", "2bw"),
+    "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
@@ -146,6 +146,10 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
         "schedule = 'pipedream', accumulate = 4": partial(
             recipe_of, schedule="pipedream", accumulate=4
         ),
+        "schedule = '2bw', vertical_sync = True": partial(
+            recipe_of, schedule="2bw", vertical_sync=True
+        ),
+        "vertical_sync = 1": partial(recipe_of, schedule="pipedream", vertical_sync=1),
         **{f"a model {what}": partial(unusual, make) for what, make in MODELS.items()},
         **{
             f"a warm start of {what}": partial(

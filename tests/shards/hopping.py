@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.engine.engine import Mode
-from cerebro_hydra.shards.engine.layout import in_place, on_host
+from cerebro_hydra.shards.engine.layout import TrialRuntime, in_place, on_host
 from cerebro_hydra.shards.engine.uncut import uncut_training
 from cerebro_hydra.testing.run_in_process import CutTrial
 from tests.shards import plain
@@ -25,6 +26,7 @@ class Trial(CutTrial):
     ) -> None:
         super().__init__(recipe, admission, cut_model, plain.TRIAL_SEED, STEPS_PER_EPOCH, mode)
         self.layout = admission.layout
+        self.staleness: tuple[int, ...] = ()
         self.events: list[str] = []
 
     def need(self, k: int):
@@ -34,6 +36,9 @@ class Trial(CutTrial):
     def publish(self, k: int, segments, cursor) -> None:
         self.events.append(f"publish{k}")
         super().publish(k, segments, cursor)
+
+    def runtime(self, recipe: Recipe | None = None) -> TrialRuntime:
+        return replace(super().runtime(recipe), staleness=self.staleness)
 
     def cursor(self, k: int) -> dict:
         return json.loads(self.shards[k][1])

@@ -138,7 +138,9 @@ class TrialBuilder:
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         recipe = self._placed(recipe)
-        runtime = TrialRuntime(recipe, cut_model, layout, spec.seed, spec.steps_per_epoch)
+        runtime = TrialRuntime(
+            recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness
+        )
         return BuiltTrial(spec, runtime, build_seconds)
 
     def _placed(self, recipe: Recipe) -> Recipe:

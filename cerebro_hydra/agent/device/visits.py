@@ -157,7 +157,7 @@ class TrialVisits:
             return PlainVisit(trial, first, windows, metrics, memory, effects, steps)
         sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,
-            resident=order.resident, moves=order.moves,
+            resident=order.resident, moves=order.moves, steps=order.trial.steps[partition],
         )  # fmt: skip
         stays = not order.recompute or order.resident
         return TrainingVisit(sub_epoch, trial.layout, stays, memory, effects, steps)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
 from cerebro_hydra.plan.queues.ledger import PartBytes, StateName
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import ORDERS, is_pipelined
+from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
@@ -107,7 +107,7 @@ class VisitSpec:
             and activations; an evaluation, too, on a device that no shard has to leave.
         fused: forward and backward of the last shard are one unit, with its activations kept.
         later_seconds: the work of the trial after this visit, by which it is preferred.
-        schedule: a name of `ORDERS`, which says what is done in which order.
+        schedule: a name of `SCHEDULES`, which says what is done in which order.
         devices: how many devices such a schedule may spread the visit over.
         unit_seconds: what the tasks take at most that a device does without a message in between.
         source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
@@ -144,7 +144,7 @@ class VisitSpec:
 
     def lists(self, window: int) -> Sequence[Sequence[Action]]:
         """Return the tasks of a window: a list for each device, or one for whichever is free."""
-        return ORDERS[self.schedule](self.graph, self.visit, window, self.devices)
+        return SCHEDULES[self.schedule](self.graph, self.visit, window, self.devices)
 
     @property
     def most_open(self) -> int:

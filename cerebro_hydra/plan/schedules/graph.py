@@ -63,6 +63,14 @@ class TaskGraph:
         stale = self.staleness[shard] if self.staleness else 0
         return max(0, microbatch // self.window - stale)
 
+    @property
+    def most_devices(self) -> int:
+        """Return over how many devices tasks that read older weights can be spread.
+
+        The first of more devices would wait, before a forward, for an update that comes after it.
+        """
+        return max(self.staleness, default=0) * self.window + 1
+
     def stages(self, devices: int) -> list[range]:
         """Return a range of shards for each device, as equal as can be; no range is empty."""
         number = min(devices, self.shards)

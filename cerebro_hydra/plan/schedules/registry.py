@@ -18,22 +18,26 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.interleaved import interleaved
 from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
 from cerebro_hydra.plan.schedules.pick import PICKS
-from cerebro_hydra.plan.schedules.pipedream import check_pipedream, pipedream
+from cerebro_hydra.plan.schedules.pipedream import (
+    check_pipedream,
+    pipedream,
+    pipedream_graph,
+)
 from cerebro_hydra.plan.schedules.sequential import sequential
-from cerebro_hydra.plan.schedules.two_buffers import two_buffers
+from cerebro_hydra.plan.schedules.two_buffers import two_buffers, two_buffers_graph
 
 Schedule = Callable[[TaskGraph, int, int, int], Sequence[Sequence[Action]]]
 
-SCHEDULES: Mapping[str, Schedule] = {
+FLUSHED: Mapping[str, Schedule] = {
     "sequential": sequential,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
 }
-"""The names that the schedule of a trial may have."""
+"""Those by which an update waits for whatever was begun before it: they change no result."""
 
-ORDERS: Mapping[str, Schedule] = {**SCHEDULES, "pipedream": pipedream, "2bw": two_buffers}
-"""Those, and the schedules that are decided and simulated, but that no agent trains by yet."""
+SCHEDULES: Mapping[str, Schedule] = {**FLUSHED, "pipedream": pipedream, "2bw": two_buffers}
+"""The names that the schedule of a trial may have."""
 
 
 def is_pipelined(schedule: str) -> bool:
@@ -41,7 +45,14 @@ def is_pipelined(schedule: str) -> bool:
     return schedule != "sequential"
 
 
-def check_schedule(name: object, clips_norm: bool = False, accumulate: int = 1) -> None:
+def is_flushed(schedule: str) -> bool:
+    """Return whether tasks read the weights that they read in plain training."""
+    return schedule in FLUSHED
+
+
+def check_schedule(
+    name: object, clips_norm: bool = False, accumulate: int = 1, vertical_sync: bool = False
+) -> None:
     """Check what a user gave as the schedule of a trial, with the settings that may exclude it.
 
     Raises:
@@ -53,12 +64,27 @@ def check_schedule(name: object, clips_norm: bool = False, accumulate: int = 1) 
             f"schedule is {name!r}, which is how devices choose among trials; leave schedule out, "
             f"and give the backend pick={name!r}"
         )
-    if name == "pipedream":
-        check_pipedream(clips_norm, accumulate)
-    if isinstance(name, str) and name in ORDERS.keys() - SCHEDULES.keys():
-        raise ConfigurationError(
-            f"schedule is {name!r}, by which no agent trains yet: it has only been simulated; take "
-            f"one of {list(SCHEDULES)}"
-        )
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ConfigurationError(f"schedule is {name!r}; it is one of {list(SCHEDULES)}")
+    if vertical_sync and name != "pipedream":
+        raise ConfigurationError(
+            f"vertical_sync is True and schedule is {name!r}, by which all stages read the same "
+            "version in any case; leave vertical_sync out, or take schedule='pipedream'"
+        )
+    if name == "pipedream":
+        check_pipedream(clips_norm, accumulate)
+
+
+def with_versions(
+    graph: TaskGraph, schedule: str, devices: int, vertical_sync: bool = False
+) -> TaskGraph:
+    """Return the graph with the versions of weights that a schedule reads on so many devices.
+
+    Raises:
+        ConfigurationError: what the graph demands can't be had; the message says why.
+    """
+    if is_flushed(schedule):
+        return graph
+    if schedule == "pipedream":
+        return pipedream_graph(graph, devices, vertical_sync)
+    return two_buffers_graph(graph, devices)

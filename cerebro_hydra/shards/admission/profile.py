@@ -19,6 +19,7 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import is_flushed
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
 from cerebro_hydra.shards.cut.model import CutModel, Recent
@@ -321,7 +322,7 @@ class _ProfiledStep:
         with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
             batch = _microbatch(self._recipe, self._example)
             self._sub_epoch.begin_window(0)
-            self._sub_epoch.begin_microbatch()
+            self._sub_epoch.begin_microbatch(0)
             if isinstance(tasks, GraphTasks):
                 self._log, self._left = TensorLog({}, 0), [0] * self._cut_model.num_shards
                 self._going = GraphPass(batch)
@@ -525,19 +526,24 @@ class TrialProfile:
         window: int,
         devices: int = 1,
         schedule: str = "sequential",
+        staleness: tuple[int, ...] = (),
     ) -> bool:
         """Return whether a backward computes its forward again on devices with this budget."""
         if asked is not None:
             return asked
         if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
             return self.tasks.keep is None  # the other way is impossible
-        kept = self.training(0, window, window, False, devices, schedule)
+        kept = self.training(0, window, window, False, devices, schedule, staleness)
         return budget is not None and kept.device_need > budget
 
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
         """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
         kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
         return self.shards[shard].gradients if kept else 0
+
+    def versions(self, shard: int, graph: TaskGraph) -> int:
+        """Return the bytes of a shard's older weights, which tasks read."""
+        return graph.staleness[shard] * self.shards[shard].gradients if graph.staleness else 0
 
     def training(
         self,
@@ -547,12 +553,21 @@ class TrialProfile:
         recompute: bool,
         devices: int = 1,
         schedule: str = "sequential",
+        staleness: tuple[int, ...] = (),
     ) -> VisitSpec:
         """Return the visit of a sub-epoch, whose microbatches may move among so many devices.
 
         They stay on one device where nobody knows what they would leave for another one.
+
+        Args:
+            staleness: see `TaskGraph`. It bounds the devices, because tasks of more of them would
+                wait for one another.
         """
-        graph = TaskGraph(len(self.shards), microbatches, window, self.barrier, self.tied)
+        graph = TaskGraph(
+            len(self.shards), microbatches, window, self.barrier, self.tied, staleness=staleness
+        )
+        if not is_flushed(schedule):
+            devices = min(devices, graph.most_devices)
         kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
         if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
             least = [s.gradients - own for s, own in zip(self.shards, kept, strict=True)]
@@ -562,12 +577,12 @@ class TrialProfile:
         shards = tuple(
             replace(
                 need,
-                state=shard.frozen + shard.trainable + own,
+                state=shard.frozen + shard.trainable + own + self.versions(number, graph),
                 forward_writes=shard.forward_writes,
                 gradients=own,
                 optimizer=shard.optimizer,
             )
-            for shard, need, own in zip(self.shards, needs, kept, strict=True)
+            for number, (shard, need, own) in enumerate(zip(self.shards, needs, kept, strict=True))
         )
         moving = None if self.tasks is None else self.tasks.moving
         if 1 in (devices, graph.shards) or moving is None:

@@ -5,15 +5,17 @@ What one step gave is kept so that the same step can be compared, taken otherwis
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import copy
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.torch_cond import Watch
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.layout import (
@@ -25,8 +27,17 @@ from cerebro_hydra.shards.engine.layout import (
     in_place,
     on_host,
 )
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 from cerebro_hydra.shards.engine.state import ShardState
 from cerebro_hydra.storage.digest import digest
+
+MOST_TRIED = 1 << 20
+"""Bytes of the largest parameter with which it is tried whether an optimizer is separable."""
+
+LARGE = 1e6
+"""An element of a gradient that any rule about all gradients takes for large."""
+
+_CONTAINERS = (dict, list, set, deque)
 
 BY_OTHERS = "the forward or a hook of another layer, or a thread, writes to it"
 """Says of a tensor what may write to it at a time when its own layer does not run."""
@@ -238,3 +249,61 @@ def _described(name: str) -> str:
         parameter, _, key = rest.rpartition(":")
         return f"optimizer state {key!r} of {parameter!r}"
     return "which optimizer state exists" if name == EXISTS else f"{_KINDS[kind]} {rest!r}"
+
+
+def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
+
+    None is returned if there is none. It is tried with copies of the smallest parameter, before a
+    step is taken; the optimizer stays as it is.
+    """
+    given = [p for group in optimizer.param_groups for p in group["params"] if _is_dense(p.grad)]
+    smallest = min(given, key=lambda p: p.nbytes, default=None)
+    if smallest is None or smallest.nbytes > MOST_TRIED:
+        return None
+    with random_numbers_kept():
+        alone = _updated(optimizer, smallest, beside=False)
+    with random_numbers_kept():
+        beside = _updated(optimizer, smallest, beside=True)
+    is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
+    return None if is_same else smallest
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is torch's own, which is separable if it is not refused."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0
+
+
+def _updated(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool
+) -> tuple[Tensor, str]:
+    """Return a copy of a parameter after a step, and the options of its group.
+
+    It is alone, or between two copies with large gradients.
+    """
+    mine = nn.Parameter(parameter.detach().clone())
+    assert parameter.grad is not None
+    mine.grad = parameter.grad.detach().clone()
+    clone = clone_optimizer(optimizer, {id(parameter): mine})
+    held = vars(clone)  # what it shares with the original stays as it is
+    held.update((name, copy.copy(v)) for name, v in tuple(held.items()) if type(v) in _CONTAINERS)
+    (group,) = (g for g in clone.param_groups if g["params"])
+    if beside:
+        others = [nn.Parameter(mine.detach().clone()) for _ in range(2)]
+        largest = torch.finfo(mine.grad.dtype).max / 8
+        for other in others:
+            other.grad = torch.full_like(mine.grad, min(LARGE, largest))
+            if mine in clone.state:
+                clone.state[other] = copy.deepcopy(clone.state[mine])
+        group["params"] = [others[0], mine, others[1]]
+        if "param_names" in group:
+            (name,) = group["param_names"]
+            group["param_names"] = [f"before {name}", name, f"after {name}"]
+    clone.step()
+    options = {name: value for name, value in group.items() if not name.startswith("param")}
+    return mine, repr(options)

@@ -194,6 +194,7 @@ class GraphPasses:
         self._tasks, self._graphs = tasks, cut_model.graphs
         self._tied, self._shared = cut_model.tied, cut_model.read_elsewhere
         self._recipe, self._trial_seed, self._start_step = recipe, trial.seed, start_step
+        self._behind = max(trial.staleness, default=0)  # windows that may be under way beside one
         self._copies, self._limit = copies, limit
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
         self._left: dict[int, PassRecord] = {}  # by microbatch, of the last unit here
@@ -309,8 +310,8 @@ class GraphPasses:
 
     def _keep(self, record: PassRecord) -> None:
         """Keep the record of the microbatch, for units that are ordered before it is told."""
-        window = self._number // self._recipe.accumulate
-        left = {m: r for m, r in self._left.items() if m // self._recipe.accumulate == window}
+        window, size = self._number // self._recipe.accumulate, self._recipe.accumulate
+        left = {m: r for m, r in self._left.items() if abs(m // size - window) <= self._behind}
         self._left = {**left, self._number: record}
 
     def _read(self, first: Action) -> GraphPass:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from cerebro_hydra.shards.cut.reseed import random_key
 from cerebro_hydra.shards.cut.shard_graph import ShardGraph
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
-from cerebro_hydra.shards.engine.state import ShardState
+from cerebro_hydra.shards.engine.state import ShardState, WeightVersions
 
 
 @dataclass
@@ -50,7 +50,8 @@ class GraphTasks:
 
     `states[k]` must be bound before a task of shard k; what `held` has is read there. With `keep`,
     autograd's graph lives from F to B. Without it, F drops the graph and B computes it again; only
-    the last shard keeps it where its B follows at once.
+    the last shard keeps it where its B follows at once. Shards with `versions` read what is chosen
+    there.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GraphTasks:
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
         held: HeldTensors | None = None,
+        versions: Mapping[int, WeightVersions] | None = None,
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
@@ -67,6 +69,7 @@ class GraphTasks:
         self._states = states
         self._precision = precision
         self._keep = keep
+        self._versions = {} if versions is None else versions
         self._held: Mapping[str, Tensor] = {} if held is None else held.copies
         self._last = cut_model.num_shards - 1
         self._param_owner = {p.name: p.owner for p in cut_model.params}
@@ -127,11 +130,13 @@ class GraphTasks:
                 seeds.append(grad)
         for name, users in self._tied.items():
             if k in users and (grad := going.tied_grads.pop(name, None)) is not None:
-                own = self._states[k].params
+                own = self._states[k].read
                 roots.append(graph.tied[name] if name in graph.tied else own[name])
                 seeds.append(grad)
         if roots:
-            torch.autograd.backward(roots, seeds)
+            versions = self._versions.get(k)
+            with nullcontext() if versions is None else versions.gathering():
+                torch.autograd.backward(roots, seeds)
         received = self._graph(k, going).live_in
         for name in graph.outputs:
             going.grads.pop(name, None)
@@ -169,7 +174,7 @@ class GraphTasks:
             if owner != k and name in self._held:
                 param = self._held[name]
             else:
-                param = self._states[owner].params[name]
+                param = self._states[owner].read[name]
             if owner != k and param.requires_grad:
                 # A shard that uses the weight but does not own it sends its gradient backwards.
                 param = tied[name] = param.detach().requires_grad_()

@@ -190,6 +190,8 @@ class TrialRuntime:
         layout: where each tensor lies in the trial's segments.
         seed: random numbers depend on it, the step, the microbatch and the unit.
         steps_per_epoch: is given to LR schedulers that take it.
+        staleness: by shard, how many updates older the weights are that its tasks read; see
+            `TaskGraph`.
     """
 
     recipe: Recipe
@@ -197,6 +199,7 @@ class TrialRuntime:
     layout: TrialLayout
     seed: int
     steps_per_epoch: int
+    staleness: tuple[int, ...] = ()
 
     @property
     def num_shards(self) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
+    GradientLayout,
     Memory,
     Segments,
     ShardLayout,
@@ -39,7 +40,8 @@ class ShardState:
 
     Attributes:
         is_whole: whether all of it is here.
-        values: where the parameters' values lie in the segments.
+        read: what forward and backward read: the parameters, or an older version of them.
+        values: where the values of these lie, which is in the segments unless they are older.
         constant: the names of what the frozen segment has.
 
     Args:
@@ -63,6 +65,7 @@ class ShardState:
         self._layout = layout
         self._bound = parameters
         self.params: dict[str, nn.Parameter] = {}
+        self.read = self.params
         self.values: dict[str, Tensor] = {}
         self.constant: set[str] = set()
         self.buffers: dict[str, Tensor] = {}
@@ -197,6 +200,93 @@ class ShardState:
         if marks != self._marks:
             self._marks = marks
             self._exists.copy_(torch.tensor(marks, dtype=torch.uint8))
+
+
+class WeightVersions:
+    """Holds the versions of a shard's trained parameters while the shard is bound to memory.
+
+    Version v is what v updates of the sub-epoch have made. A shard whose tasks read weights that
+    are up to n updates old, as by PipeDream and 2BW, has n + 1 places for versions, and version v
+    is in place v mod (n + 1). Place 0 is the shard's own segment, which has version 0 at the begin;
+    the others are memory beside it, each laid out by `GradientLayout`. An update copies the newest
+    version into the place of the oldest one, which nobody reads any more, and steps there. So
+    nothing is written to weights that autograd has saved for a backward to come.
+
+    Args:
+        state: its parameters are always the newest version; what it `reads` is the chosen one.
+        memory: has the places beside the segment, as they were left.
+        staleness: how many updates older the weights are that tasks read.
+        newest: the number of updates that were made of the shard in the sub-epoch.
+    """
+
+    def __init__(
+        self, shard: ShardLayout, state: ShardState, memory: Memory, staleness: int, newest: int
+    ) -> None:
+        layout = GradientLayout.of(shard)
+        parts = memory.split(layout.nbytes)
+        assert len(parts) == staleness, f"{len(parts)} versions beside a segment, not {staleness}"
+        own = {entry.name: state.values[entry.name] for entry in layout.entries}
+        beside = [{entry.name: entry.view(part) for entry in layout.entries} for part in parts]
+        self._state, self._places = state, [own, *beside]
+        self._newest = newest
+        self._read: dict[str, nn.Parameter] = {}
+        self._leaves: dict[int, dict[str, nn.Parameter]] = {}  # of versions that were read here
+        self._point()
+
+    def read(self, version: int) -> None:
+        """Let the tasks that come next read a version.
+
+        Raises:
+            ValueError: it is not made yet, or is gone.
+        """
+        oldest = max(0, self._newest + 1 - len(self._places))
+        if not oldest <= version <= self._newest:
+            raise ValueError(
+                f"weight version {version} is not here, but {oldest} to {self._newest} are"
+            )
+        place = self._place(version)
+        if version not in self._leaves:  # autograd counts what is written to each on its own
+            self._leaves[version] = {n: nn.Parameter(view.data) for n, view in place.items()}
+        self._read = self._leaves[version]
+        self._state.read = {**self._state.params, **self._read}
+        self._state.values |= place
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Let gradients of what is read be those of the parameters, which an update takes."""
+        params, read = self._state.params, self._read
+        for name, leaf in read.items():
+            leaf.grad, params[name].grad = params[name].grad, None
+        try:
+            yield
+        finally:
+            for name, leaf in read.items():
+                params[name].grad, leaf.grad = leaf.grad, None
+
+    def begin_next(self) -> None:
+        """Let the parameters be a copy of the newest version, in which an update may step."""
+        before = self._place(self._newest)
+        self._newest += 1
+        self._leaves.pop(self._newest - len(self._places), None)
+        self._read, self._state.read = {}, self._state.params
+        after = self._place(self._newest)
+        if after is not before:
+            torch._foreach_copy_([*after.values()], [*before.values()])
+            self._point()
+
+    def settle(self) -> None:
+        """Have the newest version in the shard's segment, after the last update."""
+        own, newest = self._places[0], self._place(self._newest)
+        if newest is not own:
+            torch._foreach_copy_([*own.values()], [*newest.values()])
+
+    def _place(self, version: int) -> dict[str, Tensor]:
+        return self._places[version % len(self._places)]
+
+    def _point(self) -> None:
+        self._state.values |= (newest := self._place(self._newest))
+        for name, view in newest.items():
+            self._state.params[name].data = view
 
 
 def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
@@ -27,7 +24,12 @@ from cerebro_hydra.shards.engine.bound_model import (
     storages,
 )
 from cerebro_hydra.shards.engine.clipping import Clipping, Norms, floats, grad_norms
-from cerebro_hydra.shards.engine.differences import BY_OTHERS, same_bits, used_elsewhere
+from cerebro_hydra.shards.engine.differences import (
+    BY_OTHERS,
+    is_torchs_own,
+    other_gradients_matter,
+    used_elsewhere,
+)
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import Places
@@ -35,6 +37,7 @@ from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
 from cerebro_hydra.shards.engine.state import (
     ShardState,
+    WeightVersions,
     beside_state_dict,
     check_in_state_dict,
     make_cursor,
@@ -43,16 +46,8 @@ from cerebro_hydra.shards.engine.state import (
 
 Cursor = dict[str, Any]
 
-MOST_TRIED = 1 << 20
-"""Bytes of the largest parameter with which it is tried whether an optimizer is separable."""
-
-LARGE = 1e6
-"""An element of a gradient that any rule about all gradients takes for large."""
-
 SAMPLED = 16
 """Words of each parameter that are looked at in each step; a write to all of it changes some."""
-
-_CONTAINERS = (dict, list, set, deque)
 
 
 class SubEpoch:
@@ -64,6 +59,7 @@ class SubEpoch:
         epoch_metrics: see `Engine.train`.
         held: a microbatch's copies of what it may read while a shard is away, or None if shards
             stay once they are there.
+        windows: the number of optimizer steps of the sub-epoch, where tasks read older weights.
     """
 
     def __init__(
@@ -72,6 +68,7 @@ class SubEpoch:
         start_step: int,
         epoch_metrics: Mapping[str, float] | None,
         held: HeldTensors | None = None,
+        windows: int = 0,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
         self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
@@ -79,6 +76,9 @@ class SubEpoch:
         self._start_step = start_step
         self._epoch_metrics = epoch_metrics
         self._held = held
+        self._staleness, self._windows = trial.staleness, windows
+        self._versions: dict[int, WeightVersions] = {}  # of shards that read older weights
+        self._reading = start_step  # the step whose tasks read
         self._states: dict[int, ShardState] = {}
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
@@ -107,7 +107,9 @@ class SubEpoch:
         try:
             if cut_model.graphs is not None:
                 with bound_model(recipe.model, self._layout.shards) as self._idle:
-                    yield GraphTasks(cut_model, self._states, recipe.precision, keep, self._held)
+                    yield GraphTasks(
+                        cut_model, self._states, recipe.precision, keep, self._held, self._versions
+                    )
                 return
             # The code of a model in one shard runs only while that is there.
             several = self._layout.shards if len(self._layout.shards) > 1 else ()
@@ -196,12 +198,24 @@ class SubEpoch:
             for name in self._gone.get(k, ()):
                 self._bound.elsewhere.discard(self._states[k].values[name])
 
-    def begin_microbatch(self, shard: int | None = None) -> None:
+    def _read(self, k: int) -> None:
+        """Let tasks of a shard read the weights that those of the present step read.
+
+        If it has done that step, the next task that reads them is of a later one.
+        """
+        step = max(self._reading, self._steps[k]) - self._start_step
+        self._versions[k].read(max(0, step - self._staleness[k]))
+
+    def begin_microbatch(self, step: int, shard: int | None = None) -> None:
         """Hold copies, from now on, of what is read while its shard is away.
 
         Args:
+            step: the optimizer step of the microbatch.
             shard: the one whose tasks come, which alone is held; None if those of all come.
         """
+        self._reading = step
+        for k in self._versions.keys() & (self._versions if shard is None else {shard}):
+            self._read(k)
         self._holding = range(self._cut_model.num_shards) if shard is None else (shard,)
         for k in self._states.keys() & self._holding:
             self._hold(self._states[k])
@@ -278,6 +292,10 @@ class SubEpoch:
             self._make_optimizer(k, cursor)
         self._optimizers[k][0].state.clear()
         state.load_optimizer(self._optimizers[k][0])
+        if (memory := segments.get("versions")) is not None:
+            newest, stale = self._steps[k] - self._start_step, self._staleness[k]
+            self._versions[k] = WeightVersions(shard, state, memory, stale, newest)
+            self._read(k)
         self._gradients[k] = gradients
         if gradients is not None:
             GradientLayout.of(shard).load(gradients, state.params)
@@ -306,13 +324,19 @@ class SubEpoch:
         self._optimizers[k] = (optimizer, scheduler)
         self._beside[k] = beside_state_dict(scheduler)
 
-    def check_step(self, k: int) -> None:
+    def check_step(self, k: int, updates: bool) -> None:
         """Check that a shard has done every step before the present one.
+
+        Where a shard reads older weights, forwards and backwards need the version that they read.
 
         Raises:
             ValueError: it has not, or has done more.
         """
-        if self._steps[k] != self.step:
+        if self._staleness and not updates:
+            self._reading = self.step
+            if k in self._versions:
+                self._read(k)
+        elif self._steps[k] != self.step:
             raise ValueError(f"shard {k} is at step {self._steps[k]}, training at step {self.step}")
 
     def release(self, k: int, *, needed: bool, last: bool) -> None:
@@ -349,6 +373,7 @@ class SubEpoch:
             for parameter in state.params.values():
                 parameter.data = absent_value(parameter)
         self._optimizers[k][0].state.clear()
+        self._versions.pop(k, None)
         memory = storages(state)
         del self._states[k], self._trainable[k], state
         if needed:
@@ -377,12 +402,16 @@ class SubEpoch:
         elif self._bound is not None:
             self._bound.collect_written(state)  # what a backward hook has assigned
         self._clipping.clip(k, self._states)
+        if (versions := self._versions.get(k)) is not None:
+            versions.begin_next()
         optimizer, scheduler = self._optimizers[k]
         optimizer.step()
         state.keep_optimizer(optimizer)
         self._recipe.lr_schedule.after_step(scheduler)
         if self._recipe.ema is not None:
             state.average(self._recipe.ema, first=self.step == 0)
+        if versions is not None and self.step + 1 == self._start_step + self._windows:
+            versions.settle()
         for parameter in state.params.values():
             parameter.grad = None
         self._steps[k] = self.step + 1
@@ -456,7 +485,7 @@ class SubEpoch:
             StepDiffers: what it does with one parameter depends on the gradients of others.
         """
         optimizer = self._optimizers[k][0]
-        if self._cut_model.num_shards == 1 or _is_known(optimizer):
+        if self._cut_model.num_shards == 1 or is_torchs_own(optimizer):
             return
         if (found := other_gradients_matter(optimizer)) is not None:
             (name,) = (name for name, p in self._states[k].params.items() if p is found)
@@ -542,6 +571,7 @@ class SubEpoch:
             for name, parameter in itertools.chain(*(p.items() for p in self._params.values())):
                 vars(own[name]).update(vars(parameter))  # what the optimizer has kept there
         self._states.clear()
+        self._versions.clear()
         self._params.clear()
         self._marks.clear()
         self._gone.clear()
@@ -563,61 +593,3 @@ def _different(one: Cursor, other: Cursor) -> tuple[str, Any, Any] | None:
             if here[name] != there[name]:
                 return told.format(name), here[name], there[name]
     return None
-
-
-def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
-
-    None is returned if there is none. It is tried with copies of the smallest parameter, before a
-    step is taken; the optimizer stays as it is.
-    """
-    given = [p for group in optimizer.param_groups for p in group["params"] if _is_dense(p.grad)]
-    smallest = min(given, key=lambda p: p.nbytes, default=None)
-    if smallest is None or smallest.nbytes > MOST_TRIED:
-        return None
-    with random_numbers_kept():
-        alone = _updated(optimizer, smallest, beside=False)
-    with random_numbers_kept():
-        beside = _updated(optimizer, smallest, beside=True)
-    is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
-    return None if is_same else smallest
-
-
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is torch's own, which is separable if it is not refused."""
-    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
-    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
-
-
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0
-
-
-def _updated(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool
-) -> tuple[Tensor, str]:
-    """Return a copy of a parameter after a step, and the options of its group.
-
-    It is alone, or between two copies with large gradients.
-    """
-    mine = nn.Parameter(parameter.detach().clone())
-    assert parameter.grad is not None
-    mine.grad = parameter.grad.detach().clone()
-    clone = clone_optimizer(optimizer, {id(parameter): mine})
-    held = vars(clone)  # what it shares with the original stays as it is
-    held.update((name, copy.copy(v)) for name, v in tuple(held.items()) if type(v) in _CONTAINERS)
-    (group,) = (g for g in clone.param_groups if g["params"])
-    if beside:
-        others = [nn.Parameter(mine.detach().clone()) for _ in range(2)]
-        largest = torch.finfo(mine.grad.dtype).max / 8
-        for other in others:
-            other.grad = torch.full_like(mine.grad, min(LARGE, largest))
-            if mine in clone.state:
-                clone.state[other] = copy.deepcopy(clone.state[mine])
-        group["params"] = [others[0], mine, others[1]]
-        if "param_names" in group:
-            (name,) = group["param_names"]
-            group["param_names"] = [f"before {name}", name, f"after {name}"]
-    clone.step()
-    options = {name: value for name, value in group.items() if not name.startswith("param")}
-    return mine, repr(options)

@@ -82,6 +82,7 @@ class VisitRun:
         limit: bounds what tasks hold of the device beside their shards; None does not.
         resident: whether shards stay once they are there, until the visit is closed.
         moves: whether microbatches do.
+        steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class VisitRun:
         limit: MemoryLimit | None = None,
         resident: bool = False,
         moves: bool = False,
+        steps: int = 0,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
@@ -107,7 +109,7 @@ class VisitRun:
         self._maker = MicrobatchMaker(cut_model, recipe, trial.seed)
         self._resident, self._moves = resident, moves
         held = None if resident else HeldTensors(cut_model.shared.union(shared))
-        self._sub_epoch = SubEpoch(trial, start_step, epoch_metrics, held)
+        self._sub_epoch = SubEpoch(trial, start_step, epoch_metrics, held, steps)
         self._limit, self._copies = limit, {} if held is None else held.copies
         self._paused = PausedPass(recipe.device)
         self._stack = ExitStack()
@@ -204,7 +206,7 @@ class VisitRun:
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
         self._norms = dict(record.norms)
         self._graph.take_up(tasks, memory, record)
-        self._sub_epoch.begin_microbatch(tasks[0].shard)
+        self._sub_epoch.begin_microbatch(self._step_of(tasks[0].microbatch or 0), tasks[0].shard)
 
     def put_down(self) -> PassRecord:
         """End the unit, and return what describes its microbatch now.
@@ -245,8 +247,8 @@ class VisitRun:
         """Return the microbatch of a task that can come now as far as its shard is concerned."""
         if task.microbatch is None or task.shard not in self._sub_epoch:
             raise ValueError(f"{task} can't be done; load its shard before")
-        self._go_to_step(self._start_step + task.microbatch // self._accumulate)
-        self._sub_epoch.check_step(task.shard)
+        self._go_to_step(self._step_of(task.microbatch))
+        self._sub_epoch.check_step(task.shard, updates=task.kind is ActionKind.U)
         return task.microbatch
 
     def _update(self, task: Action, number: int) -> None:
@@ -315,7 +317,7 @@ class VisitRun:
         return ("B", k - 1) if k > 0 else None
 
     def _begin_microbatch(self, number: int) -> None:
-        self._sub_epoch.begin_microbatch()
+        self._sub_epoch.begin_microbatch(self._step_of(number))
         self._number = number
 
     def _check_next(self, task: Action, number: int) -> None:
@@ -325,6 +327,10 @@ class VisitRun:
     def _end_microbatch(self) -> None:
         if self._next is None:
             self._sub_epoch.end_microbatch()
+
+    def _step_of(self, number: int) -> int:
+        """Return the optimizer step that a microbatch is of."""
+        return self._start_step + number // self._accumulate
 
     def _go_to_step(self, step: int) -> None:
         if step != self._step:

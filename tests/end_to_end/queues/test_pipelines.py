@@ -25,9 +25,12 @@ ROWS = Arrays({"features": TEXT[:40], "label": TEXT[:40]})
 def pipelined(params: dict[str, Any]) -> Recipe:
     """Build a model of the mixed search, whose steps of three batches are a pipeline."""
     recompute, shards = params["recompute"], params.get("shards", "auto")
+    accumulate, clipped = 3, {}
+    if (schedule := params["schedule"]) == "pipedream":
+        accumulate, clipped = 1, {"clip_grad_norm": None}
     return replace(
-        mixed(params), schedule=params["schedule"], cut=None, accumulate=3, shards=shards,
-        recompute=recompute,
+        mixed(params), schedule=schedule, cut=None, accumulate=accumulate, shards=shards,
+        recompute=recompute, vertical_sync=params.get("vertical_sync", False), **clipped,
     )  # fmt: skip
 
 
@@ -58,6 +61,17 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
 def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
     space = {"model": ["mlp"], "recompute": [False, True], "schedule": ["gpipe", "1f1b"]}
     assert_pipelined(trained(tmp_path, space, devices_per_worker=2), 2)
+
+
+def test_trials_that_read_older_weights_replay_though_a_device_is_killed(tmp_path: Path) -> None:
+    space = {"model": ["mlp"], "recompute": [False, True], "schedule": ["pipedream", "2bw"]}
+    result = trained(tmp_path, space, devices_per_worker=2)
+    assert_pipelined(result, 2)
+    folder = RunFolder.open(result.run_path)
+    for number in range(len(result.trials)):
+        spec = folder.read_trial(number, folder.run_id)
+        expected = (1, 0) if spec.schedule == "pipedream" else (1, 1)
+        assert spec.staleness == expected
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule, oldest_first, sharp
-from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.validate import validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from tests.examples import examples
@@ -59,7 +59,7 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         graph = replace(graph, window=1, barrier=False, tied=())
     by_modules = not pipelined and draw(st.booleans())
     may_pipeline = graph.training and not by_modules
-    schedules = list(SCHEDULES)[pipelined:] if may_pipeline else ["sequential"]
+    schedules = list(FLUSHED)[pipelined:] if may_pipeline else ["sequential"]
     # Units have one task or many, and a device is given one of them ahead or several.
     scale = draw(st.sampled_from([1.0, 0.01, 0.002]))
     apart = draw(st.booleans())

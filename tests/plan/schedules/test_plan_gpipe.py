@@ -19,7 +19,7 @@ from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
-from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 
@@ -65,14 +65,14 @@ def given(timeline: WorkerTimeline, device: int) -> list[Action]:
 LISTS = sorted(
     path.stem
     for path in GOLDEN.glob("*.txt")
-    if path.stem.split("_")[0] in SCHEDULES.keys() - {"sequential"}
+    if path.stem.split("_")[0] in FLUSHED.keys() - {"sequential"}
 )
 """The golden lists of each schedule, with the numbers of devices, of ranges on each, and of
 microbatches in their names."""
 
 
 def test_every_schedule_has_golden_lists() -> None:
-    assert {name.split("_")[0] for name in LISTS} == SCHEDULES.keys() - {"sequential"}
+    assert {name.split("_")[0] for name in LISTS} == FLUSHED.keys() - {"sequential"}
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -81,7 +81,7 @@ def test_the_lists_are_the_golden_ones_and_what_the_queues_do(name: str) -> None
     devices, *ranges, microbatches = map(int, sizes.split("x"))
     shards = devices * prod(ranges)
     graph = TaskGraph(shards, microbatches, microbatches)
-    lists = SCHEDULES[schedule](graph, 0, 0, devices)
+    lists = FLUSHED[schedule](graph, 0, 0, devices)
     placed = [[task.on(device) for task in tasks] for device, tasks in enumerate(lists)]
     text = (GOLDEN / f"{name}.txt").read_text()
     assert "\n".join(map(format_actions, placed)) == text

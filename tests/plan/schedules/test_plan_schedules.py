@@ -11,7 +11,7 @@ from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.messages.actions import Action, parse_actions
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import SCHEDULES, Schedule
+from cerebro_hydra.plan.schedules.registry import FLUSHED, Schedule
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from tests.examples import examples
@@ -187,13 +187,13 @@ def done_in_turn(
     return done
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FLUSHED)
 @settings(max_examples=examples(200))
 @given(graphs(), st.integers(1, 5), st.integers(0, 9))
 def test_lists_of_a_schedule_have_each_task_once_and_never_stand_still(
     name: str, graph: TaskGraph, devices: int, seed: int
 ) -> None:
-    schedule = SCHEDULES[name]
+    schedule = FLUSHED[name]
     for window in range(graph.windows):
         lists = schedule(graph, 0, window, devices)
         tasks = [task for each in lists for task in each]

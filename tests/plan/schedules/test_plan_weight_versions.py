@@ -16,7 +16,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind, parse_action
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pipedream import pipedream_graph
-from cerebro_hydra.plan.schedules.registry import ORDERS, SCHEDULES
+from cerebro_hydra.plan.schedules.registry import FLUSHED, SCHEDULES
 from cerebro_hydra.plan.schedules.two_buffers import two_buffers, two_buffers_graph
 from cerebro_hydra.plan.schedules.validate import validate_order, versions_held
 from cerebro_hydra.plan.simulate.worker import WorkerTimeline
@@ -46,7 +46,7 @@ class Case:
     @property
     def graph(self) -> TaskGraph:
         graph = TaskGraph(self.shards, self.microbatches, self.window)
-        if self.name in SCHEDULES:
+        if self.name in FLUSHED:
             return graph
         if self.name == "2bw":
             return two_buffers_graph(graph, self.devices)
@@ -54,7 +54,7 @@ class Case:
 
     def lists(self) -> list[list[Action]]:
         graph = self.graph
-        windows = [ORDERS[self.order](graph, 0, w, self.devices) for w in range(graph.windows)]
+        windows = [SCHEDULES[self.order](graph, 0, w, self.devices) for w in range(graph.windows)]
         return [[task for tasks in each for task in tasks] for each in zip(*windows, strict=True)]
 
     def spec(self, recompute: bool = True) -> VisitSpec:
@@ -118,7 +118,7 @@ def text_of(case: Case) -> str:
 
 def test_every_schedule_of_lists_has_golden_ones() -> None:
     orders = {case.order for cases in LISTS.values() for case in cases}
-    assert orders == ORDERS.keys() - {"sequential"}
+    assert orders == SCHEDULES.keys() - {"sequential"}
     assert {path.stem for path in GOLDEN.glob("*.txt")} == LISTS.keys()
 
 
@@ -172,7 +172,7 @@ def test_lists_have_each_task_once_and_never_stand_still(
     tasks = sorted(str(task) for tasks in case.lists() for task in tasks)
     plain = (case.graph.tasks(0, number) for number in range(case.graph.windows))
     assert tasks == sorted(str(task) for each in plain for task in each)
-    done = done_in_turn(ORDERS[case.order], case.graph, devices, Random(seed))
+    done = done_in_turn(SCHEDULES[case.order], case.graph, devices, Random(seed))
     validate_order(done, {0: case.graph})
     assert all(
         held <= 1 + stale
@@ -225,7 +225,7 @@ def test_updates_out_of_their_order_are_refused() -> None:
 
 def test_a_synchronous_list_has_one_version_and_none_is_read_late() -> None:
     graph = TaskGraph(2, 4, 2)
-    done = done_in_turn(SCHEDULES["1f1b"], graph, 2, Random(0))
+    done = done_in_turn(FLUSHED["1f1b"], graph, 2, Random(0))
     assert versions_held(done, graph) == [1, 1]
 
 

@@ -18,7 +18,7 @@ from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.engine import Mode
@@ -255,7 +255,7 @@ def moving(
     return Resident(each.trial, spec, Moving(make, spec))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FLUSHED)
 def test_a_microbatch_has_several_devices(schedule: str) -> None:
     each = proof("mlp, frozen first, clipped", "export")
     each.begin()
@@ -264,7 +264,7 @@ def test_a_microbatch_has_several_devices(schedule: str) -> None:
     assert max(map(len, resident.visit.places.values())) > 1
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", FLUSHED)
 def test_units_that_are_given_while_the_one_before_is_under_way_change_no_bit(
     schedule: str,
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_unit_that_is_ordered_early_finds_on_its_device_what_the_one_before_it
     assert boundary.order([second.on(1)]).record == left
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sequential"])
+@pytest.mark.parametrize("schedule", [name for name in FLUSHED if name != "sequential"])
 def test_a_pipeline_whose_devices_have_room_for_one_shard_changes_no_bit(schedule: str) -> None:
     """A shard leaves between its forward and its backward, and nothing of it stays."""
     executor = TestMoves()
@@ -342,7 +342,7 @@ def test_a_forward_that_is_computed_again_leaves_no_graph_on_its_device() -> Non
 @given(
     seed=st.integers(0, 10_000),
     deaths=st.integers(0, 6),
-    schedule=st.sampled_from(list(SCHEDULES)),
+    schedule=st.sampled_from(list(FLUSHED)),
     devices=st.integers(2, DEVICES),
 )
 def test_devices_that_die_change_no_bit(

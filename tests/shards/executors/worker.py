@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,20 +62,28 @@ class Slot:
 
     def __init__(self, trial: Trial, k: int, pool: BufferPool | None = None) -> None:
         layout = trial.layout.shards[k]
-        sizes = [layout.frozen.nbytes, layout.trainable.nbytes, GradientLayout.of(layout).nbytes]
+        gradients = GradientLayout.of(layout)
+        stale = trial.staleness[k] if trial.staleness else 0
+        sizes = [layout.frozen.nbytes, layout.trainable.nbytes, gradients.nbytes]
+        sizes.append(stale * gradients.nbytes)
         starts = np.cumsum([0, *(n + -n % ALIGNMENT for n in sizes)])
         nbytes = int(starts[-1])
         self.memory = aligned(nbytes, zeroed=True) if pool is None else pool.lease(nbytes)
-        frozen, trainable, self.gradients = (
+        frozen, trainable, self.gradients, self.versions = (
             self.memory[start : start + n] for start, n in zip(starts[:-1], sizes, strict=True)
         )
         self.segments = {"frozen": frozen, "trainable": trainable}
         self.cursor = "null"
         self.parts = ALL
-        self._marks = len(GradientLayout.of(layout).entries)
+        self._marks, self._version = len(gradients.entries), gradients.nbytes
+        self._trained = [
+            (each.offset, each.nbytes)
+            for each in layout.trainable.entries
+            if each.name.startswith("param:")
+        ]
         split = layout.split
         self._places = {
-            Part.PARAMETERS: (frozen, trainable[:split]),
+            Part.PARAMETERS: (frozen, trainable[:split], self.versions),
             Part.GRADIENTS: (self.gradients,),
             Part.OPTIMIZER: (trainable[split:],),
         }
@@ -116,17 +124,28 @@ class Slot:
         """Return whether a parameter has one."""
         return bool(self.gradients[: self._marks].any())
 
+    def poison(self, places: Iterable[int]) -> None:
+        """Overwrite the versions of weights in these places, which nobody may read any more."""
+        for place in places:
+            if place:
+                self.versions[(place - 1) * self._version : place * self._version] = POISON
+            else:
+                for offset, nbytes in self._trained:
+                    self.segments["trainable"][offset : offset + nbytes] = POISON
+
     def forget(self) -> None:
         """Let nobody find the memory here any more."""
-        del self.memory, self.segments, self.gradients, self._places
+        del self.memory, self.segments, self.gradients, self.versions, self._places
 
     @property
     def here(self) -> Segments:
         """Return the memory of what is here, as a visit takes it."""
-        ((frozen, trainable), (optimizer,)) = (
+        ((frozen, trainable, versions), (optimizer,)) = (
             self._places[part] for part in (Part.PARAMETERS, Part.OPTIMIZER)
         )
         segments = {"frozen": frozen, "trainable": trainable}
+        if versions.nbytes:
+            segments["versions"] = versions
         if Part.OPTIMIZER in self.parts:
             segments["optimizer"] = optimizer
         return on_host(segments)
@@ -154,7 +173,7 @@ def shard_run(
     """Return a visit of a trial's next sub-epoch; tasks of a shard hold `most` bytes beside it."""
     return VisitRun(
         trial.runtime(recipe), recompute, trial.step, windows, shared=shared,
-        limit=None if most is None else MemoryLimit(0, most), moves=moves,
+        limit=None if most is None else MemoryLimit(0, most), moves=moves, steps=len(windows),
     )  # fmt: skip
 
 
@@ -210,8 +229,9 @@ class Moving:
     A shard is bound for one unit, or as long as it is on its device if activations are kept.
     """
 
-    def __init__(self, make: Callable[[], VisitRun], spec: VisitSpec) -> None:
-        self._make, self.spec = make, spec
+    def __init__(self, make: Callable[[], VisitRun], spec: VisitSpec, start_step: int = 0) -> None:
+        self._make, self.spec, self.start_step = make, spec, start_step
+        self.held: dict[int, int] = {}  # the most versions of each shard that tasks will read
         self._visits: dict[int, VisitRun] = {}
         self._bound: dict[int, VisitRun] = {}
         self.boundary: VisitBoundary
@@ -226,6 +246,7 @@ class Moving:
     def begin(self) -> None:
         self.cancel()
         self._visits, self._losses = {}, {}
+        self._ended: dict[int, int] = {}  # microbatches whose backward is done, by shard
         self._bound.clear()
         slabs = [aligned(self.spec.boundary_bytes) for _ in range(self.spec.most_open)]
         for slab in slabs:
@@ -265,14 +286,28 @@ class Moving:
             self._bound[k] = visit
         for task in tasks:
             visit.perform(task)
+            if task.kind is ActionKind.B:
+                self._ended[k] = (task.microbatch or 0) + 1
             self.places.setdefault(task.microbatch or 0, set()).add(device)
         slot.cursor = json.dumps(visit.cursor(k))
+        if self.spec.graph.staleness and tasks[-1].kind is ActionKind.U:
+            self._poison(slot, k, visit.cursor(k)["step"] - self.start_step)
         if self.spec.recompute:
             self.unload(k)
         record = visit.put_down()
         self.left = max(self.left, record.nbytes)
         self.boundary.note(tasks[-1], record)
         self._losses |= visit.losses
+
+    def _poison(self, slot: Slot, k: int, newest: int) -> None:
+        """Overwrite the versions of a shard that no task will read, now that it was updated."""
+        graph = self.spec.graph
+        number = graph.staleness[k] + 1
+        ended = self._ended.get(k, 0)
+        first = newest if ended == graph.microbatches else graph.version(k, ended)
+        used = {version % number for version in range(first, newest + 1)}
+        self.held[k] = max(self.held.get(k, 0), len(used))
+        slot.poison({*range(number)} - ({0} if newest == graph.windows else used))
 
     def lose(self, device: int) -> None:
         self.boundary.lose(device)
