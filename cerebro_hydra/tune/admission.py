@@ -36,9 +36,8 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS
-from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined, with_versions
+from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
 from cerebro_hydra.recipe import (
@@ -287,6 +286,7 @@ class Admission:
         examples = self._example_batches(recipe)
         with refusing():
             admission = self._cut(recipe, examples, seed)
+            staleness = admission.staleness(recipe, self._memory_bill.devices)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
             elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
@@ -325,7 +325,7 @@ class Admission:
             finer=finer,
             attributes=admission.attributes,
             set_in_evaluation=admission.set_in_evaluation,
-            staleness=self._staleness(recipe, admission),
+            staleness=staleness,
         )
         if profile is not None:
             with refusing():
@@ -362,20 +362,6 @@ class Admission:
 
     def _example_batches(self, recipe: Recipe) -> list[Example]:
         return [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]
-
-    def _staleness(self, recipe: Recipe, admitted: AdmittedCut) -> tuple[int, ...]:
-        """Return by shard how many updates older the weights are that the trial's tasks read.
-
-        So many devices as workers have now decide it once for all.
-        """
-        tied = () if admitted.profile is None else admitted.profile.tied
-        clips = recipe.clip_grad_norm is not None
-        shards = len(admitted.layout.shards)
-        graph = TaskGraph(shards, recipe.accumulate, recipe.accumulate, clips, tied)
-        devices = self._memory_bill.devices
-        with _refusing():
-            read = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
-        return read.staleness if any(read.staleness) else ()
 
     def _may_be_cut_finer(self, recipe: Recipe) -> bool:
         """Return whether more shards than the trial has may help it when it runs out of memory.

@@ -12,7 +12,7 @@ from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import SearchResult
+from cerebro_hydra.tune import GridSearch, SearchResult
 from tests.end_to_end.queues.mixed_models import mixed
 from tests.end_to_end.queues.mixed_searches import TEXT
 from tests.end_to_end.runs import PRELOADED, a_device_killed, assert_replays, grid, statuses
@@ -59,29 +59,46 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
 
 
 def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
-    space = {"model": ["mlp"], "recompute": [False, True], "schedule": ["gpipe", "1f1b"]}
+    schedules = ["gpipe", "1f1b", "pipedream", "2bw"]
+    space = {"model": ["mlp"], "recompute": [False, True], "schedule": schedules}
     assert_pipelined(trained(tmp_path, space, devices_per_worker=2), 2)
 
 
-def test_trials_that_read_older_weights_replay_though_a_device_is_killed(tmp_path: Path) -> None:
-    space = {"model": ["mlp"], "recompute": [False, True], "schedule": ["pipedream", "2bw"]}
-    result = trained(tmp_path, space, devices_per_worker=2)
-    assert_pipelined(result, 2)
+@pytest.mark.long
+def test_a_run_that_goes_on_with_fewer_devices_reads_the_versions_that_it_began_with(
+    tmp_path: Path,
+) -> None:
+    schedules = ["pipedream", "2bw"]
+    space = {"model": ["mlp"], "recompute": [False], "shards": [3], "schedule": schedules}
+
+    def search(devices: int, **options: Any) -> GridSearch:
+        backend = LocalBackend(1, PRELOADED, devices_per_worker=devices)
+        given = {"evaluation_metric": "loss", "order": "seeded", **options}
+        return grid(backend, tmp_path, pipelined, space, **given)
+
+    ended = search(3, target={"loss": 1e9}).fit(ROWS)
+    assert "paused" in statuses(ended)
+    result = search(2, target={"loss": 0.0}).fit(ROWS, resume=ended.run_path)
     folder = RunFolder.open(result.run_path)
-    for number in range(len(result.trials)):
-        spec = folder.read_trial(number, folder.run_id)
-        expected = (1, 0) if spec.schedule == "pipedream" else (1, 1)
-        assert spec.staleness == expected
+    found = [folder.read_trial(number, folder.run_id).staleness for number in range(2)]
+    assert found == [(2, 1, 0), (1, 1, 1)]
+    assert statuses(result) == ["finished"] * 2
+    assert_replays(result)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "devices", "recompute"),
-    [("gpipe", 2, False), ("1f1b", 3, True), ("interleaved", 2, True)],
-)
+    [
+        ("gpipe", 2, False), ("1f1b", 3, True), ("interleaved", 2, True), ("pipedream", 2, False),
+        ("2bw", 3, True),
+    ],
+)  # fmt: skip
 def test_each_kind_of_model_in_a_pipeline_replays(
     tmp_path: Path, schedule: str, devices: int, recompute: bool
 ) -> None:
     models = ["resnet", "bert", "gpt2", "llama"]
     space = {"model": models, "recompute": [recompute], "shards": [5], "schedule": [schedule]}
+    if schedule == "pipedream":  # the weight that gpt2 reads twice has one version
+        space["vertical_sync"] = [True]
     assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)

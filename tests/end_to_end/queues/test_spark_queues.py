@@ -35,10 +35,11 @@ def test_two_devices_of_less_than_a_sixth_of_a_trial_replay(spark: Any, tmp_path
 def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path) -> None:
     resources = {"devices_per_worker": 2, "device_memory": 700_000}
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2, **resources)
-    space = {"model": ["resnet"], "schedule": ["gpipe", "1f1b"], "recompute": ["auto"]}
+    schedules = ["gpipe", "1f1b", "pipedream", "2bw"]
+    space = {"model": ["resnet"], "schedule": schedules, "recompute": ["auto"]}
     chosen = search(backend, tmp_path, ("resnet",), space=space, factory=pipelined)
     result = chosen.fit(dataframe(spark, 24))
-    assert statuses(result) == ["finished"] * 2
+    assert statuses(result) == ["finished"] * len(schedules)
     assert_replays(result)
 
 

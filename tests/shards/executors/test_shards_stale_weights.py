@@ -6,6 +6,7 @@ poisoned.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cerebro_hydra.plan.messages.actions import Part
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import with_versions
@@ -157,6 +159,20 @@ def test_bits_are_those_of_the_reference_and_versions_are_as_many_as_promised(
     for place, stage in enumerate(stages):
         most = versions_held(schedule, place, len(stages), updates, sync)
         assert [first.visit.held[k] for k in stage] == [most] * len(stage)
+
+
+@pytest.mark.parametrize(("schedule", "sync"), STALE)
+def test_a_device_and_the_bill_count_each_older_version(schedule: str, sync: bool) -> None:
+    each = stale("mlp", schedule, sync)
+    spec = each.spec(0, True, DEVICES)
+    plainly = replace(each, trial=copy.copy(each.trial))
+    plainly.trial.staleness, plainly.schedule = (), "1f1b"
+    flushed = plainly.spec(0, True, DEVICES)
+    parameters = [shard.gradients for shard in each.profile.shards]
+    for k, stale_by in enumerate(each.trial.staleness):
+        more = spec.shards[k].state - flushed.shards[k].state
+        assert more == stale_by * parameters[k] and parameters[k] > 0
+        assert spec.shards[k].sizes[Part.PARAMETERS] >= more, "forwards read them"
 
 
 def test_older_weights_give_other_bits_than_plain_training() -> None:

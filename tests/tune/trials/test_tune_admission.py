@@ -307,3 +307,72 @@ def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
     parent = admission.admit(0, {"lr": 0.1}).spec
     assert (parent.cut["mode"], parent.cut["at"]) == ("export", [])
     assert admission.admit(1, {"lr": 0.2}, parent).spec.cut == parent.cut
+
+
+class Tied(nn.Module):
+    """The last layer's weight is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(16, 16) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.middle(torch.relu(self.first(rows)))))
+
+
+def piped(params: dict[str, Any]) -> Recipe:
+    """Build a small model in three shards, for a pipeline."""
+    given = dict(params)
+    made = tune_models.small({"shards": ["1", "3"]})
+    if given.pop("tied", False):
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = Recipe(model, optimizer, made.loss, made.metrics, shards=["middle", "last"])
+    return dataclasses.replace(made, **given)
+
+
+def test_how_old_the_weights_are_that_a_trial_reads_is_decided_by_the_devices_at_admission(
+    tmp_path: Path,
+) -> None:
+    candidates = [
+        {"schedule": "pipedream"},
+        {"schedule": "pipedream", "vertical_sync": True},
+        {"schedule": "2bw", "accumulate": 2},
+        {"schedule": "1f1b", "accumulate": 2},
+        {"schedule": "pipedream", "vertical_sync": True, "tied": True},
+    ]
+    for devices, expected in {
+        3: [(2, 1, 0), (2, 2, 2), (1, 1, 1), (), (2, 2, 2)],
+        2: [(1, 0, 0), (1, 1, 1), (1, 1, 1), (), (1, 1, 1)],
+        1: [(), (), (1, 1, 1), (), ()],
+    }.items():
+        resources = WorkerResources(devices=devices)
+        found = admit_with(piped, tmp_path, candidates, resources=resources, run=str(devices))
+        assert not found.refused
+        assert [spec.staleness for spec in found.specs] == expected
+        spec = found.specs[2]
+        assert TrialSpec.from_json(json.loads(json.dumps(spec.to_json())), "a trial") == spec
+        assert not any(spec.finer for spec in found.specs if spec.staleness)
+
+
+def test_what_pipelines_of_older_weights_can_not_have_is_refused_before_training(
+    tmp_path: Path,
+) -> None:
+    candidates = [
+        {"schedule": "2bw", "accumulate": 1},
+        {"schedule": "pipedream", "tied": True},
+        {"schedule": "pipedream", "clip_grad_norm": 1.0},
+        {"schedule": "pipedream", "accumulate": 2},
+        {"schedule": "2bw", "accumulate": 2, "cut": "modules"},
+    ]
+    refused = admit_with(piped, tmp_path, candidates, resources=WorkerResources(devices=3)).refused
+    reasons = [
+        "'2bw' and accumulate is 1, .* take an accumulate of at least 2, or fewer stages",
+        r"shards \[0, 2\] share a parameter, of which stages \[0, 2\] would read different",
+        "'pipedream' and clip_grad_norm is given",
+        "'pipedream' and accumulate is 2",
+        "cut is 'modules', which keeps a batch on one device; .* schedule='sequential'",
+    ]
+    for number, reason in enumerate(reasons):
+        assert re.search(reason, refused[number]), refused[number]
