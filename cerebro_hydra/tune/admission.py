@@ -554,7 +554,7 @@ class MemoryBill:
         """Return what measures trials; None where none is billed."""
         if self._resources.computes_in_place:
             return None
-        return TaskProfiler(self._resources.device_memory)
+        return TaskProfiler(self._resources.device_memory, self.devices)
 
     def check(self, spec: TrialSpec, profile: TrialProfile) -> None:
         """Report what a trial needs.

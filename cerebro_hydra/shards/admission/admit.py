@@ -17,13 +17,12 @@ import torch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.foreign_text import error_text
-from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import is_pipelined, with_versions
+from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.recipe import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
-from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, staleness_of
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,
     CutPoints,
@@ -78,17 +77,13 @@ class AdmittedCut:
     def staleness(self, recipe: Recipe, devices: int) -> tuple[int, ...]:
         """Return by shard how many updates older the weights are that its tasks read.
 
-        None is named if they read those of plain training. The devices that workers have when a
-        trial is admitted decide it once for all.
+        The devices that workers have when a trial is admitted decide it once for all.
 
         Raises:
             ConfigurationError: the schedule can't have what the trial demands of it.
         """
-        shards, window = len(self.layout.shards), recipe.accumulate
         tied = () if self.profile is None else self.profile.tied
-        graph = TaskGraph(shards, window, window, recipe.clip_grad_norm is not None, tied)
-        graph = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
-        return graph.staleness if any(graph.staleness) else ()
+        return staleness_of(recipe, len(self.layout.shards), tied, devices)
 
 
 def memory_needed(recipe: Recipe) -> int:

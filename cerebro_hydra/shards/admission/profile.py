@@ -19,7 +19,7 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import is_flushed
+from cerebro_hydra.plan.schedules.registry import is_flushed, with_versions
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
 from cerebro_hydra.shards.cut.model import CutModel, Recent
@@ -406,10 +406,11 @@ class TaskProfiler:
 
     Args:
         budget: the bytes of the smallest device; None means no limit.
+        devices: how many a worker has, on which depends which versions of weights are kept.
     """
 
-    def __init__(self, budget: int | None) -> None:
-        self.budget = budget
+    def __init__(self, budget: int | None, devices: int = 1) -> None:
+        self.budget, self._devices = budget, devices
         self._profiles = Recent[Hashable, TaskProfile](MOST_PROFILES)
 
     def profile(
@@ -456,7 +457,11 @@ class TaskProfiler:
             return True
         window = recipe.accumulate
         recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
-        visits = found.training(0, window, window, recompute), found.evaluation(0, 1)
+        stale = staleness_of(recipe, len(found.shards), found.tied, self._devices)
+        visits = (
+            found.training(0, window, window, recompute, staleness=stale),
+            found.evaluation(0, 1),
+        )
         return all(visit.buffered_need(buffers) <= self.budget for visit in visits)
 
     def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
@@ -482,6 +487,22 @@ class TaskProfiler:
             found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None
         )
         return replace(found, tasks=tasks)
+
+
+def staleness_of(
+    recipe: Recipe, shards: int, tied: tuple[tuple[int, ...], ...], devices: int
+) -> tuple[int, ...]:
+    """Return by shard how many updates older the weights are that a trial's tasks read.
+
+    None is named if they read those of plain training.
+
+    Raises:
+        ConfigurationError: the schedule can't have what the trial demands of it.
+    """
+    window = recipe.accumulate
+    graph = TaskGraph(shards, window, window, recipe.clip_grad_norm is not None, tied)
+    graph = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
+    return graph.staleness if any(graph.staleness) else ()
 
 
 def asked_recompute(recipe: Recipe) -> bool | None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.plan.messages.actions import Part
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
@@ -23,6 +24,7 @@ from cerebro_hydra.plan.sizing.stages import versions_held
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.replay.stale_weights import train_stale
 from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.engine.state import WeightVersions
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.examples import examples
@@ -179,6 +181,14 @@ def test_older_weights_give_other_bits_than_plain_training() -> None:
     each = stale("mlp", "2bw", False)
     plainly = PlainTrainer(each.make(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
     assert plainly.train(each.sub_epochs[0])[0] != each.sums[0]
+
+
+def test_a_pipeline_that_reads_the_newest_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = WeightVersions.read
+    monkeypatch.setattr(WeightVersions, "read", lambda self, version: read(self, self._newest))
+    each = stale("mlp", "pipedream", True)
+    with pytest.raises((AssertionError, NonFiniteLoss)):
+        each.prove(False, DEVICES)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
