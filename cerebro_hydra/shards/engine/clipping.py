@@ -6,7 +6,7 @@ leaves the norms of its own, and their total is taken in the order of `model.par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Clipping:
     def __init__(self, recipe: Recipe, cut_model: CutModel) -> None:
         self._limit, self._largest = recipe.clip_grad_norm, recipe.clip_grad_value
         self._device = recipe.device
-        self._dtypes = {p.name: p.dtype.to_real() for p in cut_model.params}  # in their order
+        self._dtypes = {p.name: p.dtype for p in cut_model.params}  # in their order
         self._num_shards = cut_model.num_shards
         self._norms: dict[int, dict[str, Tensor]] = {}  # of shards that are away
         self._coefficient: Tensor | None = None
@@ -49,7 +49,7 @@ class Clipping:
         """Take the norms of gradients of shards whose last backward was in another process."""
         for k, each in norms.items():
             self._norms[k] = {
-                name: torch.tensor(norm, dtype=self._dtypes[name], device=self._device)
+                name: torch.tensor(norm, dtype=self._dtypes[name].to_real(), device=self._device)
                 for name, norm in each.items()
             }
 
@@ -76,7 +76,7 @@ class Clipping:
         norms: dict[str, Tensor] = {}
         for each in self._norms.values():
             norms |= each
-        return clip_coefficient(norms, [*self._dtypes], limit)
+        return clip_coefficient(norms, self._dtypes, limit)
 
 
 def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,20 +95,24 @@ def floats(norms: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(norms, values, strict=True))
 
 
-def clip_coefficient(norms: Mapping[str, Tensor], order: Sequence[str], limit: float) -> Tensor:
+def clip_coefficient(
+    norms: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], limit: float
+) -> Tensor:
     """Return the factor for every gradient that brings the total norm down to `limit`.
 
     Args:
         norms: the norms of all shards together.
-        order: every parameter's name in `model.parameters()` order, on which the sum depends.
+        dtypes: every parameter's in `model.parameters()` order; on both the sum depends.
     """
-    present = [norms[name] for name in order if name in norms]
+    present = [norms[name] for name in dtypes if name in norms]
     if not present:
         return torch.tensor(1.0)
-    # Gradients of several dtypes are summed dtype by dtype, in an order that only torch defines.
-    groups = _group_tensors_by_device_and_dtype([present])  # type: ignore[list-item]
+    # Gradients of several dtypes are summed dtype by dtype, in an order that only torch defines;
+    # the norm of a complex one is real.
+    like = [torch.empty(0, dtype=dtypes[n], device=norms[n].device) for n in dtypes if n in norms]
+    groups = _group_tensors_by_device_and_dtype([like, present])  # type: ignore[list-item]
     ordered = [
-        norm for (of_a_dtype, *_), _ in groups.values() for norm in of_a_dtype if norm is not None
+        norm for (_, of_a_dtype), _ in groups.values() for norm in of_a_dtype if norm is not None
     ]
     device = present[0].device
     total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in ordered]), 2.0)

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
+from cerebro_hydra.shards.engine import clipping
 from cerebro_hydra.shards.engine.differences import contents, first_difference
 from tests.shards import zoo
 from tests.shards.executors.executor_case import Proof, assert_equal_to_plain, proof
@@ -166,3 +167,33 @@ def test_one_wrong_bit_is_named(name: str | None, told: str | None) -> None:
             each.check(each.sums)
     after = [trial.need(k)[0] for k in range(trial.cut_model.num_shards)]
     assert first_difference(trial.layout, after, contents(each.reference.tensors())) == told
+
+
+DTYPES = (torch.float32, torch.complex64, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shards_clip_by_the_norm_that_torch_finds_whatever_the_types_of_gradients(seed):
+    """A sum in another order differs in its last bit for some values only, so many are tried."""
+    generator = torch.Generator().manual_seed(seed)
+    layers: dict[str, nn.Parameter] = {}
+    for number in range(8):
+        dtype = DTYPES[int(torch.randint(4, (), generator=generator))]
+        layers[str(number)] = nn.Parameter(torch.zeros(5, 7, dtype=dtype))
+        gradient = torch.randn(5, 7, dtype=torch.complex64, generator=generator)
+        layers[str(number)].grad = (
+            gradient if dtype.is_complex else gradient.real.contiguous()
+        ).to(dtype)
+    gradients = {name: p.grad.clone() for name, p in layers.items()}
+    nn.utils.clip_grad_norm_(layers.values(), 0.3)
+    expected = {name: p.grad for name, p in layers.items()}
+
+    norms: dict[str, torch.Tensor] = {}
+    for name, p in layers.items():  # a shard each
+        p.grad = gradients[name]
+        norms |= clipping.grad_norms({name: p})
+    dtypes = {name: p.dtype for name, p in layers.items()}
+    clipping.scale_grads(layers, clipping.clip_coefficient(norms, dtypes, 0.3))
+    for name, p in layers.items():
+        assert p.grad is not None
+        assert torch.equal(p.grad, expected[name]), name

@@ -92,7 +92,9 @@ def clips_by_a_part(patch: pytest.MonkeyPatch, trial: Trial) -> None:
     patch.setattr(
         clipping,
         "clip_coefficient",
-        lambda norms, order, limit: whole(norms, [n for n in order if n[0] == "0"], limit),
+        lambda norms, dtypes, limit: whole(
+            norms, {n: dtype for n, dtype in dtypes.items() if n[0] == "0"}, limit
+        ),
     )
 
 
