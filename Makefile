@@ -11,6 +11,8 @@ SPARK4 := .venv-spark4
 CEREBRO := .venv-cerebro
 # timm, torchvision, diffusers and peft over the packages of $(VENV).
 ZOO := .venv-zoo
+# Ray Tune over the packages of $(VENV), but for pyarrow.
+RAY := .venv-ray
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow and
@@ -173,6 +175,12 @@ $(ZOO)/.installed: $(STAMP) integration/zoo/requirements.txt
 	$(SEE_PACKAGES_OF_VENV)
 	@touch $@
 
+$(RAY)/.installed: $(STAMP) benchmarks/search/requirements.txt
+	@$(BIN)/python -m venv --clear $(RAY)
+	@$(RAY)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/search/requirements.txt
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
 # cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
 $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@$(PYTHON) -m venv --clear $(CEREBRO)
@@ -182,7 +190,7 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) integration/hdfs/.jars build dist *.egg-info
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
