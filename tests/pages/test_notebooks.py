@@ -52,6 +52,20 @@ def test_models_of_eight_times_a_devices_memory_train_and_replay() -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
+@pytest.mark.long
+@pytest.mark.spark
+def test_a_search_stops_early_rests_goes_on_and_its_trials_replay() -> None:
+    outputs = run("04_search.ipynb")
+    text = printed(outputs)
+    assert text.count(": identical") == 2
+    trained = re.search(r"(\d+) epochs trained instead of (\d+)", text)
+    assert trained is not None
+    assert int(trained[1]) == 124 and int(trained[2]) == 400
+    shown = [output["data"] for output in outputs if "data" in output]
+    assert sum("image/png" in data for data in shown) == 2
+    assert any("paused" in data.get("text/plain", "") for data in shown)
+
+
 def run(name: str) -> list[nbformat.NotebookNode]:
     """The outputs of all cells of a notebook; the same cells have them where it is kept."""
     made, kept = executed(NOTEBOOKS / name), nbformat.read(NOTEBOOKS / name, as_version=4)
