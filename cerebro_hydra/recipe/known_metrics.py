@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.likelihoods import CalibrationError, class_dim
 from cerebro_hydra.recipe.metrics import BatchSum, Direction, Metric, MetricFunction, StateMetric
 from cerebro_hydra.recipe.objective import is_likelihood
+from cerebro_hydra.recipe.torch_metrics import (
+    NAMED,
+    TorchMetric,
+    checked_torch_metric,
+    is_of_torchmetrics,
+    named_metric,
+)
 
 
 def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
@@ -23,10 +30,7 @@ def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
         least = 0.5 if is_likelihood(loss) else 0.0
         hits = (outputs.reshape(labels.shape) > least).to(labels.dtype) == labels
     else:
-        class_dim = 1 if outputs.dim() == labels.dim() + 1 and labels.dim() > 1 else -1
-        if outputs.shape[:-1] == labels.shape:
-            class_dim = -1
-        hits = outputs.argmax(class_dim) == labels
+        hits = outputs.argmax(class_dim(outputs, labels)) == labels
     return BatchSum(hits.sum(), hits.numel())
 
 
@@ -44,70 +48,91 @@ def _errors(outputs: Tensor, labels: Tensor) -> Tensor:
     return torch.abs(outputs.reshape(labels.shape) - labels).to(torch.float64)
 
 
-KNOWN_METRICS = {
-    "accuracy": Metric("accuracy", _accuracy, "max", label=0),
-    "acc": Metric("acc", _accuracy, "max", label=0),
-    "mse": Metric("mse", _mse, "min", label=0),
-    "mae": Metric("mae", _mae, "min", label=0),
-}
+Make = Callable[[Any], MetricFunction | StateMetric]
 
-Given = Sequence[str] | Mapping[str, tuple[MetricFunction | StateMetric, str]]
+KNOWN_METRICS: Mapping[str, tuple[Make, Direction]] = {
+    "accuracy": (lambda loss: partial(_accuracy, loss=loss), "max"),
+    "acc": (lambda loss: partial(_accuracy, loss=loss), "max"),
+    "calibration_error": (CalibrationError, "min"),
+    "mae": (lambda loss: _mae, "min"),
+    "mse": (lambda loss: _mse, "min"),
+    **{name: (partial(named_metric, name), direction) for name, (_, direction) in NAMED.items()},
+}
+"""Makes the metric that a name stands for, given the loss, and whether it shall rise or fall."""
+
+Given = Sequence[str] | Mapping[str, Any]
 
 
 def resolve_metrics(
     metrics: Given, labels: Sequence[str] = ("label",), losses: Sequence[Any] = ()
 ) -> tuple[Metric, ...]:
-    """Turn names, or `{name: (function, "min"|"max")}`, into metrics with a declared direction.
+    """Turn what a user gives into metrics with a declared direction.
 
     Args:
-        labels: names of the label columns; with several, a known metric is measured on each, as
-            `<label>_<metric>`.
-        losses: one per label column, which say what an output stands for; none if unknown.
+        metrics: names; or a metric of torchmetrics, which mostly has a direction, or (function,
+            "min"|"max"), by name.
+        labels: names of the label columns; with several, a known metric and one of torchmetrics is
+            measured on each, as `<label>_<metric>`.
+        losses: one per label column, which say what an output stands for; one for all of them, of
+            which that is known by one column alone; none if unknown.
 
     Raises:
         ConfigurationError: a metric is unknown, has no direction, or is called "loss".
     """
     if isinstance(metrics, str):
         metrics = [metrics]
-    resolved: list[Metric] = []
-    if isinstance(metrics, Mapping):
-        for name, value in metrics.items():
-            resolved.append(_given(name, value))
-    elif not isinstance(metrics, Sequence):
+    if not isinstance(metrics, Mapping | Sequence):
         raise ConfigurationError(
             f"metrics is {metrics!r}; give a list of names, or {{name: (function, 'min'|'max')}}"
         )
-    else:
-        for name in metrics:
-            if name not in KNOWN_METRICS:
-                raise ConfigurationError(
-                    f"unknown metric {name!r}; known are {sorted(KNOWN_METRICS)}, "
-                    "any other is given as {name: (function, 'min'|'max')}"
-                )
-            known = KNOWN_METRICS[name]
-            for number, label in enumerate(labels):
-                named = name if len(labels) == 1 else f"{label}_{name}"
-                function = known.function
-                if function is _accuracy and len(losses) == len(labels):
-                    function = partial(_accuracy, loss=losses[number])
-                resolved.append(replace(known, name=named, label=number, function=function))
+    resolved: list[Metric] = []
+    for name in metrics:
+        given = metrics[name] if isinstance(metrics, Mapping) else name
+        function, direction, of_one = _given(name, given)
+        if not of_one:
+            resolved.append(Metric(name, function, direction))
+            continue
+        for number, label in enumerate(labels):
+            named = name if len(labels) == 1 else f"{label}_{name}"
+            loss = losses[number] if len(losses) == len(labels) else None
+            resolved.append(Metric(named, function(loss), direction, label=number))
     for metric in resolved:
         if metric.name == "loss":
             raise ConfigurationError("'loss' is always measured; leave it out of metrics")
     return tuple(resolved)
 
 
-def _given(name: str, value: Any) -> Metric:
-    if not (isinstance(value, tuple) and len(value) == 2) or not (
-        callable(value[0]) or isinstance(value[0], StateMetric)
-    ):
+def _given(name: str, value: Any) -> tuple[Any, Direction, bool]:
+    """Return a metric, its direction, and whether it sees one output and label.
+
+    One that does is a function of the loss, which makes it.
+    """
+    if isinstance(value, str):
+        if value not in KNOWN_METRICS:
+            raise ConfigurationError(
+                f"unknown metric {value!r}; known are {sorted(KNOWN_METRICS)}, any other is given "
+                "as {name: (function, 'min'|'max')}"
+            )
+        return *KNOWN_METRICS[value], True
+    given, direction = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    function, of_one = given, is_of_torchmetrics(given)
+    if of_one:
+        function, own = partial(TorchMetric, given), checked_torch_metric(name, given)
+        direction = direction if isinstance(value, tuple) else own
+        if direction is None:
+            kind = type(given).__name__
+            raise ConfigurationError(
+                f"metric {name!r} is a {kind}, whose higher_is_better is None; say what is better: "
+                f"{{{name!r}: ({kind}(...), 'max')}}, or 'min'"
+            )
+    elif not isinstance(value, tuple) or not (callable(given) or isinstance(given, StateMetric)):
         raise ConfigurationError(
-            f"metric {name!r} is {value!r}; give (function, 'min') or (function, 'max'); in place "
-            "of a function, an object with start, update, merge and compute may stand"
+            f"metric {name!r} is {value!r}; give (function, 'min') or (function, 'max'), or a "
+            "metric of torchmetrics; in place of a function, an object with start, update, merge "
+            "and compute may stand"
         )
-    function, direction = value
     if direction not in ("min", "max"):
         raise ConfigurationError(
             f"metric {name!r} has direction {direction!r}; it is 'min' or 'max'"
         )
-    return Metric(name, function, cast(Direction, direction))
+    return function, cast(Direction, direction), of_one

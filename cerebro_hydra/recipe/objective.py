@@ -239,10 +239,15 @@ def _prepared(loss: Loss, outputs: Any, label: Tensor) -> Tensor:
     takes_probabilities = isinstance(loss, nn.CrossEntropyLoss) and label.dim() > 1
     if takes_probabilities and isinstance(seen, Tensor) and label.shape == seen.shape:
         return label
-    return _class_numbers(label)
+    return class_numbers(label)
 
 
-def _class_numbers(labels: Tensor) -> Tensor:
+def class_numbers(labels: Tensor) -> Tensor:
+    """Return labels that number classes, as integers.
+
+    Raises:
+        ConfigurationError: one is no whole number.
+    """
     if not labels.is_floating_point():
         return labels
     numbers = labels.to(torch.int64)

@@ -346,16 +346,23 @@ class Recipe:
         return tuple(m for m in self.metric_list if isinstance(m.function, StateMetric))
 
     def compute_metrics(
-        self, outputs: Any, targets: Sequence[Tensor], rows: int
+        self,
+        outputs: Any,
+        targets: Sequence[Tensor],
+        rows: int,
+        metrics: Sequence[Metric] | None = None,
     ) -> dict[str, SumOverRows]:
         """Return what each averaged metric adds up to over one batch of so many rows.
+
+        Args:
+            metrics: those that are computed, all by default.
 
         Raises:
             ConfigurationError: a metric fails; the message names it.
         """
         labels = self._labels(outputs, targets)
         sums: dict[str, SumOverRows] = {}
-        for metric in self.metric_list:
+        for metric in self.metric_list if metrics is None else metrics:
             if not isinstance(metric.function, StateMetric):
                 function = as_made(metric.function, self.model)
                 with _naming(metric):
@@ -367,13 +374,18 @@ class Recipe:
         return sums
 
     def update_states(
-        self, states: dict[str, Any], outputs: Any, targets: Sequence[Tensor]
+        self,
+        states: dict[str, Any],
+        outputs: Any,
+        targets: Sequence[Tensor],
+        metrics: Sequence[Metric] | None = None,
     ) -> None:
-        """Update, in place, the state of each custom metric by one batch."""
-        if not self.state_metrics:
+        """Update, in place, the state of each custom metric, or of these, by one batch."""
+        metrics = self.state_metrics if metrics is None else metrics
+        if not metrics:
             return
         labels = self._labels(outputs, targets)
-        for metric in self.state_metrics:
+        for metric in metrics:
             function = cast(StateMetric, as_made(metric.function, self.model))
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())

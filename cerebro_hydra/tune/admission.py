@@ -58,7 +58,6 @@ from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.admission.admit import (
     AdmittedCut,
     CutReport,
-    ShardReport,
     admission_key,
     admit,
     memory_needed,
@@ -175,8 +174,7 @@ class Admission:
         self._cut_models = CutModelCache()
         self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
-        self._reported: set[tuple[ShardReport, ...]] = set()
-        self._large_batches: set[int] = set()
+        self._told: set[Hashable] = set()
 
     def admit(
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None = None
@@ -332,6 +330,8 @@ class Admission:
                 self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
         self._report_cut(spec, admission.report)
+        for metric, warning in admission.warnings.items():
+            self._report_once(metric, f"warning: {spec.trial_id}: {warning}")
         return spec
 
     @contextlib.contextmanager
@@ -388,22 +388,25 @@ class Admission:
             self._cuts[key, least] = cut
         return cut
 
+    def _report_once(self, about: Hashable, line: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self._report(line)
+
     def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
         """Report a cut, unless an earlier trial has the same one, batch size aside."""
         most = max(self._examples.partition_rows)
-        if spec.batch_size > most and spec.batch_size not in self._large_batches:
-            self._large_batches.add(spec.batch_size)
-            self._report(
+        if spec.batch_size > most:
+            self._report_once(
+                spec.batch_size,
                 f"{spec.trial_id}: batch_size is {spec.batch_size:,}, and a partition has at most "
-                f"{most:,} training rows, so that these are one batch"
+                f"{most:,} training rows, so that these are one batch",
             )
         shape = tuple(
             replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
             for shard in report.shards
         )
-        if shape not in self._reported:
-            self._reported.add(shape)
-            self._report(f"{spec.trial_id}: {report.text()}")
+        self._report_once(shape, f"{spec.trial_id}: {report.text()}")
 
 
 def _structure(cut: AdmittedCut) -> dict[str, Any]:

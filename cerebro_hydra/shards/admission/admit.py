@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class AdmittedCut:
     """Marks of what else the first steps changed, which depends on no history; `KnownChanges`."""
     set_in_evaluation: tuple[str, ...] = ()
     """What the first evaluations changed, each of which sets it anew."""
+    warnings: Mapping[str, str] = field(default_factory=dict)
+    """What the user should know of metrics, by their names."""
 
     def staleness(self, recipe: Recipe, devices: int) -> tuple[int, ...]:
         """Return by shard how many updates older the weights are that its tasks read.
@@ -221,7 +223,7 @@ def _admit(
             profile = None if profiler is None else profiled(choice.spec)
             return AdmittedCut(
                 choice.spec, report, template, layout, profile, check.attributes,
-                check.set_in_evaluation,
+                check.set_in_evaluation, check.warnings,
             )  # fmt: skip
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"

@@ -35,6 +35,7 @@ from cerebro_hydra.shards.admission.effects import (
     refused_writes,
 )
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
+from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example, copy_example
@@ -124,6 +125,8 @@ class CutCheck:
     """Marks of what else these steps changed; see `KnownChanges`."""
     set_in_evaluation: tuple[str, ...]
     """What evaluations changed, which set it anew; see `EvaluationEffects`."""
+    warnings: Mapping[str, str]
+    """What the user should know of metrics, by their names; see `metric_warnings`."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -159,6 +162,8 @@ class CutCheck:
                 evaluated = tuple(
                     _evaluated(trainer, example, trial_seed, of_evaluation) for example in examples
                 )
+                with told_with_batch(trainer, largest):
+                    warnings = metric_warnings(recipe, trainer.evaluated_model(), largest)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
@@ -171,6 +176,7 @@ class CutCheck:
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
             effects.known,
             tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
+            warnings,
         )  # fmt: skip
 
     @property

@@ -1,0 +1,236 @@
+"""Measures metrics of torchmetrics: the states of all partitions are merged by their own rules."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.likelihoods import IGNORED, as_scores, likelihoods
+from cerebro_hydra.recipe.metrics import Direction
+
+NAMED: Mapping[str, tuple[str, Direction]] = {
+    "auroc": ("AUROC", "max"),
+    "average_precision": ("AveragePrecision", "max"),
+    "cohen_kappa": ("CohenKappa", "max"),
+    "explained_variance": ("ExplainedVariance", "max"),
+    "f1": ("F1Score", "max"),
+    "mape": ("MeanAbsolutePercentageError", "min"),
+    "matthews": ("MatthewsCorrCoef", "max"),
+    "pearson": ("PearsonCorrCoef", "max"),
+    "precision": ("Precision", "max"),
+    "r2": ("R2Score", "max"),
+    "recall": ("Recall", "max"),
+    "rmse": ("MeanSquaredError", "min"),
+    "specificity": ("Specificity", "max"),
+}
+"""The class in torchmetrics that a name stands for, and whether it shall rise or fall."""
+
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "auroc": {"thresholds": 200},
+    "average_precision": {"thresholds": 200},
+    "rmse": {"squared": False},
+}
+_OF_ALL_CLASSES = ("cohen_kappa", "matthews")
+_OF_NUMBERS = ("explained_variance", "mape", "pearson", "r2", "rmse")
+
+
+class NoNumber(ConfigurationError):
+    """A metric gives several values, such as one for each class."""
+
+
+class TorchMetric:
+    """Keeps what a metric of torchmetrics has seen as JSON, its tensors in double precision.
+
+    A state has a part for each partition. As torchmetrics does with those of processes, they are
+    stacked, in partition order, and reduced by the function that the metric has for each.
+
+    Args:
+        metric: one of torchmetrics, or a function that makes it for a number of classes, of which
+            0 stands for scores of 0 or 1.
+        loss: says what an output stands for; None if that is unknown.
+    """
+
+    def __init__(self, metric: Any, loss: Any = None) -> None:
+        self._metric = metric
+        self._loss = loss
+
+    def __deepcopy__(self, memo: object) -> TorchMetric:
+        return self  # it computes with copies of its metric alone
+
+    def start(self) -> Any:
+        """Return the state before any batch."""
+        return {"classes": 0, "parts": []}
+
+    def update(self, state: Any, outputs: Any, *labels: Tensor) -> Any:
+        """Return the state after one more batch."""
+        scores, (target,) = as_scores(outputs), labels
+        classes = 0
+        if self._is_of("classification"):
+            scores, target, classes = likelihoods(scores, target, self._loss)
+            if classes == 2 and self._takes_one_score():
+                scores, classes = scores[:, 1], 0
+        else:
+            if scores.numel() == target.numel():
+                scores = scores.reshape(target.shape)
+            if target.is_floating_point() or self._is_of("regression"):
+                target = target.double()
+        metric = self._made(classes)
+        if state["parts"]:
+            _set_states(metric, state["parts"])
+        metric.update(scores, target)
+        return {"classes": classes, "parts": [_states(metric)]}
+
+    def merge(self, state: Any, other: Any) -> Any:
+        """Put the parts of one state behind those of another."""
+        classes = max(state["classes"], other["classes"])
+        return {"classes": classes, "parts": [*state["parts"], *other["parts"]]}
+
+    def compute(self, state: Any) -> float:
+        """Return the value of all partitions at once, NaN without any batch.
+
+        Raises:
+            NoNumber: the metric gives something else than one number.
+        """
+        if not state["parts"]:
+            return math.nan
+        metric = self._made(state["classes"])
+        _set_states(metric, state["parts"])
+        metric._update_count = len(state["parts"])  # else it warns that nothing was measured
+        value = metric.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            form = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise NoNumber(
+                f"{type(metric).__name__} gives {form}, and a metric is one number; give it an "
+                "average over the classes or outputs, such as average='macro'"
+            )
+        return float(value)
+
+    def _is_of(self, family: str) -> bool:
+        if not is_torchmetric(self._metric):
+            return family == "classification"  # what has to know the number of classes
+        kinds = (each.__module__ for each in type(self._metric).__mro__)
+        return any(module.startswith(f"torchmetrics.{family}") for module in kinds)
+
+    def _takes_one_score(self) -> bool:
+        """Return whether the metric is of two classes, and takes the likelihood of the second."""
+        return not is_torchmetric(self._metric) or type(self._metric).__name__.startswith("Binary")
+
+    def _made(self, classes: int) -> Any:
+        """Return the metric before any batch, with states in double precision."""
+        made = self._metric if is_torchmetric(self._metric) else self._metric(classes)
+        metric = copy.deepcopy(made)
+        metric.reset()
+        for name in metric._defaults:
+            value = getattr(metric, name)
+            setattr(metric, name, value.double() if value.is_floating_point() else value)
+        return metric
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Tell whether an object is a metric of torchmetrics, without importing it."""
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(value, package.Metric)
+
+
+def is_of_torchmetrics(value: Any) -> bool:
+    """Tell whether a class or an object comes from torchmetrics or is derived from it."""
+    kind = value if isinstance(value, type) else type(value)
+    return any(each.__module__.partition(".")[0] == "torchmetrics" for each in kind.__mro__)
+
+
+def named_metric(name: str, loss: Any) -> TorchMetric:
+    """Return the metric that a name of `NAMED` stands for.
+
+    Raises:
+        ConfigurationError: torchmetrics is not installed.
+    """
+    try:
+        import torchmetrics  # seconds, where transformers is installed, which it imports
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"metric {name!r} is computed by torchmetrics, which is not installed; install it, "
+            "such as by pip install 'cerebro-hydra[torchmetrics]', on the workers too"
+        ) from error
+    kind, options = getattr(torchmetrics, NAMED[name][0]), _OPTIONS.get(name, {})
+    if name in _OF_NUMBERS:
+        return TorchMetric(kind(**options), loss)
+
+    def made(classes: int) -> Any:
+        task: dict[str, Any] = {"task": "binary"}
+        if classes:
+            task = {"task": "multiclass", "num_classes": classes}
+            if name not in _OF_ALL_CLASSES:
+                task["average"] = "macro"
+        return kind(**task, **options, ignore_index=IGNORED)
+
+    return TorchMetric(made, loss)
+
+
+def checked_torch_metric(name: str, given: Any) -> Direction | None:
+    """Return the direction that a metric of torchmetrics itself has, if it has one.
+
+    Raises:
+        ConfigurationError: its states can't be merged from the partitions.
+    """
+    kind = type(given).__name__
+    if not is_torchmetric(given):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {kind}"
+        raise ConfigurationError(
+            f"metric {name!r} is {what}; give one metric of torchmetrics that is made, such as "
+            "torchmetrics.F1Score(task='binary'), for each name"
+        )
+    if any(is_torchmetric(each) for each in given.modules() if each is not given):
+        raise ConfigurationError(
+            f"metric {name!r} is a {kind}, which wraps other metrics; give these by themselves"
+        )
+    if lists := [state for state, first in given._defaults.items() if isinstance(first, list)]:
+        if hasattr(given, "thresholds"):
+            instead = "give it thresholds=200, with which it counts"
+        elif "CalibrationError" in kind:
+            instead = "metrics=['calibration_error'] has the same value from sums"
+        else:
+            instead = "give an object with start, update, merge and compute whose state is small"
+        raise ConfigurationError(
+            f"metric {name!r} is a {kind} that keeps every row that it sees, in {lists}, and rows "
+            f"don't leave their worker; {instead}"
+        )
+    if given.higher_is_better is None:
+        return None
+    return "max" if given.higher_is_better else "min"
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    """Return each state of a metric by its bytes, which JSON keeps exactly, NaN too."""
+    states = {}
+    for name in metric._defaults:
+        array = getattr(metric, name).detach().contiguous().numpy()
+        states[name] = {
+            "type": str(array.dtype),
+            "shape": list(array.shape),
+            "bytes": base64.b64encode(array.tobytes()).decode("ascii"),
+        }
+    return states
+
+
+def _set_states(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
+    for name, reduction in metric._reductions.items():
+        values = [_tensor(part[name]) for part in parts]
+        merged = values[0]
+        if len(values) > 1:
+            merged = torch.stack(values)
+            merged = merged if reduction is None else cast(Tensor, reduction(merged))
+        setattr(metric, name, merged)
+
+
+def _tensor(state: Mapping[str, Any]) -> Tensor:
+    array = np.frombuffer(base64.b64decode(state["bytes"]), state["type"])
+    return torch.from_numpy(array.reshape(state["shape"]).copy())

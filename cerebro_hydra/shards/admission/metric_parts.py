@@ -1,0 +1,135 @@
+"""Tries metrics on a batch and on parts of it: what is put together from parts must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
+from cerebro_hydra.recipe.attributes import kept_attributes
+from cerebro_hydra.recipe.torch_metrics import NoNumber, TorchMetric
+from cerebro_hydra.shards.cut.sample import Example, copy_example
+
+_NOISE = 1e-3
+"""The share of a value by which it may differ because sums are rounded."""
+_NOISE_OF_HALF = 3e-2
+"""The same where outputs have 16 bits, which are two or three digits."""
+
+
+class _Part(NamedTuple):
+    """Holds what a model gave for some rows, and their labels."""
+
+    outputs: Any
+    targets: Sequence[Tensor]
+    rows: int
+
+
+def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[str, str]:
+    """Return a warning for each metric, by name, whose value depends on which rows make a batch.
+
+    Args:
+        model: the one that is evaluated.
+        example: with as many rows as a batch has.
+
+    Raises:
+        ConfigurationError: one of torchmetrics gives no number, or another for partitions.
+    """
+    given = [
+        m for m in recipe.metric_list if m.label is None or isinstance(m.function, TorchMetric)
+    ]
+    if not given:
+        return {}
+    whole = _evaluated(recipe, model, example)
+    parted = [list(_parts(whole, number)) for number in (2, 4)]
+    found = {metric.name: _difference(recipe, metric, whole, parted) for metric in given}
+    return {name: warning for name, warning in found.items() if warning is not None}
+
+
+def _difference(
+    recipe: Recipe, metric: Metric, whole: _Part, parted: Sequence[Sequence[_Part]]
+) -> str | None:
+    is_torchs = isinstance(metric.function, TorchMetric)
+    try:
+        value = _value(recipe, metric, [whole])
+        for parts in filter(None, parted):
+            other = _value(recipe, metric, parts)
+            if not _alike(value, other, whole.outputs):
+                if is_torchs:
+                    raise ValueError(f"they give {other:.6g}, all rows at once {value:.6g}")
+                return _warning(metric, value, other, whole.rows, len(parts))
+    except NoNumber:
+        raise
+    except Exception as error:
+        if is_torchs:
+            raise ConfigurationError(
+                f"metric {metric.name!r} can't be put together from the states of partitions by "
+                f"the rules of torchmetrics: {type(error).__name__}: {error_text(error)}; give an "
+                "object with start, update, merge and compute"
+            ) from error
+        return None  # such as an AUC of rows of one class, which fails in training if it is met
+    return None
+
+
+def _evaluated(recipe: Recipe, model: nn.Module, example: Example) -> _Part:
+    columns, labels = copy_example(example)
+    with torch.no_grad(), kept_attributes(model):
+        model.eval()
+        features, targets = recipe.collated(columns, labels, None)
+        with recipe.precision():
+            outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), {})
+    return _Part(outputs, targets, int((targets or features)[0].shape[0]))
+
+
+def _parts(whole: _Part, number: int) -> Iterator[_Part]:
+    """Part the rows; yield nothing if an output has no rows, or there are too few."""
+    rows = whole.rows
+    tensors = [each for each in tree_leaves(whole.outputs) if isinstance(each, Tensor)]
+    if rows < number or any(each.dim() and each.shape[0] != rows for each in tensors):
+        return
+    for place in range(number):
+        first, last = place * rows // number, (place + 1) * rows // number
+
+        def cut(tensor: Tensor, first: int = first, last: int = last) -> Tensor:
+            return tensor[first:last] if tensor.dim() else tensor
+
+        targets = tuple(map(cut, whole.targets))
+        yield _Part(tree_map_only(Tensor, cut, whole.outputs), targets, last - first)
+
+
+def _value(recipe: Recipe, metric: Metric, parts: Sequence[_Part]) -> float:
+    """Return a metric of parts, as if each were the one batch of a partition."""
+    if isinstance(metric.function, StateMetric):
+        states = []
+        for part in parts:
+            states.append(state := dict[str, Any]())
+            recipe.update_states(state, part.outputs, part.targets, [metric])
+        return merge_metrics([metric], states)[metric.name]
+    sums = [recipe.compute_metrics(*part, [metric])[metric.name] for part in parts]
+    return mean(sums)
+
+
+def _alike(value: float, other: float, outputs: Any) -> bool:
+    kinds = {each.dtype for each in tree_leaves(outputs) if isinstance(each, Tensor)}
+    noise = _NOISE_OF_HALF if kinds & {torch.bfloat16, torch.float16} else _NOISE
+    return not abs(value - other) > noise * max(abs(value), abs(other))  # NaN is like anything
+
+
+def _warning(metric: Metric, value: float, other: float, rows: int, parts: int) -> str:
+    if isinstance(metric.function, StateMetric):
+        return (
+            f"metric {metric.name!r} is {value:.6g} on a batch of {rows} rows and {other:.6g} "
+            f"where the states of its {parts} parts are merged, so it depends on the number of "
+            "partitions; correct its merge"
+        )
+    return (
+        f"metric {metric.name!r} is {value:.6g} on a batch of {rows} rows and {other:.6g} as the "
+        f"mean over its {parts} parts, so it is no mean over rows, and its average over batches "
+        "is not the value of all rows; give a metric of torchmetrics, or an object with start, "
+        "update, merge and compute"
+    )

@@ -1,0 +1,115 @@
+"""Metrics that depend on which rows make a batch are told of before anything trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards.admission.admit import admit
+
+GENERATOR = torch.Generator().manual_seed(3)
+LABELS = torch.randint(0, 3, (64,), generator=GENERATOR)
+EXAMPLE = ((torch.randn(64, 4, generator=GENERATOR),), (LABELS,))
+
+
+def macro_f1(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.tensor(f1_score(labels, outputs.argmax(1), average="macro"))
+
+
+def hits(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.argmax(1) == labels).float().mean()
+
+
+def likelihood(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.softmax(1)[torch.arange(len(labels)), labels].mean()
+
+
+def constant(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.tensor(0.0)
+
+
+def area(outputs: Tensor, labels: Tensor) -> Tensor:
+    if len(labels) < 64:
+        raise ValueError("one class alone")
+    return torch.tensor(roc_auc_score(labels, outputs.float().softmax(1), multi_class="ovr"))
+
+
+class Largest:
+    """Takes the mean of the largest score of each state, and weighs no state by its rows."""
+
+    def start(self) -> list[float]:
+        return []
+
+    def update(self, state: list[float], outputs: Tensor, *labels: Tensor) -> list[float]:
+        return [max([*state, outputs.max().item()])]
+
+    def merge(self, state: list[float], other: list[float]) -> list[float]:
+        return [(state[0] + other[0]) / 2]
+
+    def compute(self, state: list[float]) -> float:
+        return state[0]
+
+
+def warnings(metrics: dict[str, Any], **rules: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), metrics, batch_size=64, **rules)
+    recipe.bind(Columns(("x",), ("y",)))
+    before = torch.get_rng_state()
+    found = admit(recipe, [EXAMPLE], trial_seed=1).warnings.values()
+    torch.set_rng_state(before)
+    return list(found)
+
+
+def test_a_function_that_is_no_mean_over_rows_is_told_of_with_its_values_and_the_remedy() -> None:
+    (warning,) = warnings({"f1": (macro_f1, "max"), "hits": (hits, "max")})
+    assert "metric 'f1' is 0." in warning
+    assert "64 rows" in warning and "2 parts" in warning and "torchmetrics" in warning
+
+
+def test_a_state_whose_merge_depends_on_partitions_is_told_of() -> None:
+    (warning,) = warnings({"largest": (Largest(), "max")})
+    assert "metric 'largest' is " in warning and "correct its merge" in warning
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_nothing_is_told_of_means_of_constants_and_of_what_fails_on_parts(autocast: Any) -> None:
+    metrics = {
+        "hits": (hits, "max"), "likelihood": (likelihood, "max"), "constant": (constant, "max"),
+        "area": (area, "max"), "f1": torchmetrics.F1Score(task="multiclass", num_classes=3),
+    }  # fmt: skip
+    assert warnings(metrics, autocast=autocast) == []
+
+
+class NoMerge(torchmetrics.SumMetric):
+    """It is a maximum, and tells torchmetrics that states are added up."""
+
+    higher_is_better = True
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.sum_value = torch.maximum(self.sum_value, preds.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (NoMerge(), r"'m' can't be put together from the states of partitions .*all rows at once"),
+        (
+            torchmetrics.F1Score(task="multiclass", num_classes=3, average=None),
+            r"MulticlassF1Score gives shape \(3,\), and a metric is one number",
+        ),
+    ],
+)
+def test_one_of_torchmetrics_that_is_no_figure_of_all_rows_is_refused(
+    metric: Any, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        warnings({"m": metric})
