@@ -1,8 +1,7 @@
 """Admission: before it trains, a trial is built, cut, tried on real batches and written down.
 
-Its model and loss take the smallest and largest values of each column, and what it needs of a
-worker's tiers is said; what can't fit is refused. A trial that is cut anew has its states laid out
-in the shards of the new cut: the same tensors, in other segments.
+What it needs of a worker's tiers is said; what can't fit is refused. A trial that is cut anew has
+its states laid out in the shards of the new cut: the same tensors, in other segments.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import re
 import tempfile
 import threading
 import time
@@ -20,14 +18,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.batches import num_windows
-from cerebro_hydra.data.preparation.prepared import Range, value_ranges
+from cerebro_hydra.data.preparation.prepared import value_ranges
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text, traceback_text
+from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
@@ -52,7 +49,6 @@ from cerebro_hydra.recipe import (
     trial_seed,
 )
 from cerebro_hydra.recipe.numerics import mkl_mode
-from cerebro_hydra.recipe.objective import is_log_odds
 from cerebro_hydra.recipe.recipe import AUTO
 from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.admission.admit import (
@@ -66,7 +62,7 @@ from cerebro_hydra.shards.admission.admit import (
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, asked_recompute
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
-from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     Bytes,
@@ -81,17 +77,8 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.tune.example_batches import ExampleBatches
+from cerebro_hydra.tune.example_batches import ExampleBatches, check_value_ranges
 from cerebro_hydra.tune.trial import reason
-
-# How torch says that a number is outside of a table's rows, of the classes, or of [0, 1].
-_OUT_OF_RANGE = re.compile(
-    r"out of (bounds|range)|smaller than num_classes|must be non-negative|is no class|"
-    r"between 0 and 1|Assertion.*n_classes",
-    re.I,
-)
-# How many places of an array are tried one by one; in a longer array they are spread evenly.
-_MOST_PLACES = 64
 
 _COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
 _OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
@@ -443,91 +430,6 @@ def require_measured(evaluation_metric: str, metrics: Mapping[str, str]) -> None
             f"evaluation_metric is {evaluation_metric!r}, which is not measured; "
             f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
         )
-
-
-def check_value_ranges(
-    recipe: Recipe, columns: Columns, example: Example, ranges: Mapping[str, Range]
-) -> None:
-    """Put each column's extremes, one after another, into a batch that the model is known to take.
-
-    The rows of a batch rarely hold the largest class or token id, and training would meet it late.
-    Errors of other kinds are ignored, because such a row need not exist. A value of an array is
-    fine if any one of its places takes it: each place may have a table of its own.
-
-    Raises:
-        ConfigurationError: a value is out of the range of forward or loss; names column and value.
-    """
-    model, training = recipe.model, recipe.model.training
-    model.eval()
-    try:
-        for number, name in enumerate((*columns.features, *columns.labels)):
-            is_feature = number < len(columns.features)
-            if name not in ranges or (is_feature and example[0][number].is_floating_point()):
-                continue
-            if not is_feature:
-                _check_probability(recipe, number - len(columns.features), name, ranges[name])
-            for value in ranges[name]:
-                _check(recipe, example, number, value, (name, is_feature, ranges[name]))
-    finally:
-        model.train(training)
-
-
-def _check_probability(recipe: Recipe, label: int, name: str, held: Range) -> None:
-    """Refuse targets outside of [0, 1], with which torch lets such a loss fall without bound."""
-    losses = recipe.losses
-    loss = losses[label] if len(losses) > 1 else losses[0]
-    if is_log_odds(loss) and (held[0] < 0 or held[1] > 1):
-        raise ConfigurationError(
-            f"label column {name!r} holds values from {held[0]} to {held[1]}, and the loss "
-            f"{getattr(loss, '__name__', type(loss).__name__)} takes 0, 1 and what lies between; "
-            "correct the column, or use a loss for classes or numbers"
-        )
-
-
-def _check(
-    recipe: Recipe, example: Example, number: int, value: float, column: tuple[str, bool, Range]
-) -> None:
-    failure = _failure(recipe, _changed(example, number, value, slice(None)))
-    if failure is None:
-        return
-    places = (*example[0], *example[1])[number][0].numel()
-    step = max(1, (places - 1) / (_MOST_PLACES - 1))
-    for place in (round(i * step) for i in range(min(places, _MOST_PLACES))):
-        if _failure(recipe, _changed(example, number, value, slice(place, place + 1))) is None:
-            return
-    part, error = failure
-    name, is_feature, held = column
-    kind, remedy = ("feature", "an embedding for every value") if is_feature else ("label", "")
-    story = f"{kind} column {name!r} holds values from {held[0]} to {held[1]}, and "
-    if isinstance(error, ConfigurationError):  # it has its own remedy
-        raise ConfigurationError(f"{story}{error}") from error
-    raise ConfigurationError(
-        f"{story}{part} fails at {value}: {type(error).__name__}: {error_text(error)}; give the "
-        f"model {remedy or 'an output for every class'}, or correct the column"
-    ) from error
-
-
-def _changed(example: Example, number: int, value: float, places: slice) -> Example:
-    """Return the batch with another value in these places of the first row of one column."""
-    features, labels = copy_example(example)
-    (*features, *labels)[number][0].view(-1)[places] = value
-    return features, labels
-
-
-def _failure(recipe: Recipe, example: Example) -> tuple[str, Exception] | None:
-    """Return which of forward and loss fails because a value is out of range, and its error."""
-    part = "forward"
-    try:
-        with torch.no_grad(), recipe.precision():
-            features, targets = recipe.collated(*example, None)
-            inputs = recipe.inputs(features, targets)
-            outputs = recipe.call.evaluate(recipe.model, inputs, {})
-            shape = f" of outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else ""
-            part = f"the loss{shape}"
-            recipe.compute_loss(outputs, targets)
-    except Exception as error:
-        return (part, error) if _OUT_OF_RANGE.search(error_text(error)) else None
-    return None
 
 
 class MemoryBill:

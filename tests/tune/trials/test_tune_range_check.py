@@ -15,7 +15,7 @@ from cerebro_hydra.data.parquet import metadata_of
 from cerebro_hydra.data.preparation.prepared import footer_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.tune.admission import check_value_ranges
+from cerebro_hydra.tune.example_batches import check_value_ranges
 from tests.recipe.small_recipes import recipe_of
 
 ROWS = 8
