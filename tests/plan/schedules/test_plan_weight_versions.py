@@ -180,6 +180,26 @@ def test_lists_have_each_task_once_and_never_stand_still(
     )
 
 
+@pytest.mark.parametrize("name", ["pipedream", "vertical", "2bw"])
+@pytest.mark.parametrize("admitted", range(1, 5))
+def test_other_numbers_of_devices_read_the_versions_of_those_at_admission(
+    name: str, admitted: int
+) -> None:
+    """Any fewer can, and as many more as the graph says; one more than that stands still."""
+    for shards in range(1, 7):
+        window = max(1, min(admitted, shards) - 1) if name == "2bw" else 1
+        case = Case(name, admitted, shards, window, 6 * window)
+        graph, order = case.graph, SCHEDULES[case.order]
+        for devices in range(1, graph.most_devices + 1):
+            done = done_in_turn(order, graph, devices, Random(devices))
+            validate_order(done, {0: graph})
+            held = versions_held(done, graph)
+            assert all(n <= 1 + stale for n, stale in zip(held, graph.staleness, strict=True))
+        if graph.most_devices < shards:
+            with pytest.raises(InvalidSchedule, match="stands still"):
+                done_in_turn(order, graph, graph.most_devices + 1, Random(0))
+
+
 def test_windows_of_2bw_may_be_tied_and_clipped_by_the_norm_of_all_gradients() -> None:
     graph = TaskGraph(4, 10, 3, barrier=True, tied=((3, 0),))
     graph = two_buffers_graph(graph, 4)

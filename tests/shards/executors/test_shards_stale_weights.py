@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ from cerebro_hydra.testing.model_case import assert_same_state
 from tests.examples import examples
 from tests.shards import plain, zoo
 from tests.shards.executors.executor_case import described
-from tests.shards.executors.worker import Moving, Resident, Staying, Worker, shard_run
+from tests.shards.executors.worker import Moving, Resident, Slot, Staying, Worker, shard_run
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
 from tests.shards.trials import (
     Make,
@@ -119,12 +120,16 @@ class Stale:
             self.trial.step += len(windows)
             residents.append(resident)
             sums.append(resident.loss_sum)
+        self.check(sums)
+        return residents
+
+    def check(self, sums: list[float]) -> None:
+        """Compare losses, state and learning rates with the reference."""
         assert sums == self.sums
         assert_same_state(self.trial.tensors(), self.reference)
         expected = [group["lr"] for group in self.reference.recipe.optimizer.param_groups]
         for k in range(self.trial.cut_model.num_shards):
             assert [group["lr"] for group in self.trial.cursor(k)["groups"]] == expected
-        return residents
 
 
 @functools.cache
@@ -198,6 +203,34 @@ def test_fewer_devices_than_it_was_admitted_for_change_no_bit(
 ) -> None:
     for recompute in (False, True):
         stale("mlp", schedule, sync).prove(recompute, devices)
+
+
+@pytest.mark.parametrize(("schedule", "sync"), STALE)
+def test_a_device_that_computes_in_the_agents_memory_has_the_same_bits(
+    schedule: str, sync: bool
+) -> None:
+    each = stale("mlp", schedule, sync)
+    trial = each.trial
+    trial.shards, trial.step, sums = each.first.copy(), 0, []
+    for number, windows in enumerate(each.sub_epochs):
+        graph = each.spec(number, False, 1).graph
+        tasks = iter([task for n in range(graph.windows) for task in graph.tasks(0, n)])
+        visit = VisitRun(
+            trial.runtime(each.make()), False, trial.step, windows, resident=True,
+            steps=len(windows),
+        )  # fmt: skip
+        slots = [Slot.received(trial, k) for k in range(graph.shards)]
+        for k, slot in enumerate(slots):
+            slot.load(visit, k)
+        for task in tasks:
+            visit.perform(task, then=lambda _, left=tasks: next(left))
+        for k, slot in enumerate(slots):
+            content = {name: buffer.tobytes() for name, buffer in slot.segments.items()}
+            trial.shards[k] = content, json.dumps(visit.cursor(k))
+        visit.close()
+        sums.append(visit.totals.loss_sum)
+        trial.step += len(windows)
+    each.check(sums)
 
 
 @pytest.mark.parametrize(
