@@ -66,6 +66,18 @@ def test_a_search_stops_early_rests_goes_on_and_its_trials_replay() -> None:
     assert any("paused" in data.get("text/plain", "") for data in shown)
 
 
+@pytest.mark.long
+@pytest.mark.spark
+def test_all_schedules_replay_and_two_of_them_train_by_rules_of_their_own() -> None:
+    outputs = run("06_pipelines.ipynb")
+    text = printed(outputs)
+    assert text.count(": identical") == 6
+    assert text.count("the weights of plain training") == 4
+    assert re.search(r"pipedream +weights of its own", text)
+    assert re.search(r"2bw +weights of its own", text)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+
+
 def run(name: str) -> list[nbformat.NotebookNode]:
     """The outputs of all cells of a notebook; the same cells have them where it is kept."""
     made, kept = executed(NOTEBOOKS / name), nbformat.read(NOTEBOOKS / name, as_version=4)
