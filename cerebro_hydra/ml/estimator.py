@@ -16,6 +16,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
 from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
+from cerebro_hydra.recipe.step_module import ConfiguredSchedule, StepModule
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -74,8 +75,8 @@ class SparkEstimator(TrialEstimator):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Any = None,
         metrics: Any = (),
         batch_size: int = 32,
         shards: int | Sequence[Any] = 1,
@@ -123,7 +124,7 @@ class SparkEstimator(TrialEstimator):
         defaults = self._defaultParamMap
         self._paramMap = {p: value for p, value in self._paramMap.items() if value != defaults[p]}
         varying = {name: getattr(self.recipe, name) for name in GRID_OPTIONS}
-        for name, value in optimizer_numbers(optimizer).items():
+        for name, value in optimizer_numbers(self.recipe).items():
             if not hasattr(self, name):
                 varying[name] = value
         self._add_trial_params(
@@ -133,7 +134,8 @@ class SparkEstimator(TrialEstimator):
     @property
     def model(self) -> torch.nn.Module:
         """Return the module that was given."""
-        return self.recipe.model
+        model = self.recipe.model
+        return model.module() if isinstance(model, StepModule) else model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -228,8 +230,14 @@ class RecipeCopier:
         return replace(recipe, **(functions | options))
 
 
-def optimizer_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the numbers that an optimizer was made with and all its param groups share."""
+def optimizer_numbers(recipe: Recipe) -> dict[str, float]:
+    """Return the numbers that an optimizer was made with and all its param groups share.
+
+    There are none where an LR scheduler has read them already.
+    """
+    if isinstance(recipe.lr_scheduler, ConfiguredSchedule):
+        return {}
+    optimizer = recipe.optimizer
     first, *others = optimizer.param_groups
     return {
         name: first[name]

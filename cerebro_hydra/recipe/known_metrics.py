@@ -13,6 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.likelihoods import CalibrationError, class_dim
 from cerebro_hydra.recipe.metrics import BatchSum, Direction, Metric, MetricFunction, StateMetric
 from cerebro_hydra.recipe.objective import is_likelihood
+from cerebro_hydra.recipe.step_module import logged_value
 from cerebro_hydra.recipe.torch_metrics import (
     NAMED,
     TorchMetric,
@@ -108,6 +109,8 @@ def _given(name: str, value: Any) -> tuple[Any, Direction, bool]:
     One that does is a function of the loss, which makes it.
     """
     if isinstance(value, str):
+        if value in ("min", "max"):
+            return logged_value(name), cast(Direction, value), False
         if value not in KNOWN_METRICS:
             raise ConfigurationError(
                 f"unknown metric {value!r}; known are {sorted(KNOWN_METRICS)}, any other is given "

@@ -35,7 +35,7 @@ from cerebro_hydra.recipe.metrics import (
     as_json,
     as_made,
 )
-from cerebro_hydra.recipe.objective import Objective
+from cerebro_hydra.recipe.objective import MODEL, Objective
 from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import (
     AUTOCAST,
@@ -43,6 +43,12 @@ from cerebro_hydra.recipe.randomness import (
     autocasting,
     units,
     without_fast_path,
+)
+from cerebro_hydra.recipe.step_module import (
+    StepModule,
+    configured,
+    has_training_step,
+    logged_values,
 )
 
 _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
@@ -71,7 +77,9 @@ class Recipe:
     """Holds a model with everything that its training needs.
 
     Args:
-        model: the module under training; a `DataParallel` stands for what it wraps. Feature columns
+        model: the module under training; a `DataParallel` stands for what it wraps. One that has a
+            training step and configures its optimizer, as a `LightningModule`, needs neither
+            optimizer nor loss; its model is a `StepModule` then. Feature columns
             go to the arguments of its forward that have their names, or by position if not all do;
             floating ones are float64 if all of its parameters are.
         optimizer: an instance over the model's parameters; cloned per shard, never stepped itself.
@@ -120,8 +128,8 @@ class Recipe:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Any
+    optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]  # then the model makes it
+    loss: Any = None
     metrics: Any = ()
     batch_size: int = 32
     shards: int | Sequence[Any] = 1
@@ -145,6 +153,8 @@ class Recipe:
     device: torch.device = field(default=CPU, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.loss is None and has_training_step(self.model):
+            self._take_steps()
         self.model = checked_model(self.model)
         self.uncompiled = leave_uncompiled(self.model)
         check_optimizer(self.optimizer, self.model)
@@ -162,6 +172,19 @@ class Recipe:
         self._in_double = kinds == {torch.float64}
         self._check_numbers()
         self.call = ForwardCall.of(self.model, None, takes_labels=False)
+
+    def _take_steps(self) -> None:
+        """Take a module's training step in place of forward and loss, and what it configures."""
+        module = self.model
+        self.model = StepModule.of(module)
+        self.loss = MODEL
+        if self.optimizer is not None:
+            return
+        made = configured(module)
+        self.optimizer = made.optimizer
+        if self.lr_scheduler is None and made.scheduler is not None:
+            self.lr_scheduler, self.lr_interval = made.scheduler, made.interval
+            self.lr_metric = made.monitor or self.lr_metric
 
     def _check_numbers(self) -> None:
         for argument in ("batch_size", "accumulate", "early_stopping"):
@@ -229,7 +252,10 @@ class Recipe:
         """
         self.columns = columns
         self._objective.bind(columns.labels, columns.weight)
-        self.call = ForwardCall.of(self.model, columns, self._objective.is_models_own)
+        if isinstance(self.model, StepModule):
+            self.model.bind(columns)
+        else:
+            self.call = ForwardCall.of(self.model, columns, self._objective.is_models_own)
         self.metric_list = resolve_metrics(self.metrics, columns.labels, self._objective.losses)
         measured = ["loss", *(metric.name for metric in self.metric_list)]
         if self.lr_metric not in measured:
@@ -371,6 +397,11 @@ class Recipe:
                         sums[metric.name] = float(found.total), found.values
                     else:
                         sums[metric.name] = float(found) * rows, rows
+        if metrics is None and isinstance(self.model, StepModule):
+            known = sums.keys() | {metric.name for metric in self.metric_list}
+            for name, value in logged_values(outputs).items():
+                if name not in known:
+                    sums[name] = float(value) * rows, rows
         return sums
 
     def update_states(

@@ -16,6 +16,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.recipe.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.shards.export.archive import ModelArchive, archived
@@ -94,7 +95,10 @@ class TrainedModel:
             StoreError: a file of its weights is missing or damaged.
         """
         kept = self._kept
-        return self.recipe().model if kept is None else kept.torch()
+        if kept is not None:
+            return kept.torch()
+        model = self.recipe().model
+        return model.module() if isinstance(model, StepModule) else model
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained parameters and buffers by name, for which no source is needed.

@@ -1,0 +1,401 @@
+"""Takes modules that have their own training step, optimizer and LR scheduler, as Lightning's do.
+
+They are known by their methods, so that Lightning need not be installed; no Trainer is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.columns import Columns, ForwardCall
+
+LOGGED = "logged"
+"""Names, in what a step gives in evaluation, the values that it has logged, by name."""
+
+_OF_VALIDATION = re.compile(r"^val(id|idation)?[_/]")
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
+_OF_TRAINER = {
+    "trainer": "there is no Trainer",
+    "current_epoch": "it would always be 0",
+    "global_step": "it would always be 0",
+    "manual_backward": "it is the Trainer's",
+    "optimizers": "it asks the Trainer",
+    "lr_schedulers": "it asks the Trainer",
+    "logger": "it is the Trainer's",
+    "all_gather": "it asks the Trainer's processes",
+}
+_HOOKS = re.compile(
+    r"on_(?!gpu|cpu)\w+|optimizer_step|optimizer_zero_grad|lr_scheduler_step|backward|setup"
+    r"|configure_(callbacks|gradient_clipping|model|sharded_model)|(training|validation)_step_end"
+    r"|(transfer|on_\w+)_batch_(to_device|transfer)"
+)
+_OF_MODULES = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+class StepBatch(tuple[Tensor, ...]):
+    """Holds the columns of a batch, features first: a tuple that is read by name, too.
+
+    `x, y = batch`, `batch[0]`, `batch["label"]` and `self(**batch)` work.
+    """
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], columns: Sequence[Tensor]) -> StepBatch:
+        """Return the batch of these columns."""
+        batch = cls(columns)
+        batch.names = names
+        return batch
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self.names.index(key) if isinstance(key, str) else key)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the columns."""
+        return self.names
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the columns with their names."""
+        return zip(self.names, self, strict=True)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Says how the steps of a module are called.
+
+    Attributes:
+        kind: the class of the module.
+        columns: the names of features and labels, in order.
+        features: how many of these are features; with these alone, a forward is no step.
+        inference: how features reach the module's own forward.
+    """
+
+    kind: type[nn.Module]
+    columns: tuple[str, ...] = ()
+    features: int = 0
+    inference: ForwardCall | None = None
+
+
+class StepModule(nn.Module):
+    """Stands for a module with a training step: its forward is that step, or its validation step.
+
+    It has the attributes of the module, under the same names. A step runs on an object of the
+    module's class that shares them, without hooks, so that `self(x)` in it is no step.
+    """
+
+    _steps: _Steps
+
+    @classmethod
+    def of(cls, module: nn.Module) -> StepModule:
+        """Stand for a module.
+
+        Raises:
+            ConfigurationError: a part of the module is called by a Trainer alone.
+        """
+        _check_steps(module)
+        made = cls.__new__(cls)
+        vars(made).update(vars(module), _steps=_Steps(type(module)))
+        return made
+
+    def bind(self, columns: Columns) -> None:
+        """Take the names of the columns."""
+        kind = self._steps.kind
+        own = kind.forward is not nn.Module.forward and not _is_of_library(kind.forward)
+        call = ForwardCall.of(self.module(), columns, takes_labels=False) if own else None
+        names = (*columns.features, *columns.labels)
+        self._steps = _Steps(kind, names, len(columns.features), call)
+
+    def module(self) -> nn.Module:
+        """Return the module itself, with these parameters and attributes."""
+        kind = self._steps.kind
+        module = kind.__new__(kind)
+        own = ("_steps", "forward")  # torch.export sets a forward while it traces
+        vars(module).update({name: v for name, v in vars(self).items() if name not in own})
+        return module
+
+    def forward(self, *columns: Tensor) -> Any:
+        """Return what a step gives of a batch; without its labels, what the module's forward does.
+
+        Of a step it is the loss, in evaluation also what it returned and logged by name.
+        """
+        module, steps = self.module(), self._steps
+        mine = vars(module)
+        mine.update({name: type(mine[name])() for name in _OF_MODULES})
+        if len(columns) == steps.features < len(steps.columns):
+            if steps.inference is None:
+                raise ConfigurationError(
+                    f"{steps.kind.__name__} has no forward, which predicts from the features; add "
+                    "one"
+                )
+            return steps.inference(module, columns)
+        logged: dict[str, Any] = {}
+        mine["log"] = partial(_log, logged)
+        mine["log_dict"] = lambda values, *_, **options: [
+            _log(logged, name, value, **options) for name, value in values.items()
+        ]
+        batch = StepBatch.of(steps.columns, columns)
+        training = self.training or not _has_own(steps.kind, "validation_step")
+        step = getattr(module, "training_step" if training else "validation_step")
+        returned = step(*([batch, 0][: len(inspect.signature(step).parameters)]))
+        self._take_attributes(mine)
+        return _outputs(returned, logged, self.training)
+
+    def _take_attributes(self, written: Mapping[str, Any]) -> None:
+        """Keep what a step has set, as it would be on the module."""
+        mine = vars(self)
+        for name, value in written.items():
+            if name not in (*_OF_MODULES, "log", "log_dict") and mine.get(name, self) is not value:
+                mine[name] = value
+
+
+def _outputs(returned: Any, logged: Mapping[str, Any], training: bool) -> dict[str, Any]:
+    outputs = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    if outputs.get("loss") is None:
+        if training:
+            raise ConfigurationError(
+                "training_step returned no loss, which would leave the batch out; let it return "
+                "the loss, or a dict with it under 'loss'"
+            )
+        if "loss" not in logged:
+            raise ConfigurationError(
+                f"validation_step returns no loss and logs {sorted(logged)}; let it return the "
+                "loss, or log it as 'val_loss'"
+            )
+        outputs["loss"] = logged["loss"]
+    if training:
+        return {"loss": outputs["loss"]}
+    values = {name: value for name, value in logged.items() if name != "loss"}
+    return {**outputs, LOGGED: values}
+
+
+def _log(logged: dict[str, Any], name: str, value: Any, *_: Any, **options: Any) -> None:
+    if not isinstance(value, int | float) and not (
+        isinstance(value, Tensor) and value.numel() == 1
+    ):
+        raise ConfigurationError(
+            f"self.log({name!r}) is given a {type(value).__name__}, and takes a number; for a "
+            "metric of torchmetrics return the predictions, as {'loss': loss, 'logits': logits}, "
+            "and name it in metrics= of the estimator"
+        )
+    if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
+        raise ConfigurationError(
+            f"self.log({name!r}) has reduce_fx={options['reduce_fx']!r}, and logged values are "
+            "averaged over rows; leave it out"
+        )
+    number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    logged[_OF_VALIDATION.sub("", name)] = number.reshape(())
+
+
+def has_training_step(module: Any) -> bool:
+    """Tell whether a module brings its own training step and optimizer."""
+    kind = type(module)
+    return isinstance(module, nn.Module) and all(
+        _has_own(kind, name) for name in ("training_step", "configure_optimizers")
+    )
+
+
+def logged_values(outputs: Any) -> Mapping[str, Tensor]:
+    """Return what a step has logged in evaluation, by name."""
+    found = outputs.get(LOGGED, {}) if isinstance(outputs, Mapping) else {}
+    return cast(Mapping[str, Tensor], found)
+
+
+def logged_value(name: str) -> Callable[..., Any]:
+    """Return the metric that a validation step logs under a name."""
+
+    def value(outputs: Any, *labels: Tensor) -> Any:
+        logged = logged_values(outputs)
+        if name not in logged:
+            raise ConfigurationError(
+                f"metric {name!r} is not logged in evaluation, where {sorted(logged)} are; log it "
+                f"in validation_step as {name!r}"
+            )
+        return logged[name]
+
+    return value
+
+
+def _has_own(kind: type, name: str) -> bool:
+    function = getattr(kind, name, None)
+    return callable(function) and not _is_of_library(function)
+
+
+def _is_of_library(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] in _LIBRARIES
+
+
+def _check_steps(module: nn.Module) -> None:
+    kind = type(module)
+    name = kind.__name__
+    if getattr(module, "automatic_optimization", True) is False:
+        raise ConfigurationError(
+            f"{name} sets automatic_optimization=False, and its own updates can't be cut into "
+            "shards; let training_step return one loss for one optimizer"
+        )
+    if "forward" in vars(module):
+        raise ConfigurationError(
+            f"a forward is set on this {name} itself; define it in the class, where its steps call "
+            "it"
+        )
+    hooks = [each for each in dir(kind) if _HOOKS.fullmatch(each) and _has_own(kind, each)]
+    if hooks:
+        raise ConfigurationError(
+            f"{name} overrides {hooks[0]}, which only a Trainer calls, and there is none; do it "
+            "in __init__ or in training_step, or leave it out"
+        )
+    for step in ("training_step", "validation_step"):
+        if not _has_own(kind, step):
+            continue
+        parameters = list(inspect.signature(getattr(module, step)).parameters)
+        if not 1 <= len(parameters) <= 2:
+            raise ConfigurationError(
+                f"{step} of {name} takes {parameters}; it may take a batch and its number, "
+                "because a trial has one data set"
+            )
+        code = inspect.unwrap(getattr(kind, step)).__code__
+        if len(parameters) == 2 and parameters[1] in _read_in(code):
+            raise ConfigurationError(
+                f"{step} of {name} reads {parameters[1]}, and a batch has no number that does not "
+                "depend on the partitions; leave it out"
+            )
+        _check_no_trainer(module, step)
+
+
+def _check_no_trainer(module: nn.Module, function: str) -> None:
+    """Refuse what a function, or a method that it may call, asks of a Trainer."""
+    kind, met, waiting = type(module), set[str](), [function]
+    while waiting:
+        method = getattr(kind, current := waiting.pop(), None)
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if code is None or _is_of_library(method):
+            continue
+        names = _names_in(code)
+        for name in sorted(names & _OF_TRAINER.keys()):
+            own = getattr(kind, name, None)  # a property of Lightning, else the module's own
+            if name not in vars(module) and (
+                own is None or _is_of_library(getattr(own, "fget", None) or own)
+            ):
+                raise ConfigurationError(
+                    f"{current} of {kind.__name__} reads self.{name}: {_OF_TRAINER[name]}; leave "
+                    "it out, or give optimizer= and lr_scheduler=, a function of the optimizer and "
+                    "of steps_per_epoch, to the estimator"
+                )
+        waiting += [each for each in names - met if inspect.isfunction(getattr(kind, each, None))]
+        met |= names
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return {name for each in _codes(code) for name in each.co_names}
+
+
+def _read_in(code: CodeType) -> set[str]:
+    """Return the local variables that a function reads, and those that functions in it do."""
+    found = set(code.co_cellvars)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_FAST"):
+            names = instruction.argval
+            found.update(names if isinstance(names, tuple) else (names,))
+    return found
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Holds what `configure_optimizers` gave: one optimizer, and perhaps an LR scheduler."""
+
+    optimizer: Optimizer
+    scheduler: ConfiguredSchedule | None
+    interval: str
+    monitor: str | None
+
+
+class ConfiguredSchedule:
+    """Gives each shard's optimizer a copy of the LR scheduler that a module has made."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+
+    def __call__(self, optimizer: Optimizer) -> Any:
+        """Return a scheduler of an optimizer that has the options of the module's."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        LambdaLR(optimizer, lambda _: 1.0)  # for its mark on `step`, which a copy does not make
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
+
+
+def configured(module: nn.Module) -> Configured:
+    """Call a module's `configure_optimizers`, and return what it gives in any of its forms.
+
+    Raises:
+        ConfigurationError: it gives several optimizers, none, or what can't be used.
+    """
+    _check_no_trainer(module, "configure_optimizers")
+    given = cast(Any, module).configure_optimizers()
+    optimizers, schedulers = _parted(given)
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise ConfigurationError(
+            f"configure_optimizers of {type(module).__name__} gives {len(optimizers)} optimizers "
+            f"and {len(schedulers)} LR schedulers; a trial has one optimizer and at most one "
+            "scheduler: take param groups, and SequentialLR or ChainedScheduler"
+        )
+    optimizer = optimizers[0]
+    if not schedulers:
+        return Configured(optimizer, None, "epoch", None)
+    options = schedulers[0] if isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]}
+    if options.get("frequency", 1) != 1:
+        raise ConfigurationError(
+            f"the LR scheduler of configure_optimizers has frequency={options['frequency']!r}; "
+            "leave it out, and let the schedule itself change less often"
+        )
+    monitor = options.get("monitor")
+    return Configured(
+        optimizer,
+        ConfiguredSchedule(options["scheduler"], optimizer),
+        options.get("interval", "epoch"),
+        None if monitor is None else _OF_VALIDATION.sub("", monitor),
+    )
+
+
+def _parted(given: Any) -> tuple[list[Any], list[Any]]:
+    """Return optimizers and schedulers, for all forms that Lightning documents."""
+    if given is None:
+        return [], []
+    if isinstance(given, Mapping):
+        scheduler = given.get("lr_scheduler")
+        if scheduler is not None and "monitor" in given:
+            wrapped = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+            scheduler = {"monitor": given["monitor"], **wrapped}
+        return [given.get("optimizer")], [] if scheduler is None else [scheduler]
+    if not isinstance(given, Sequence):
+        return [given], []
+    if len(given) == 2 and all(isinstance(each, list | tuple) for each in given):
+        return list(given[0]), list(given[1])
+    parts = [_parted(each) for each in given]
+    return [o for os, _ in parts for o in os], [s for _, ss in parts for s in ss]
