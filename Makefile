@@ -13,6 +13,7 @@ CEREBRO := .venv-cerebro
 ZOO := .venv-zoo
 # Ray Tune over the packages of $(VENV), but for pyarrow.
 RAY := .venv-ray
+LIGHTNING := .venv-lightning
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow and
@@ -32,7 +33,8 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-long test-kernels test-gpu test-modern test-spark4 lint format venv venv-modern clean
-.PHONY: zoo map notebooks chaos integration integration-spark integration-hdfs integration-cerebro
+.PHONY: zoo map notebooks chaos integration integration-spark integration-hdfs integration-cerebro \
+  integration-lightning
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
@@ -102,7 +104,7 @@ ROUNDS ?= 100
 chaos: $(STAMP)
 	@PYTHONPATH=. $(BIN)/python benchmarks/survival/run.py --rounds $(ROUNDS)
 
-integration: integration-spark integration-hdfs integration-cerebro
+integration: integration-spark integration-hdfs integration-cerebro integration-lightning
 
 integration-spark: $(STAMP)
 	@$(BIN)/python integration/spark_standalone/run.py
@@ -114,6 +116,9 @@ integration-hdfs: $(STAMP)
 integration-cerebro: $(CEREBRO)/.installed
 	@PYTHONPATH=. $(CEREBRO)/bin/python -m pytest integration/cerebro
 	@PYTHONPATH=. $(CEREBRO)/bin/python integration/cerebro/quickstart.py
+
+integration-lightning: $(LIGHTNING)/.installed
+	@PYTHONPATH=. $(LIGHTNING)/bin/python -m pytest integration/lightning
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .
@@ -181,6 +186,12 @@ $(RAY)/.installed: $(STAMP) benchmarks/search/requirements.txt
 	$(SEE_PACKAGES_OF_VENV)
 	@touch $@
 
+$(LIGHTNING)/.installed: $(STAMP) integration/lightning/requirements.txt
+	@$(BIN)/python -m venv --clear $(LIGHTNING)
+	@$(LIGHTNING)/bin/python $(PIP_INSTALL) --no-deps -r integration/lightning/requirements.txt
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
 # cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
 $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@$(PYTHON) -m venv --clear $(CEREBRO)
@@ -190,7 +201,8 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) integration/hdfs/.jars build dist *.egg-info
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) $(LIGHTNING) \
+	  integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -87,8 +87,9 @@ class Recipe:
             with one loss per output and label column; or "model": forward is given the labels too
             and returns an object with a `loss`, as models of `transformers` do.
         loss_weights: what each loss of a list counts.
-        metrics: names, or `{name: (function, "min"|"max")}` where `function(outputs, *labels)` is a
-            mean over rows, or a `StateMetric`.
+        metrics: names; or by name a metric of torchmetrics, or `(function, "min"|"max")` where
+            `function(outputs, *labels)` is a mean over rows or a `StateMetric`, or "min" or "max"
+            for what a model with a training step logs in validation.
         batch_size: rows per batch.
         shards: how many to cut into, balanced by measured time; "auto" for the fewest that fit the
             `device_memory` of the workers, one without; or the names of the modules to cut at; or a

@@ -114,8 +114,17 @@ class StepModule(nn.Module):
         return made
 
     def bind(self, columns: Columns) -> None:
-        """Take the names of the columns."""
+        """Take the names of the columns.
+
+        Raises:
+            ConfigurationError: there is no label, by which a step is known from a prediction.
+        """
         kind = self._steps.kind
+        if not columns.labels:
+            raise ConfigurationError(
+                f"{kind.__name__} has a training step, and there are no label_columns; name a "
+                "column of which predictions need none"
+            )
         own = kind.forward is not nn.Module.forward and not _is_of_library(kind.forward)
         call = ForwardCall.of(self.module(), columns, takes_labels=False) if own else None
         names = (*columns.features, *columns.labels)
@@ -145,10 +154,9 @@ class StepModule(nn.Module):
                 )
             return steps.inference(module, columns)
         logged: dict[str, Any] = {}
-        mine["log"] = partial(_log, logged)
-        mine["log_dict"] = lambda values, *_, **options: [
-            _log(logged, name, value, **options) for name, value in values.items()
-        ]
+        mine |= {"log": partial(_log, logged), "log_dict": partial(_log_dict, logged)}
+        if "_device" in mine:  # what self.device of Lightning reads
+            mine["_device"] = columns[0].device
         batch = StepBatch.of(steps.columns, columns)
         training = self.training or not _has_own(steps.kind, "validation_step")
         step = getattr(module, "training_step" if training else "validation_step")
@@ -160,7 +168,10 @@ class StepModule(nn.Module):
         """Keep what a step has set, as it would be on the module."""
         mine = vars(self)
         for name, value in written.items():
-            if name not in (*_OF_MODULES, "log", "log_dict") and mine.get(name, self) is not value:
+            if (
+                name not in (*_OF_MODULES, "_device", "log", "log_dict")
+                and mine.get(name, self) is not value
+            ):
                 mine[name] = value
 
 
@@ -200,6 +211,11 @@ def _log(logged: dict[str, Any], name: str, value: Any, *_: Any, **options: Any)
         )
     number = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
     logged[_OF_VALIDATION.sub("", name)] = number.reshape(())
+
+
+def _log_dict(logged: dict[str, Any], values: Mapping[str, Any], *_: Any, **options: Any) -> None:
+    for name, value in values.items():
+        _log(logged, name, value, **options)
 
 
 def has_training_step(module: Any) -> bool:

@@ -213,6 +213,11 @@ def test_what_a_step_gives_wrongly_is_refused_at_admission(kind: Any, said: str)
         admit(recipe, [(BATCHES[0].features, BATCHES[0].labels)], trial_seed=1)
 
 
+def test_columns_without_a_label_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Stepped has a training step, .*label_columns"):
+        Recipe(Stepped()).bind(Columns(("features",), ()))
+
+
 def test_a_module_whose_loss_or_optimizer_is_given_is_used_as_told() -> None:
     module = AsksTrainer()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)

@@ -1,0 +1,68 @@
+"""A LightningModule trains as Lightning's own Trainer trains it, and in a search."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import lightning
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from integration.lightning.modules import Classifier, classifier
+
+RANDOM = np.random.default_rng(1)
+LABELS = RANDOM.integers(0, 4, 128)
+FEATURES = (RANDOM.normal(size=(128, 16)) + LABELS[:, None]).astype(np.float32)
+
+
+def made() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(lr=0.05)
+
+
+def test_it_has_the_bits_of_lightnings_trainer(tmp_path: Path) -> None:
+    features, labels = torch.from_numpy(FEATURES), torch.from_numpy(LABELS)
+    expected = made()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    rows = DataLoader(TensorDataset(features, labels), batch_size=16)
+    trainer.fit(expected, rows, rows)
+    batches = [Batch((features[i : i + 16],), (labels[i : i + 16],), 16) for i in range(0, 128, 16)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as of self.log without a Trainer
+        recipe = Recipe(made(), metrics={"acc": "max"}).bind(Columns(("x",), ("y",)))
+        plain = PlainTrainer(recipe, trial_seed=1, steps_per_epoch=8)
+        plain.train([[batch] for batch in batches])
+        found = plain.evaluate(batches).sums
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(recipe.model.state_dict()[name], tensor), name
+    measured = {name: total / count for name, (total, count) in found.items()}
+    assert measured["acc"] == trainer.callback_metrics["val_acc"].item()
+    assert abs(measured["loss"] - trainer.callback_metrics["val_loss"].item()) < 1e-6
+
+
+def test_a_search_trains_it_in_shards_and_replays_it(tmp_path: Path) -> None:
+    result = GridSearch(
+        backend=LocalBackend(2),
+        store=LocalStore(str(tmp_path)),
+        estimator_gen_fn=classifier,
+        search_space={"lr": hp_choice([0.0, 0.1])},
+        num_epochs=2,
+        evaluation_metric="acc",
+        validation=0.3,
+        verbose=0,
+    ).fit(Arrays({"features": FEATURES, "label": LABELS}))
+    assert result.best_trial.params == {"lr": 0.1}
+    assert isinstance(result.torch(), Classifier)
+    for trial in result.trials:
+        assert trial.history.keys() == {"train_loss", "val_loss", "val_acc"}
+        assert cerebro_hydra.replay(result.run_path, trial.trial_id).identical
