@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,27 @@ def _walk(module: nn.Module, name: str) -> Iterator[str]:
             yield from _walk(child, path)
         else:
             yield path
+
+
+def leave_uncompiled(model: nn.Module) -> tuple[str, ...]:
+    """Let modules that hold units run as they were before torch.compile; return their names.
+
+    A graph of torch.compile would end at each unit, and a unit can be compiled by itself.
+    """
+    modules = dict(model.named_modules())
+    paths = [unit.split(".") for unit in units(model)]
+    holders = {".".join(path[:length]) for path in paths for length in range(len(path))}
+    found = []
+    for name in sorted(holders & modules.keys()):
+        module = modules[name]
+        original = vars(module).get("_modules", {}).get("_orig_mod")
+        if type(module).__name__ == "OptimizedModule" and original is not None:
+            module.forward = wraps(original.forward)(partial(original.__call__))
+            found.append(name)
+        elif vars(module).get("_compiled_call_impl") is not None:  # Module.compile()
+            module._compiled_call_impl = None
+            found.append(name)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

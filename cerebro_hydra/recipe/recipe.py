@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -41,7 +40,7 @@ from cerebro_hydra.recipe.randomness import (
     AUTOCAST,
     RandomKey,
     autocasting,
-    units,
+    leave_uncompiled,
     without_fast_path,
 )
 from cerebro_hydra.recipe.step_module import (
@@ -571,27 +570,6 @@ def _check_hooks(model: nn.Module) -> None:
                     "hop with it; scale gradients with param groups, clip_grad_norm or "
                     "clip_grad_value instead"
                 )
-
-
-def leave_uncompiled(model: nn.Module) -> tuple[str, ...]:
-    """Let modules that hold units run as they were before torch.compile; return their names.
-
-    A graph of torch.compile would end at each unit, and a unit can be compiled by itself.
-    """
-    modules = dict(model.named_modules())
-    paths = [unit.split(".") for unit in units(model)]
-    holders = {".".join(path[:length]) for path in paths for length in range(len(path))}
-    found = []
-    for name in sorted(holders & modules.keys()):
-        module = modules[name]
-        original = vars(module).get("_modules", {}).get("_orig_mod")
-        if type(module).__name__ == "OptimizedModule" and original is not None:
-            module.forward = wraps(original.forward)(partial(original.__call__))
-            found.append(name)
-        elif vars(module).get("_compiled_call_impl") is not None:  # Module.compile()
-            module._compiled_call_impl = None
-            found.append(name)
-    return tuple(found)
 
 
 def _told(name: str) -> str:

@@ -35,8 +35,6 @@ _OF_TRAINER = {
     "manual_backward": "it is the Trainer's",
     "optimizers": "it asks the Trainer",
     "lr_schedulers": "it asks the Trainer",
-    "logger": "it is the Trainer's",
-    "all_gather": "it asks the Trainer's processes",
 }
 _HOOKS = re.compile(
     r"on_(?!gpu|cpu)\w+|optimizer_step|optimizer_zero_grad|lr_scheduler_step|backward|setup"
@@ -73,6 +71,24 @@ class StepBatch(tuple[Tensor, ...]):
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Return the columns with their names."""
         return zip(self.names, self, strict=True)
+
+
+class BatchNumber:
+    """Stands for the number of a batch, and may be passed on: what asks for its value is refused.
+
+    A number that depends on no partition is unknown, and one that does would train otherwise for
+    another number of workers.
+    """
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ConfigurationError(
+            "a step reads the number of its batch, and there is none that does not depend on the "
+            "partitions; leave it out"
+        )
+
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __floordiv__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
 
 @dataclass(frozen=True)
@@ -160,7 +176,7 @@ class StepModule(nn.Module):
         batch = StepBatch.of(steps.columns, columns)
         training = self.training or not _has_own(steps.kind, "validation_step")
         step = getattr(module, "training_step" if training else "validation_step")
-        returned = step(*([batch, 0][: len(inspect.signature(step).parameters)]))
+        returned = step(*([batch, BatchNumber()][: len(inspect.signature(step).parameters)]))
         self._take_attributes(mine)
         return _outputs(returned, logged, self.training)
 
@@ -269,6 +285,11 @@ def _check_steps(module: nn.Module) -> None:
             f"a forward is set on this {name} itself; define it in the class, where its steps call "
             "it"
         )
+    if any(vars(module)[each] for each in _OF_MODULES):
+        raise ConfigurationError(
+            f"{name} has a hook on itself, where it would see the step and not self(x); register "
+            "it on a module in it"
+        )
     hooks = [each for each in dir(kind) if _HOOKS.fullmatch(each) and _has_own(kind, each)]
     if hooks:
         raise ConfigurationError(
@@ -284,12 +305,6 @@ def _check_steps(module: nn.Module) -> None:
                 f"{step} of {name} takes {parameters}; it may take a batch and its number, "
                 "because a trial has one data set"
             )
-        code = inspect.unwrap(getattr(kind, step)).__code__
-        if len(parameters) == 2 and parameters[1] in _read_in(code):
-            raise ConfigurationError(
-                f"{step} of {name} reads {parameters[1]}, and a batch has no number that does not "
-                "depend on the partitions; leave it out"
-            )
         _check_no_trainer(module, step)
 
 
@@ -297,44 +312,37 @@ def _check_no_trainer(module: nn.Module, function: str) -> None:
     """Refuse what a function, or a method that it may call, asks of a Trainer."""
     kind, met, waiting = type(module), set[str](), [function]
     while waiting:
-        method = getattr(kind, current := waiting.pop(), None)
-        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if code is None or _is_of_library(method):
-            continue
-        names = _names_in(code)
-        for name in sorted(names & _OF_TRAINER.keys()):
-            own = getattr(kind, name, None)  # a property of Lightning, else the module's own
-            if name not in vars(module) and (
-                own is None or _is_of_library(getattr(own, "fget", None) or own)
-            ):
-                raise ConfigurationError(
-                    f"{current} of {kind.__name__} reads self.{name}: {_OF_TRAINER[name]}; leave "
-                    "it out, or give optimizer= and lr_scheduler=, a function of the optimizer and "
-                    "of steps_per_epoch, to the estimator"
-                )
-        waiting += [each for each in names - met if inspect.isfunction(getattr(kind, each, None))]
-        met |= names
+        current = waiting.pop()
+        for method in [vars(each)[current] for each in kind.__mro__ if current in vars(each)]:
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is None or _is_of_library(method):
+                continue
+            names = set(_read_of_self(code, code.co_varnames[:1]))
+            for name in sorted(names & _OF_TRAINER.keys()):
+                own = getattr(kind, name, None)  # a property of Lightning, else the module's own
+                if name not in vars(module) and (
+                    own is None or _is_of_library(getattr(own, "fget", None) or own)
+                ):
+                    raise ConfigurationError(
+                        f"{current} of {kind.__name__} reads self.{name}: {_OF_TRAINER[name]}; "
+                        "leave it out, or give optimizer= and lr_scheduler=, a function of the "
+                        "optimizer and of steps_per_epoch, to the estimator"
+                    )
+            waiting += [name for name in names - met if callable(getattr(kind, name, None))]
+            met |= names
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
+def _read_of_self(code: CodeType, own: tuple[str, ...]) -> Iterator[str]:
+    """Yield the attributes that a method, and functions in it, read of its first argument."""
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before in own:
+            yield instruction.argval
+        loaded = instruction.argval
+        before = loaded[-1] if isinstance(loaded, tuple) and loaded else loaded
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    return {name for each in _codes(code) for name in each.co_names}
-
-
-def _read_in(code: CodeType) -> set[str]:
-    """Return the local variables that a function reads, and those that functions in it do."""
-    found = set(code.co_cellvars)
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("LOAD_FAST"):
-            names = instruction.argval
-            found.update(names if isinstance(names, tuple) else (names,))
-    return found
+            yield from _read_of_self(constant, own)
 
 
 # ---------------------------------------------------------------------- optimizers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
@@ -51,7 +52,7 @@ def test_it_has_the_bits_of_lightnings_trainer(tmp_path: Path) -> None:
 
 
 def test_a_search_trains_it_in_shards_and_replays_it(tmp_path: Path) -> None:
-    result = GridSearch(
+    search: Any = GridSearch(
         backend=LocalBackend(2),
         store=LocalStore(str(tmp_path)),
         estimator_gen_fn=classifier,
@@ -60,7 +61,8 @@ def test_a_search_trains_it_in_shards_and_replays_it(tmp_path: Path) -> None:
         evaluation_metric="acc",
         validation=0.3,
         verbose=0,
-    ).fit(Arrays({"features": FEATURES, "label": LABELS}))
+    )
+    result = search.fit(Arrays({"features": FEATURES, "label": LABELS}))
     assert result.best_trial.params == {"lr": 0.1}
     assert isinstance(result.torch(), Classifier)
     for trial in result.trials:

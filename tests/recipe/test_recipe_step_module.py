@@ -57,6 +57,18 @@ def test_it_trains_with_the_bits_of_a_plain_loop_over_its_steps() -> None:
     assert found["seen"] == 64
 
 
+class Twice(Stepped):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = (self(batch["features"]) for _ in range(2))
+        return (one - other).abs().mean()
+
+
+def test_two_calls_of_its_forward_in_a_step_draw_different_numbers() -> None:
+    trainer = PlainTrainer(Recipe(Twice()).bind(COLUMNS), trial_seed=1, steps_per_epoch=4)
+    (loss,) = trainer.step(BATCHES[:1])
+    assert loss > 0
+
+
 def test_what_it_logs_in_validation_is_measured_beside_metrics_of_what_it_returns() -> None:
     recipe = Recipe(Stepped(), metrics={"hits": "max", "accuracy": "accuracy"}).bind(COLUMNS)
     trainer = PlainTrainer(recipe, trial_seed=1, steps_per_epoch=4)
@@ -146,7 +158,8 @@ class Hooked(Stepped):
 
 class Numbered(Stepped):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, 0) * (batch_idx % 2)
+        loss = super().training_step(batch, batch_idx)
+        return loss * (batch_idx % 2)
 
 
 class TwoSets(Stepped):
@@ -154,12 +167,19 @@ class TwoSets(Stepped):
         """Do nothing."""
 
 
-class Annealed(Stepped):
+class Scaled(Stepped):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.scaled(super().training_step(batch, 0))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.current_epoch
+        return loss * (lambda: self.current_epoch)()
+
+
+class Annealed(Scaled):
+    """Reads the epoch in a function of a method that the step of its base class calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
 
 
 class AsksTrainer(Stepped):
@@ -188,7 +208,6 @@ class LogsVectors(Stepped):
         (Manual, r"Manual sets automatic_optimization=False"),
         (TwoOptimizers, r"TwoOptimizers gives 2 optimizers and 0 LR schedulers; .*param groups"),
         (Hooked, r"Hooked overrides on_train_epoch_end, which only a Trainer calls"),
-        (Numbered, r"training_step of Numbered reads batch_idx"),
         (TwoSets, r"validation_step of TwoSets takes \['batch', 'batch_idx', 'dataloader_idx'\]"),
         (Annealed, r"scaled of Annealed reads self.current_epoch: it would always be 0"),
         (AsksTrainer, r"configure_optimizers of AsksTrainer reads self.trainer: .*steps_per_epoch"),
@@ -203,6 +222,7 @@ def test_what_needs_a_trainer_is_refused_with_a_remedy(kind: Any, said: str) -> 
     ("kind", "said"),
     [
         (SkipsBatches, "training_step returned no loss"),
+        (Numbered, "a step reads the number of its batch, .*leave it out"),
         (LogsNoLoss, r"returns no loss and logs \['share'\]; .*'val_loss'"),
         (LogsVectors, r"self.log\('val_loss'\) is given a Tensor, and takes a number"),
     ],
@@ -211,6 +231,13 @@ def test_what_a_step_gives_wrongly_is_refused_at_admission(kind: Any, said: str)
     recipe = Recipe(kind()).bind(COLUMNS)
     with pytest.raises(ConfigurationError, match=said):
         admit(recipe, [(BATCHES[0].features, BATCHES[0].labels)], trial_seed=1)
+
+
+def test_a_hook_on_the_module_itself_is_refused() -> None:
+    module = Stepped()
+    module.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="Stepped has a hook on itself"):
+        Recipe(module)
 
 
 def test_columns_without_a_label_are_refused() -> None:

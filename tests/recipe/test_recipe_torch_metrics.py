@@ -52,7 +52,7 @@ def measured(metrics: Any, case: Any, partitions: int, batch: int) -> dict[str, 
     for number in range(partitions):
         states.append(state := dict[str, Any]())
         first, end = (ROWS * at**2 // partitions**2 for at in (number, number + 1))
-        for place in range(first, end, batch):
+        for place in range(first, end, batch):  # two scores may both look like likelihoods
             rows = slice(place, min(place + batch, end))
             recipe.update_states(state, outputs[rows], (labels[rows],))
     return merge_metrics(recipe.state_metrics, states)
@@ -73,7 +73,7 @@ def test_any_partitions_and_batches_give_the_figure_of_all_rows_at_once(number: 
     case, metric = GIVEN[number]
     (one,) = measured({"m": (metric, "max")}, case, 1, ROWS).values()
     assert math.isclose(one, seen_at_once(case, metric.clone()), rel_tol=1e-5)
-    for partitions, batch in ((2, 16), (3, 7), (5, ROWS)):
+    for partitions, batch in ((2, 16), (3, 2), (5, ROWS)):
         (found,) = measured({"m": (metric, "max")}, case, partitions, batch).values()
         if case is REAL:
             assert math.isclose(found, one, rel_tol=1e-12)
