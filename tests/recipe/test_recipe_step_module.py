@@ -59,14 +59,16 @@ def test_it_trains_with_the_bits_of_a_plain_loop_over_its_steps() -> None:
 
 class Twice(Stepped):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rows = len(batch[0])
         one, other = (self(batch["features"]) for _ in range(2))
         return (one - other).abs().mean()
 
 
 def test_two_calls_of_its_forward_in_a_step_draw_different_numbers() -> None:
-    trainer = PlainTrainer(Recipe(Twice()).bind(COLUMNS), trial_seed=1, steps_per_epoch=4)
-    (loss,) = trainer.step(BATCHES[:1])
+    recipe = Recipe(Twice()).bind(COLUMNS)
+    (loss,) = PlainTrainer(recipe, trial_seed=1, steps_per_epoch=4).step(BATCHES[:1])
     assert loss > 0
+    assert recipe.model.module().rows == 16, "an attribute that a step sets is the module's"
 
 
 def test_what_it_logs_in_validation_is_measured_beside_metrics_of_what_it_returns() -> None:
