@@ -46,7 +46,7 @@ class Cancelled(CerebroHydraError):
 
 
 class NonFiniteLoss(CerebroHydraError):
-    """A training or validation loss became NaN or infinite."""
+    """A loss became NaN or infinite, or the gradients of every loss scale did."""
 
 
 class StepDiffers(CerebroHydraError):

@@ -35,7 +35,7 @@ from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TrialProfile
-from cerebro_hydra.shards.engine.clipping import Norms
+from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.differences import StepResult
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes
@@ -587,7 +587,8 @@ class VisitBoundary:
         self._slabs = slabs
         self._graph = graph
         self._records: dict[int, dict[int, PassRecord]] = {}  # by microbatch and place in it
-        self._norms: defaultdict[int, dict[int, Norms]] = defaultdict(dict)  # by window and shard
+        self._facts: defaultdict[int, dict[int, GradientFacts]] = defaultdict(dict)
+        """What is known of gradients, by window and shard."""
         self._places: dict[Action, int] = {}  # of units under way, by their last tasks
 
     def order(self, tasks: Sequence[Action]) -> Compute:
@@ -606,7 +607,7 @@ class VisitBoundary:
             if before is not None and first - 1 not in under_way:
                 record = records[before]
             self._places[tasks[-1]] = self._place_of(passes[-1])
-        record = replace(record, norms=dict(self._norms[window]))  # of units that came later, too
+        record = replace(record, facts=dict(self._facts[window]))  # of units that came later, too
         return Compute(tuple(tasks), {"boundary": self._slab_of(number)}, record)
 
     def note(self, last: Action, record: PassRecord) -> None:
@@ -614,8 +615,8 @@ class VisitBoundary:
         number, k = last.microbatch or 0, last.shard
         # Only the last backward of a window has all gradients, whichever is done again after it.
         ends = last.kind is not ActionKind.F and number == self._graph.window_of(number)[-1]
-        if ends and k in record.norms:
-            self._norms[number // self._graph.window][k] = record.norms[k]
+        if ends and k in record.facts:
+            self._facts[number // self._graph.window][k] = record.facts[k]
         if (place := self._places.pop(last, None)) is not None:
             self._records[number][place] = record
 
@@ -628,10 +629,10 @@ class VisitBoundary:
         self._records = {m: r for m, r in self._records.items() if m > number - len(self._slabs)}
         self._records[number] = {}
         self._places = {t: p for t, p in self._places.items() if t.microbatch in self._records}
-        # F of shard 0 waits for the update that makes its weights, and that for every norm of it.
+        # F of shard 0 waits for the update that makes its weights, and that for all facts of it.
         open_windows = 1 + max(self._graph.staleness, default=0)
-        for window in [w for w in self._norms if w < number // self._graph.window - open_windows]:
-            del self._norms[window]
+        for window in [w for w in self._facts if w < number // self._graph.window - open_windows]:
+            del self._facts[window]
 
     def _slab_of(self, number: int) -> Bytes:
         return self._slabs[number % len(self._slabs)]

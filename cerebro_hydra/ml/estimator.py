@@ -31,7 +31,7 @@ _NOT_OWN = ("defaults", "state", "param_groups", "step")
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, made of the arguments up to `vertical_sync`, as
+    A search takes only its `recipe`, made of the arguments up to `grad_scaler`, as
     `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
     instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
     `num_epochs` on are Params.
@@ -96,6 +96,7 @@ class SparkEstimator(TrialEstimator):
         schedule: str = "sequential",
         recompute: bool | str = "auto",
         vertical_sync: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe.attributes import kept_attributes
+from cerebro_hydra.recipe.grad_scaling import take_step
 from cerebro_hydra.recipe.metrics import Metric, SumOverRows, merge_metrics
 from cerebro_hydra.recipe.placement import copy_model
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
@@ -57,29 +58,42 @@ class PlainTrainer:
     Attributes:
         ema: the moving average of the model, or None if the recipe keeps none.
         scheduler: the LR scheduler, or None.
-        steps: the number of optimizer steps that the trial has done.
+        scaling: what scales the losses, or None.
+        steps: the number of optimizer steps that the trial has done, those that were skipped, too.
         phase: what the trainer is doing, in words, for whoever reports an error.
 
     Args:
         trial_seed: what the trial's random numbers depend on, beside step, microbatch and unit.
         steps_per_epoch: for LR schedules that ask.
         first_step: the number of steps that the trial has done before.
+        scaler: the state of its GradScaler after them, None for one that has not been used.
     """
 
     def __init__(
-        self, recipe: Recipe, trial_seed: int, steps_per_epoch: int, first_step: int = 0
+        self,
+        recipe: Recipe,
+        trial_seed: int,
+        steps_per_epoch: int,
+        first_step: int = 0,
+        scaler: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe = recipe
         self.phase = "start"
         self._trial_seed = trial_seed
         self.steps = first_step
         self.scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)
+        self.scaling = recipe.scaling(scaler)
         self.ema: AveragedModel | None = None
         if recipe.ema is not None:
             # It would deep-copy the model itself, which leaves hooks on the original.
             self.ema = AveragedModel(nn.Module(), multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
             self.ema.module = copy_model(recipe.model)
             self.ema.n_averaged.fill_(first_step)
+
+    @property
+    def updates(self) -> int:
+        """Return the number of optimizer steps that were not skipped."""
+        return self.steps - (0 if self.scaling is None else self.scaling.skipped)
 
     def train(
         self, windows: Iterable[Window], epoch_metrics: Mapping[str, float] | None = None
@@ -101,13 +115,15 @@ class PlainTrainer:
     def step(self, window: Window) -> list[float]:
         """Take one optimizer step; return the mean loss of each batch of its window.
 
-        The gradient is that of the mean loss over all rows of the window, whatever its batches.
+        The gradient is that of the mean loss over all rows of the window, whatever its batches. A
+        step that a GradScaler skips does not step the LR schedule either; a moving average, with
+        which buffers go, moves in each step.
 
         Raises:
-            NonFiniteLoss: a loss is NaN or infinite.
+            NonFiniteLoss: a loss is NaN or infinite, or the gradients are at every scale.
             ConfigurationError: a loss depends on no trainable parameter.
         """
-        recipe, model = self.recipe, self.recipe.model.train()
+        recipe, model, scaling = self.recipe, self.recipe.model.train(), self.scaling
         rows = sum(batch.rows for batch in window)
         losses = []
         model.zero_grad()
@@ -120,16 +136,20 @@ class PlainTrainer:
                     raise not_finite(losses[-1], self.steps, microbatch)
                 if len(window) > 1:
                     loss = loss * (batch.rows / rows)
+                if scaling is not None:
+                    loss = scaling.scale(loss)
                 self.phase = "backward"
                 loss.backward()
         self.phase = "clipping"
+        if scaling is not None:
+            scaling.unscale(recipe.optimizer)
         if recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
         if recipe.clip_grad_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), recipe.clip_grad_value)
         self.phase = "optimizer step"
-        recipe.optimizer.step()
-        recipe.lr_schedule.after_step(self.scheduler)
+        if take_step(recipe.optimizer, scaling, self.steps):
+            recipe.lr_schedule.after_step(self.scheduler)
         if self.ema is not None:
             self.ema.update_parameters(model)
         self.steps += 1

@@ -31,7 +31,7 @@ FORWARD = ""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The setting without which cuBLAS may choose other algorithms each time; torch asks for it."""
 
-AUTOCAST = {"bfloat16": torch.bfloat16}
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def units(model: nn.Module) -> tuple[str, ...]:

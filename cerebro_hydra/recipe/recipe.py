@@ -9,6 +9,7 @@ or run: optimizers, models, and what `shards=` asks for.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
+from cerebro_hydra.recipe.grad_scaling import SCALED, GradScaling, at_scale, checked_scaler
 from cerebro_hydra.recipe.known_metrics import resolve_metrics
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.metrics import (
@@ -100,7 +102,8 @@ class Recipe:
         clip_grad_norm: largest global 2-norm of the gradients, or None.
         clip_grad_value: largest magnitude of any gradient's element, or None.
         accumulate: batches per optimizer step; gradients are weighted by rows.
-        autocast: "bfloat16" runs forward and loss in mixed precision, None in the model's own.
+        autocast: "bfloat16" or "float16" runs forward and loss in mixed precision, None in the
+            model's own. Losses are scaled in float16, and steps that overflow are skipped.
         ema: decay of an exponential moving average of the parameters, such as 0.999, that is
             evaluated and kept as the trained model, or None.
         early_stopping: epochs without a better evaluation metric after which the trial ends;
@@ -122,6 +125,8 @@ class Recipe:
             the first one reads.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
+        grad_scaler: with what scale float16 begins, and how that changes; None is torch's default.
+            It is copied, and stays as it is.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -149,6 +154,7 @@ class Recipe:
     schedule: str = "sequential"
     recompute: bool | str = "auto"
     vertical_sync: bool = False
+    grad_scaler: torch.amp.GradScaler | None = None
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -171,6 +177,7 @@ class Recipe:
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self._in_double = kinds == {torch.float64}
         self._check_numbers()
+        self.scaler = checked_scaler(self.grad_scaler, self.autocast, self.model)
         self.call = ForwardCall.of(self.model, None, takes_labels=False)
 
     def _take_steps(self) -> None:
@@ -222,13 +229,31 @@ class Recipe:
         # `cut` stays None, so that a copy with another schedule has that schedule's default.
         return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
 
+    @property
+    def barrier(self) -> bool:
+        """Return whether no update may come before every backward of its window.
+
+        That is so where all gradients are clipped by one norm, or an update is skipped by all.
+        """
+        return self.clip_grad_norm is not None or self.scaler is not None
+
+    def scaling(self, state: Mapping[str, Any] | None = None) -> GradScaling | None:
+        """Return what scales losses, None if nothing does; see `GradScaling`."""
+        return None if self.scaler is None else GradScaling(self.scaler, self.device, state)
+
+    def at_scale(self, scale: float) -> Recipe:
+        """Return the same recipe with losses that are scaled by this or less, if at all."""
+        twin = copy.copy(self)
+        twin.scaler = None if self.scaler is None else at_scale(self.scaler, scale)
+        return twin
+
     def _check_cut(self) -> None:
         if not isinstance(self.vertical_sync, bool):
             raise ConfigurationError(
                 f"vertical_sync is {self.vertical_sync!r}; it is True or False"
             )
-        clips = self.clip_grad_norm is not None
-        check_schedule(self.schedule, clips, self.accumulate, self.vertical_sync)
+        clips, scales = self.clip_grad_norm is not None, self.autocast == SCALED
+        check_schedule(self.schedule, clips, self.accumulate, self.vertical_sync, scales)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):

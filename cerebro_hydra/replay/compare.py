@@ -29,8 +29,8 @@ class ReplayReport:
     """Gives the verdict on one trial.
 
     `identical` is true if the visit log obeys its rule and every bit of parameters, buffers,
-    optimizer state, learning rates and metrics agrees; `first_difference` says what doesn't.
-    `warnings` name what differs between the run's surroundings and these.
+    optimizer state, learning rates, gradient scaler and metrics agrees; `first_difference` says
+    what doesn't. `warnings` name what differs between the run's surroundings and these.
     """
 
     trial_id: str
@@ -110,6 +110,12 @@ def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iter
             yield f"{name}{difference}"
     for shard, groups in enumerate(expected.saved.groups):
         yield from _group_differences(shard, groups, replayed.groups)
+    for shard, scaler in enumerate(expected.saved.scalers):
+        if scaler != replayed.scaler:
+            yield (
+                f"the gradient scaler of shard {shard}: the run has {scaler}, the replay "
+                f"{replayed.scaler}"
+            )
     replayed_metrics = dict(enumerate(replayed.history))
     measured_here = set() if expected.rests else replayed_metrics.keys()
     for epoch in sorted(measured_here | expected.metrics.keys()):

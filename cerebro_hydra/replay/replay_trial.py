@@ -169,9 +169,10 @@ class Ancestor:
     def fork(self, parent: PlainTrainer, epochs: int) -> PlainTrainer:
         """Return what goes on from another trial's state, with the options of its own recipe."""
         of_mine = (self.recipe, self.spec.seed, self.spec.steps_per_epoch)
-        trainer = PlainTrainer(*of_mine, first_step=parent.steps)
+        scaler = None if parent.scaling is None else parent.scaling.state()
+        trainer = PlainTrainer(*of_mine, first_step=parent.steps, scaler=scaler)
         go_on(trainer, parent.tensors(), f"the parent of {self.spec.trial_id}")
-        self.recipe.lr_schedule.advance(trainer.scheduler, parent.steps, epochs)
+        self.recipe.lr_schedule.advance(trainer.scheduler, trainer.updates, epochs)
         return trainer
 
 

@@ -26,6 +26,8 @@ class SavedState:
     """Options of the param groups, of each shard that was trained."""
     shards: dict[str, int] = field(default_factory=dict)
     """By parameter that trains, the shard that it is in."""
+    scalers: list[Mapping[str, Any] | None] = field(default_factory=list)
+    """The scaler of each of these shards, None where losses are not scaled."""
 
 
 def read_saved(folder: RunFolder, trial: int, state: int, run_id: str | None = None) -> SavedState:
@@ -42,6 +44,7 @@ def read_saved(folder: RunFolder, trial: int, state: int, run_id: str | None = N
         saved.shards |= {n[6:]: number for n in trained if n.startswith("param:")}
         if shard["cursor"] and "groups" in shard["cursor"]:  # else a fork has not trained yet
             saved.groups.append(shard["cursor"]["groups"])
+            saved.scalers.append(shard["cursor"].get("scaler"))
     return saved
 
 
@@ -138,6 +141,7 @@ class Replayed:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Named as in a checkpoint."""
     groups: list[dict[str, Any]] = field(default_factory=list)
+    scaler: Mapping[str, Any] | None = None
     failure: str | None = None
     """Says why the replay could not go on to the end, if it could not."""
 
@@ -149,3 +153,4 @@ class Replayed:
             {name: value for name, value in group.items() if name != "params"}
             for group in trainer.recipe.optimizer.param_groups
         ]
+        self.scaler = None if trainer.scaling is None else trainer.scaling.state()

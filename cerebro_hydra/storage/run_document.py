@@ -212,16 +212,29 @@ class RunDocument:
         return document
 
 
+class ScalerState(TypedDict):
+    """Has what torch's GradScaler says of itself, and the number of steps that were skipped."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: Count
+    _growth_tracker: Count
+    skipped: Count
+
+
 class Cursor(TypedDict, total=False):
     """Has what a shard needs beside its tensors; it is empty before the first step.
 
-    Where a trial forks another one, there are the step and the epochs that began after the first.
+    Where a trial forks another one, there are the step, the epochs that began after the first, and
+    the scaler.
     """
 
     step: Count
     epochs: Count
     groups: list[dict[str, Any]]
     scheduler: Any
+    scaler: ScalerState
 
 
 class ShardEntry(TypedDict):

@@ -22,6 +22,7 @@ from cerebro_hydra.storage.names import checked_digest, checked_name, state_name
 from cerebro_hydra.storage.run_document import (
     RUN_FILE,
     TRIAL_FILE,
+    Cursor,
     RunDocument,
     StateDocument,
     TrialDocument,
@@ -288,14 +289,17 @@ class RunFolder:
     def fork_state(self, trial: int, parent: int, state: int, partitions: int) -> None:
         """Name another trial's state as this trial's own; no segment is copied.
 
-        Of its cursors only the place in training is taken over: the options of the optimizer and
-        the LR schedule are those of the fork's own parameters.
+        Of its cursors only the place in training is taken over, with the scale of losses: the
+        options of the optimizer and the LR schedule are those of the fork's own parameters.
         """
         shards = self.read_state(parent, state, self.run_id)["shards"]
         for shard in shards:
             if shard["cursor"]:
                 epochs = (state - 1) // partitions
-                shard["cursor"] = {"step": shard["cursor"]["step"], "epochs": epochs}
+                cursor: Cursor = {"step": shard["cursor"]["step"], "epochs": epochs}
+                if "scaler" in shard["cursor"]:
+                    cursor["scaler"] = shard["cursor"]["scaler"]
+                shard["cursor"] = cursor
         self.write_state(trial, state, {"state": state, "shards": shards, "trial": trial})
 
     def delete_state(self, trial: int, state: int) -> None:

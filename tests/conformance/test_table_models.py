@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -64,3 +66,12 @@ class TestRecommender(ModelCase):
         item = torch.randint(100, (rows,), generator=g)
         seen = torch.randint(100, (rows, 5), generator=g)
         return (user, item, seen), (torch.rand(rows, generator=g),)
+
+
+class TestFloat16(TestTwoTasks):
+    """Steps overflow at first, and again when the scale has grown; the replay skips them, too."""
+
+    def recipe(self, shards: Shards) -> Recipe:
+        recipe = super().recipe(shards)
+        scaler = torch.amp.GradScaler("cpu", 1e6, growth_factor=5.0, growth_interval=1)
+        return replace(recipe, autocast="float16", grad_scaler=scaler, clip_grad_norm=0.5)

@@ -58,7 +58,7 @@ class DeviceTrial(Trial):
         windows, recipe = list(windows), self.recipe
         visit = VisitRun(self.runtime(), self._alone, self.step, windows)
         shards = range(self.cut_model.num_shards)
-        barrier = recipe.clip_grad_norm is not None
+        barrier = recipe.barrier
         graph = TaskGraph(
             len(shards), sum(map(len, windows)), recipe.accumulate, barrier,
             self.cut_model.tied_groups,

@@ -106,9 +106,17 @@ def hooked(kind: str) -> nn.Module:
 RULES: dict[str, tuple[Any, ...]] = {
     "clip_grad_norm": ("1",),
     "clip_grad_value": (-1,),
+    "autocast": ("float8",),
+    "grad_scaler": (torch.amp.GradScaler("cpu"),),
     "ema": ("0.9",),
     "metrics": (5,),
     "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
+}
+SCALERS: dict[str, Any] = {
+    "a number": 65536.0,
+    "disabled": torch.amp.GradScaler("cpu", enabled=False),
+    "without a scale": torch.amp.GradScaler("cpu", init_scale=0.0),
+    "of a class of its own": type("Own", (torch.amp.GradScaler,), {})("cpu"),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
@@ -130,10 +138,14 @@ def unusual(make: Callable[[], Any]) -> Recipe:
     return Recipe(model, torch.optim.SGD(parameters, lr=0.1), nn.MSELoss())
 
 
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, torch.amp.GradScaler) else repr(value)
+
+
 def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
     uses: dict[str, Callable[[], object]] = {
         **{
-            f"{name} = {value!r}": partial(recipe_of, **{name: value})
+            f"{name} = {_shown(value)}": partial(recipe_of, **{name: value})
             for name, values in RULES.items()
             for value in values
         },
@@ -150,6 +162,17 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
             recipe_of, schedule="2bw", vertical_sync=True
         ),
         "vertical_sync = 1": partial(recipe_of, schedule="pipedream", vertical_sync=1),
+        **{
+            f"schedule = {schedule!r}, autocast = 'float16'": partial(
+                recipe_of, schedule=schedule, autocast="float16"
+            )
+            for schedule in ("pipedream", "2bw")
+        },
+        **{
+            f"a grad_scaler: {what}": partial(recipe_of, autocast="float16", grad_scaler=given)
+            for what, given in SCALERS.items()
+        },
+        "float16 of half a model": partial(recipe_of, nn.Linear(3, 1).half(), autocast="float16"),
         **{f"a model {what}": partial(unusual, make) for what, make in MODELS.items()},
         **{
             f"a warm start of {what}": partial(

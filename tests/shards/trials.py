@@ -150,6 +150,13 @@ def flips(batch, training):
     return batch
 
 
+def scaler(init_scale: float) -> torch.amp.GradScaler:
+    """Return one that changes by no power of two, so that unscaling rounds."""
+    return torch.amp.GradScaler(
+        "cpu", init_scale=init_scale, growth_factor=1.7, backoff_factor=0.3, growth_interval=2
+    )
+
+
 def shortened(batch, training):
     return batch | {"x": batch["x"][:, : 2 + len(batch["x"]) % 4]}
 
@@ -167,6 +174,7 @@ def two_sub_epochs() -> list[SubEpoch]:
 
 VECTORS = two_sub_epochs()
 PAIRS = [[zoo.vectors(8, 8), zoo.vectors(5, seed=2)], [zoo.vectors(8, 5, seed=1)]]
+FOUR_WINDOWS = [[zoo.vectors(8, 8, 5, seed=s) for s in each] for each in ((0, 1), (2, 3))]
 THREES = [[zoo.vectors(8, 8, 5), zoo.vectors(8, seed=3)], [zoo.vectors(8, 5, 8, seed=1)]]
 LENGTHS = [zoo.singly(zoo.vectors(8, 7, 6)), zoo.singly(zoo.vectors(5))]
 IMAGES = [zoo.singly(zoo.images(6, 6, 4)), zoo.singly(zoo.images(6, 4, seed=1))]
@@ -195,6 +203,15 @@ MLP: dict[str, Case] = {
             PAIRS, {"accumulate": 2, "lr_scheduler": lambda o: lrs.CosineAnnealingLR(o, 9)}
         ),
         "bfloat16": (VECTORS, {"autocast": "bfloat16"}),
+        "float16, average": (
+            VECTORS, {"autocast": "float16", "grad_scaler": scaler(4e5), "ema": 0.9}
+        ),
+        "float16, accumulated, clipped": (
+            FOUR_WINDOWS, {
+                "autocast": "float16", "grad_scaler": scaler(7e5), "accumulate": 3,
+                "clip_grad_norm": 0.1, "lr_scheduler": lambda o: lrs.StepLR(o, 1, 0.9),
+            },
+        ),
         "frozen first, clipped": (VECTORS, {"model": first_layer_frozen, "clip_grad_norm": 0.5}),
         "frozen first, average": (VECTORS, {"model": first_layer_frozen, "ema": 0.9}),
         "frozen middle": (VECTORS, {"model": middle_frozen}),

@@ -51,7 +51,11 @@ def is_flushed(schedule: str) -> bool:
 
 
 def check_schedule(
-    name: object, clips_norm: bool = False, accumulate: int = 1, vertical_sync: bool = False
+    name: object,
+    clips_norm: bool = False,
+    accumulate: int = 1,
+    vertical_sync: bool = False,
+    scales: bool = False,
 ) -> None:
     """Check what a user gave as the schedule of a trial, with the settings that may exclude it.
 
@@ -73,6 +77,12 @@ def check_schedule(
         )
     if name == "pipedream":
         check_pipedream(clips_norm, accumulate)
+    if scales and not is_flushed(name):
+        raise ConfigurationError(
+            f"schedule is {name!r} and autocast is 'float16', whose losses are scaled by what came "
+            "of the update before, so that the batches of one update at a time would be under way; "
+            "take autocast='bfloat16', which scales none, or schedule='1f1b'"
+        )
 
 
 def with_versions(

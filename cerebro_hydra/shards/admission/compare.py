@@ -143,6 +143,7 @@ class CutCheck:
         losses = []
         profile, effects = UnitProfile(), SideEffects(recipe)
         largest = largest_example(examples)
+        recipe = _settled(recipe, windows, trial_seed)
         initial = state_tensors(recipe)
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
@@ -319,6 +320,34 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
             names = None if recipe.columns is None else recipe.columns.targets
             labels = _forms(example[1], names)
             raise ConfigurationError(f"on first rows with labels ({labels}), {error}") from error
+
+
+def _settled(recipe: Recipe, windows: Sequence[tuple[Example, int]], trial_seed: int) -> Recipe:
+    """Return the recipe at a scale of its losses that stays, and with which no step is skipped.
+
+    Steps that are skipped would show nothing of the optimizer.
+
+    Raises:
+        ConfigurationError: there is no such scale, or the steps can't be taken.
+    """
+    if recipe.scaler is None:
+        return recipe
+    recipe = recipe.at_scale(recipe.scaler.get_scale())
+    while True:
+        with ParameterValues.initial(recipe.model).in_use(), AttributeValues(recipe.model).in_use():
+            trainer = _plain_trainer(recipe, trial_seed)
+            scaling = trainer.scaling
+            assert scaling is not None
+            with refused_random_numbers():
+                for example, times in windows:
+                    with told_with_batch(trainer, example):
+                        trainer.train([_window(example, times)])
+                    if scaling.skipped:
+                        break
+            trainer.recipe.optimizer.state.clear()
+        if not scaling.skipped:
+            return recipe
+        recipe = recipe.at_scale(scaling.state()["scale"])
 
 
 def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:

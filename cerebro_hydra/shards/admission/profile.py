@@ -56,14 +56,15 @@ _MOST_ROUNDS, _ENOUGH_SECONDS = 6, 0.2
 
 Task = tuple[Literal["F", "B", "U"], int]
 
+_SMALL_SCALE = 2.0**-13
+
 MOST_PROFILES = 1000
 """Profiles that are kept, so that equal models are cut alike."""
 
 
 def gradients_outlive_tasks(recipe: Recipe, cut_model: CutModel) -> bool:
     """Return whether gradients are kept from a backward to a later task."""
-    clips = recipe.clip_grad_norm is not None
-    return clips or recipe.accumulate > 1 or bool(cut_model.tied)
+    return recipe.barrier or recipe.accumulate > 1 or bool(cut_model.tied)
 
 
 def profile(
@@ -91,7 +92,10 @@ def profile(
     """
     random_state = torch.default_generator.get_state()
     try:
-        trial = TrialRuntime(recipe, cut_model, layout, seed=0, steps_per_epoch=1)
+        # At a small scale no update is skipped, which would have and take less.
+        trial = TrialRuntime(
+            recipe.at_scale(_SMALL_SCALE), cut_model, layout, seed=0, steps_per_epoch=1
+        )
         shared = cut_model.shared | _read_elsewhere(trial, example)
         measured = _Measured(trial, example, shared)
         again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
@@ -500,7 +504,7 @@ def staleness_of(
         ConfigurationError: the schedule can't have what the trial demands of it.
     """
     window = recipe.accumulate
-    graph = TaskGraph(shards, window, window, recipe.clip_grad_norm is not None, tied)
+    graph = TaskGraph(shards, window, window, recipe.barrier, tied)
     graph = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
     return graph.staleness if any(graph.staleness) else ()
 
@@ -536,7 +540,7 @@ class TrialProfile:
         return cls(
             tuple(map(ShardBytes.of, layout.shards)),
             tuple(cut_model.tied_groups),
-            recipe.clip_grad_norm is not None,
+            recipe.barrier,
             tasks,
         )
 

@@ -135,6 +135,6 @@ class Engine:
 
     def _actions(self, first: int, microbatches: int, send: bool) -> list[Action]:
         recipe, tied = self._trial.recipe, self._trial.cut_model.tied_groups
-        barrier, window = recipe.clip_grad_norm is not None, recipe.accumulate
+        barrier, window = recipe.barrier, recipe.accumulate
         graph = TaskGraph(self._trial.num_shards, first + microbatches, window, barrier, tied)
         return graph.tasks(_TRIAL, first // window, send)

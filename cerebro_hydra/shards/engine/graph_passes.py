@@ -22,7 +22,7 @@ from torch import Tensor
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import RandomKey
-from cerebro_hydra.shards.engine.clipping import Norms
+from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.graph_tasks import AutogradGraph, GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import LiveBytes, MemoryLimit, Microbatch
@@ -86,7 +86,7 @@ class PassRecord:
         rows: of the batch.
         weight: of its loss; see `Microbatch`.
         loss: of the batch, once it is known.
-        norms: the norms of the gradients of shards, where a backward has been.
+        facts: of the gradients of shards, where a backward has been.
     """
 
     nbytes: int = 0
@@ -96,7 +96,7 @@ class PassRecord:
     rows: int = 0
     weight: float | None = None
     loss: float = float("nan")
-    norms: Mapping[int, Norms] = field(default_factory=dict)
+    facts: Mapping[int, GradientFacts] = field(default_factory=dict)
 
 
 class TensorLog:
@@ -270,7 +270,7 @@ class GraphPasses:
         first = tasks[0]
         begins = first.kind is ActionKind.F and first.shard == 0
         if not (record.tensors or begins or first.kind is ActionKind.U):
-            record = replace(self._left.pop(first.microbatch or 0), norms=record.norms)
+            record = replace(self._left.pop(first.microbatch or 0), facts=record.facts)
         self._memory, self._record = memory, record
         self._log = TensorLog(record.tensors, record.nbytes)
         self._turns = any(task.kind is ActionKind.B for task in tasks)
@@ -279,11 +279,11 @@ class GraphPasses:
             self._live = LiveBytes()
             self._going = self._read(first)
 
-    def put_down(self, norms: Mapping[int, Norms]) -> PassRecord:
+    def put_down(self, facts: Mapping[int, GradientFacts]) -> PassRecord:
         """End a unit, and return what describes its microbatch now.
 
         Args:
-            norms: of gradients, which the tasks of other devices may need.
+            facts: of gradients, which the tasks of other devices may need.
 
         Raises:
             MemoryError: the memory has no room for what the microbatch leaves there.
@@ -306,7 +306,7 @@ class GraphPasses:
             )  # fmt: skip
             self._keep(record)
         del self._memory
-        return replace(record, norms=dict(norms))
+        return replace(record, facts=dict(facts))
 
     def _keep(self, record: PassRecord) -> None:
         """Keep the record of the microbatch, for units that are ordered before it is told."""

@@ -14,7 +14,7 @@ from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.reseed import random_key
 from cerebro_hydra.shards.cut.shard_graph import ShardGraph
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach
+from cerebro_hydra.shards.engine.microbatch import Microbatch, Reach, Scale
 from cerebro_hydra.shards.engine.state import ShardState, WeightVersions
 
 
@@ -50,8 +50,8 @@ class GraphTasks:
 
     `states[k]` must be bound before a task of shard k; what `held` has is read there. With `keep`,
     autograd's graph lives from F to B. Without it, F drops the graph and B computes it again; only
-    the last shard keeps it where its B follows at once. Shards with `versions` read what is chosen
-    there.
+    the last shard keeps it where its B follows at once. Backward begins from what `scaled` returns
+    of the loss. Shards with `versions` read what is chosen there.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class GraphTasks:
         states: Mapping[int, ShardState],
         precision: Callable[[], AbstractContextManager[Any]],
         keep: bool,
+        scaled: Scale,
         held: HeldTensors | None = None,
         versions: Mapping[int, WeightVersions] | None = None,
     ) -> None:
         assert cut_model.graphs is not None
         self._graphs = cut_model.graphs
+        self._scaled = scaled
         self._tied = cut_model.tied
         self._states = states
         self._precision = precision
@@ -120,7 +122,7 @@ class GraphTasks:
         seeds: list[Tensor | None] = []
         if graph.loss is not None:
             weight = going.batch.weight
-            roots.append(graph.loss if weight is None else graph.loss * weight)
+            roots.append(self._scaled(graph.loss if weight is None else graph.loss * weight))
             seeds.append(None)
         # A value that passes through is a root too: its gradient from later shards comes first.
         for name, value in graph.outputs.items():

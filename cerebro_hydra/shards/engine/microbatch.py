@@ -36,6 +36,10 @@ Then = Callable[[Action], Action]
 """Is told of a task that was done, and returns the one after it, once that can be done."""
 
 
+Scale = Callable[[Tensor], Tensor]
+"""Returns from what backward begins: a loss as it is weighted in its window, perhaps scaled."""
+
+
 @dataclass
 class Microbatch:
     """Carries one batch, and its loss when it is known.

@@ -47,6 +47,7 @@ from cerebro_hydra.shards.engine.differences import (
 from cerebro_hydra.shards.engine.microbatch import (
     Microbatch,
     Reach,
+    Scale,
     UsesElsewhere,
     first_read_elsewhere,
 )
@@ -98,12 +99,13 @@ class ModuleTasks:
         bound: binds the recipe's model to the trial's shards.
         recompute: drops the activations of all shards but the last after F, and computes them again
             in B, unit by unit.
+        scaled: gives what backward begins from.
     """
 
     def __init__(
-        self, cut_model: CutModel, recipe: Recipe, bound: BoundModel, recompute: bool
+        self, cut_model: CutModel, recipe: Recipe, bound: BoundModel, recompute: bool, scaled: Scale
     ) -> None:
-        self._recipe = recipe
+        self._recipe, self._scaled = recipe, scaled
         self._bound = bound
         self._last = cut_model.num_shards - 1
         self._shard_of = cut_model.shard_of_unit
@@ -152,7 +154,7 @@ class ModuleTasks:
                 raise StepDiffers(used_elsewhere(batch.key.step, name)) from error
             raise
         self._go_backward(self._last)
-        loss = loss if batch.weight is None else loss * batch.weight
+        loss = self._scaled(loss if batch.weight is None else loss * batch.weight)
         with self._told_uses_elsewhere():
             loss.backward()  # type: ignore[no-untyped-call]
         self._go_backward(0)

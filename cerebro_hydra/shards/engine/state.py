@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.grad_scaling import GradScaling
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import (
@@ -334,7 +335,12 @@ def check_in_state_dict(scheduler: Any | None, before: Mapping[str, Any]) -> Non
 _TAG = "!"  # the key that marks a value which JSON lacks
 
 
-def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> dict:
+def make_cursor(
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any | None,
+    scaling: GradScaling | None,
+) -> dict:
     """Return what a shard needs beside its segments to go on at `step`.
 
     Raises:
@@ -345,10 +351,12 @@ def make_cursor(step: int, optimizer: torch.optim.Optimizer, scheduler: Any | No
         for group in optimizer.param_groups
     ]
     state = None if scheduler is None else scheduler.state_dict()
+    scaler = {} if scaling is None else {"scaler": scaling.state()}
     return {
         "step": step,
         "groups": [encode(group, f"param group {i}") for i, group in enumerate(groups)],
         "scheduler": None if state is None else encode(state, type(scheduler).__name__),
+        **scaler,
     }
 
 
@@ -356,11 +364,17 @@ def restore_cursor(
     cursor: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     scheduler: Any | None,
+    scaling: GradScaling | None,
     schedule: LRSchedule,
 ) -> None:
-    """Bring a new optimizer and scheduler to the point at which the cursor was made."""
+    """Bring a new optimizer and scheduler to the point at which the cursor was made.
+
+    Args:
+        scaling: what goes on with the cursor's scaler.
+    """
     if "groups" not in cursor:
-        schedule.advance(scheduler, cursor["step"], cursor["epochs"])
+        skipped = 0 if scaling is None else scaling.skipped
+        schedule.advance(scheduler, cursor["step"] - skipped, cursor["epochs"])
         return
     for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
         group.update(decode(options))

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.recipe.grad_scaling import GradScaling, take_step
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.engine.barrier import Barrier, GradientFacts
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
@@ -23,7 +25,6 @@ from cerebro_hydra.shards.engine.bound_model import (
     check_released,
     storages,
 )
-from cerebro_hydra.shards.engine.clipping import Clipping, Norms, floats, grad_norms
 from cerebro_hydra.shards.engine.differences import (
     BY_OTHERS,
     is_torchs_own,
@@ -82,6 +83,7 @@ class SubEpoch:
         self._states: dict[int, ShardState] = {}
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._scalings: dict[int, GradScaling | None] = {}
         self._beside: dict[int, dict[str, Any]] = {}  # the schedulers' state that does not hop
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
@@ -93,7 +95,7 @@ class SubEpoch:
         self._gone: dict[int, dict[str, TensorMark | None]] = {}
         self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
         self.in_last_window = False
-        self._clipping = Clipping(recipe, cut_model)
+        self._barrier = Barrier(recipe, cut_model)
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
         self._idle: BoundModel | None = None  # it has no shard, because its graph trains
@@ -108,17 +110,28 @@ class SubEpoch:
             if cut_model.graphs is not None:
                 with bound_model(recipe.model, self._layout.shards) as self._idle:
                     yield GraphTasks(
-                        cut_model, self._states, recipe.precision, keep, self._held, self._versions
+                        cut_model,
+                        self._states,
+                        recipe.precision,
+                        keep,
+                        self._scaled,
+                        self._held,
+                        self._versions,
                     )
                 return
             # The code of a model in one shard runs only while that is there.
             several = self._layout.shards if len(self._layout.shards) > 1 else ()
             with bound_model(recipe.model, several) as self._bound:
-                tasks = ModuleTasks(cut_model, recipe, self._bound, recompute=not keep)
+                tasks = ModuleTasks(cut_model, recipe, self._bound, not keep, self._scaled)
                 with tasks.attached():
                     yield tasks
         finally:
             self._let_go()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Scale a loss as the shard does in which its backward begins."""
+        scaling = self._scalings[self._cut_model.num_shards - 1]
+        return loss if scaling is None else scaling.scale(loss)
 
     def __contains__(self, k: int) -> bool:
         """Return whether a shard is here."""
@@ -129,7 +142,7 @@ class SubEpoch:
     def begin_window(self, step: int) -> None:
         """Begin an optimizer step."""
         self.step = step
-        self._clipping.begin_window()
+        self._barrier.begin_window()
         if self._bound is not None:
             self._recipe.model.train()  # the forward may have left a module in evaluation
 
@@ -317,11 +330,12 @@ class SubEpoch:
         optimizer = clone_optimizer(self._recipe.optimizer, mine)
         scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
         self._steps[k] = self._start_step if cursor is None else cursor["step"]
+        scaling = self._recipe.scaling(None if cursor is None else cursor.get("scaler"))
         if cursor is not None:
-            restore_cursor(cursor, optimizer, scheduler, self._recipe.lr_schedule)
+            restore_cursor(cursor, optimizer, scheduler, scaling, self._recipe.lr_schedule)
         if self._epoch_metrics is not None and self._steps[k] == self._start_step:
             self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
-        self._optimizers[k] = (optimizer, scheduler)
+        self._optimizers[k], self._scalings[k] = (optimizer, scheduler), scaling
         self._beside[k] = beside_state_dict(scheduler)
 
     def check_step(self, k: int, updates: bool) -> None:
@@ -357,8 +371,8 @@ class SubEpoch:
         for name in self._gone.get(k, ()):
             state.params[name].grad = None
         self._write_back(state)
-        if self._clipping.by_norm and k not in self._updated:
-            self._clipping.note(k, state.params)
+        if k not in self._updated:
+            self._barrier.note(k, state.params, self._scalings[k])
         gradients = self._gradients.pop(k)
         if gradients is not None or not needed:  # else they wait at the parameters for the shard
             GradientLayout.of(self._layout.shards[k]).store(gradients, state.params)
@@ -379,20 +393,21 @@ class SubEpoch:
         if needed:
             check_released(memory)
 
-    def add_norms(self, norms: Mapping[int, Norms]) -> None:
-        """Take the norms of gradients of shards whose last backward was in another process."""
-        self._clipping.add(norms)
+    def add_facts(self, facts: Mapping[int, GradientFacts]) -> None:
+        """Take what is known of shards whose last backward was in another process."""
+        self._barrier.add(facts)
 
-    def norms_of(self, k: int) -> Norms:
-        """Return the norms of the gradients of a shard that is here."""
-        return floats(grad_norms(self._states[k].params))
+    def facts_of(self, k: int) -> GradientFacts:
+        """Return what others must know of the gradients of a shard that is here."""
+        return self._barrier.facts(self._states[k].params, self._scalings[k])
 
     def update(self, k: int) -> None:
-        """Take the optimizer step of a shard.
+        """Take the optimizer step of a shard, or skip it.
 
         Raises:
-            ValueError: the norms of a shard's gradients are not known, by which they are clipped,
-                or its optimizer state is not here.
+            ValueError: what the barrier needs of a shard is not known, or the optimizer state of
+                this one is not here.
+            NonFiniteLoss: see `GradScaling.step`.
         """
         state, copies = self._states[k], {}
         if not state.is_whole:
@@ -401,13 +416,13 @@ class SubEpoch:
             copies = self._end_hold(state)
         elif self._bound is not None:
             self._bound.collect_written(state)  # what a backward hook has assigned
-        self._clipping.clip(k, self._states)
+        (optimizer, scheduler), scaling = self._optimizers[k], self._scalings[k]
+        self._barrier.apply(k, self._states, optimizer, scaling)
         if (versions := self._versions.get(k)) is not None:
             versions.begin_next()
-        optimizer, scheduler = self._optimizers[k]
-        optimizer.step()
-        state.keep_optimizer(optimizer)
-        self._recipe.lr_schedule.after_step(scheduler)
+        if take_step(optimizer, scaling, self.step):
+            self._recipe.lr_schedule.after_step(scheduler)
+        state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped
         if self._recipe.ema is not None:
             state.average(self._recipe.ema, first=self.step == 0)
         if versions is not None and self.step + 1 == self._start_step + self._windows:
@@ -416,7 +431,7 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
-        if self._bound is not None and k > 0 and not self._clipping.by_norm:
+        if self._bound is not None and k > 0 and not self._recipe.barrier:
             # Else no backward comes after it.
             self._mark_updated(k, self._bound, state, copies)
 
@@ -507,7 +522,7 @@ class SubEpoch:
 
     def cursor(self, k: int = 0) -> Cursor:
         """Return the cursor of a shard with its last update."""
-        return make_cursor(self._steps[k], *self._optimizers[k])
+        return make_cursor(self._steps[k], *self._optimizers[k], self._scalings[k])
 
     # ------------------------------------------------------------------ the end
 

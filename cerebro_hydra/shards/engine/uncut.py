@@ -44,9 +44,12 @@ def uncut_training(
     twin.optimizer = clone_optimizer(recipe.optimizer, same)
     with bound_model(recipe.model) as bound:
         states = [bound.bind(*each) for each in zip(trial.layout.shards, shards, strict=True)]
-        trainer = PlainTrainer(twin, trial.seed, trial.steps_per_epoch, first_step)
+        scaler = None if cursor is None else cursor.get("scaler")
+        trainer = PlainTrainer(twin, trial.seed, trial.steps_per_epoch, first_step, scaler)
         if cursor is not None:
-            restore_cursor(cursor, twin.optimizer, trainer.scheduler, recipe.lr_schedule)
+            restore_cursor(
+                cursor, twin.optimizer, trainer.scheduler, trainer.scaling, recipe.lr_schedule
+            )
         if epoch_metrics is not None:
             recipe.lr_schedule.begin_epoch(trainer.scheduler, epoch_metrics)
         try:
@@ -92,7 +95,9 @@ class UncutTraining:
     def cursor(self) -> Cursor:
         """Return the cursor with which any shard goes on."""
         trainer = self.trainer
-        return make_cursor(trainer.steps, trainer.recipe.optimizer, trainer.scheduler)
+        return make_cursor(
+            trainer.steps, trainer.recipe.optimizer, trainer.scheduler, trainer.scaling
+        )
 
     def check_unwritten(self) -> None:
         """Check that training wrote to nothing that does not hop; see `BoundModel`."""

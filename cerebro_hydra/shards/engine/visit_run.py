@@ -13,8 +13,8 @@ import torch
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Window
+from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
-from cerebro_hydra.shards.engine.clipping import Norms
 from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialRuntime
@@ -100,7 +100,7 @@ class VisitRun:
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
-        self._clips_norm = recipe.clip_grad_norm is not None
+        self._barrier = recipe.barrier
         self._accumulate = recipe.accumulate
         self._recompute = recompute
         self._start_step = start_step
@@ -122,7 +122,7 @@ class VisitRun:
         self._step = -1  # whose window was begun
         self._number = -1  # of the microbatch under way that does not move
         self._next: tuple[str, int] | None = None  # its next task
-        self._norms: dict[int, Norms] = {}  # of gradients, in the window of the unit
+        self._facts: dict[int, GradientFacts] = {}  # by shard, in the window of the unit
         self._updated_last: set[int] = set()  # shards whose last window is over
 
     @property
@@ -150,7 +150,7 @@ class VisitRun:
             segments: they begin at multiples of `ALIGNMENT`. F and B need no "optimizer" memory.
             cursor: the one with the shard's last update, None for state 0.
             gradients: memory laid out by `GradientLayout`, as `unload` left it, or zeroed. It is
-                needed where gradients outlive a task: with accumulation or clipping by the norm.
+                needed where gradients outlive a task: with accumulation or a barrier.
         """
         if k in self._sub_epoch:
             raise ValueError(f"shard {k} is loaded already; unload it before")
@@ -199,12 +199,12 @@ class VisitRun:
         Args:
             tasks: of one shard, and one microbatch.
             memory: has what the record describes, and room for more.
-            record: see `GraphPasses.take_up`. Its norms are those that were told by then; those of
-                a shard whose last backward was here are kept here.
+            record: see `GraphPasses.take_up`. Its facts are those that were told by then; those
+                of a shard whose last backward was here are kept here.
         """
         assert self._graph is not None
         torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
-        self._norms = dict(record.norms)
+        self._facts = dict(record.facts)
         self._graph.take_up(tasks, memory, record)
         self._sub_epoch.begin_microbatch(self._step_of(tasks[0].microbatch or 0), tasks[0].shard)
 
@@ -215,7 +215,7 @@ class VisitRun:
             MemoryError: the memory has no room for what the microbatch leaves there.
         """
         assert self._graph is not None
-        record = self._graph.put_down(self._norms)
+        record = self._graph.put_down(self._facts)
         self._sub_epoch.end_microbatch()
         return record
 
@@ -232,7 +232,7 @@ class VisitRun:
         """
         number = self._check(task)
         if task.kind is ActionKind.U:
-            self._sub_epoch.add_norms(self._norms)
+            self._sub_epoch.add_facts(self._facts)
             self._paused.call(partial(self._update, task, number))
         elif self._resident:
             assert then is not None, "a resident visit needs to know where its tasks come from"
@@ -303,8 +303,8 @@ class VisitRun:
         if kind is ActionKind.B and k == 0:
             self.losses[number] = passes.loss
         if self._moves:
-            if kind is ActionKind.B and self._clips_norm:
-                self._norms[k] = self._sub_epoch.norms_of(k)
+            if kind is ActionKind.B and self._barrier:
+                self._facts[k] = self._sub_epoch.facts_of(k)
             return
         self._next = self._following(kind, k)
         if self._next is None:

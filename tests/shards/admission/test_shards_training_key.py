@@ -60,6 +60,7 @@ def test_schedules_are_not_in_the_key(changes: dict[str, Any]) -> None:
         {"accumulate": 2},
         {"clip_grad_norm": 1.0},
         {"ema": 0.9},
+        {"autocast": "float16"},
         {"early_stopping": 2},
         {"shards": 2},
         {"optimizer": {"nesterov": True}},
@@ -70,6 +71,14 @@ def test_schedules_are_not_in_the_key(changes: dict[str, Any]) -> None:
 )
 def test_all_else_is_in_the_key(changes: dict[str, Any]) -> None:
     assert training_key(recipe(**changes)) != training_key(recipe())
+
+
+def test_the_scale_of_losses_is_in_the_key() -> None:
+    keys = [
+        training_key(recipe(autocast="float16", grad_scaler=torch.amp.GradScaler("cpu", each)))
+        for each in (1.0, 1.0, 2.0)
+    ]
+    assert keys[0] is not None and keys[0] == keys[1] != keys[2]
 
 
 def options(make: Callable[..., Any] | None, interval: str = "step", **optimizer: Any) -> Any:

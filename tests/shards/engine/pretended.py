@@ -198,7 +198,7 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
         cut_model = trial.cut_model.on(device)
         runtime = TrialRuntime(recipe, cut_model, trial.layout, plain.TRIAL_SEED, STEPS_PER_EPOCH)
         windows = case.windows
-        barrier = recipe.clip_grad_norm is not None
+        barrier = recipe.barrier
         graph = TaskGraph(
             len(shards), sum(map(len, windows)), recipe.accumulate, barrier, cut_model.tied_groups
         )

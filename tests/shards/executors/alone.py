@@ -60,7 +60,7 @@ def train_alone(
             with the updates after it.
     """
     recipe, cut_model = trial.recipe, trial.cut_model
-    barrier = recipe.clip_grad_norm is not None
+    barrier = recipe.barrier
     microbatches = sum(map(len, windows))
     graph = TaskGraph(
         cut_model.num_shards, microbatches, recipe.accumulate, barrier, cut_model.tied_groups

@@ -85,12 +85,16 @@ class Proof:
         self.trial.shards, self.trial.step, self.trial.losses = self._first.copy(), 0, []
 
     def check(self, sums: Sequence[float]) -> None:
-        """Check losses, and every bit of parameters, buffers, averages and optimizer state."""
+        """Check losses, and every bit of parameters, buffers, averages, optimizer and scaler."""
         assert list(sums) == self.sums
         assert_same_state(self.trial.tensors(), self.reference)
         expected = [group["lr"] for group in self.reference.recipe.optimizer.param_groups]
+        scaling = self.reference.scaling
+        scaler = None if scaling is None else scaling.state()
         for k in range(self.trial.cut_model.num_shards):
-            assert [group["lr"] for group in self.trial.cursor(k)["groups"]] == expected
+            cursor = self.trial.cursor(k)
+            assert [group["lr"] for group in cursor["groups"]] == expected
+            assert cursor.get("scaler") == scaler
 
 
 def described(trial: Trial, windows: SubEpoch) -> TrialProfile:

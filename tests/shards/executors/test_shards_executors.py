@@ -21,6 +21,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord, StoredTensor
@@ -48,6 +49,8 @@ mlp, accumulated                      me   me    m     .     .    .     .     . 
 mlp, accumulated, clipped             me   me    me    .     .    .     .     m     .     e    .
 mlp, accumulated, cosine              me   m     m     m     m    .     .     m     .     .    .
 mlp, bfloat16                         me   me    m     .     .    .     e     m     .     .    .
+mlp, float16, average                 m    e     .     .     .    .     .     m     .     .    .
+mlp, float16, accumulated, clipped    me   m     m     m     .    .     e     .     .     e    .
 mlp, frozen first, clipped            me   me    .     m     m    .     e     .     .     .    .
 mlp, frozen first, average            me   .     .     .     .    .     .     m     .     .    .
 mlp, frozen middle                    .    me    .     .     .    .     .     .     .     .    .
@@ -295,27 +298,30 @@ def test_a_pipeline_whose_devices_have_room_for_one_shard_changes_no_bit(schedul
     executor.prove([proof("resnet, in five", "export")])
 
 
-def test_norms_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -> None:
+def test_facts_of_a_unit_that_ends_later_do_not_take_the_place_of_newer_ones() -> None:
     tasks = [Action(0, k, ActionKind.B, 0, device=k) for k in range(2)]
     boundary = VisitBoundary([aligned(1)], TaskGraph(2, 1, barrier=True))
-    boundary.note(tasks[1], PassRecord(norms={1: {"w": 1.0}}))
+    boundary.note(tasks[1], PassRecord(facts={1: GradientFacts({"w": 1.0})}))
     slow = boundary.order(tasks[:1]).record
-    assert slow is not None and slow.norms == {1: {"w": 1.0}}
-    boundary.note(tasks[1], PassRecord(norms={1: {"w": 2.0}}))
-    boundary.note(tasks[0], replace(slow, norms={**slow.norms, 0: {"v": 3.0}}))
+    assert slow is not None and slow.facts == {1: GradientFacts({"w": 1.0})}
+    boundary.note(tasks[1], PassRecord(facts={1: GradientFacts({"w": 2.0})}))
+    boundary.note(tasks[0], replace(slow, facts={**slow.facts, 0: GradientFacts({"v": 3.0})}))
     update = boundary.order([Action(0, 0, ActionKind.U, 0, device=0)]).record
-    assert update is not None and update.norms == {0: {"v": 3.0}, 1: {"w": 2.0}}
+    assert update is not None and update.facts == {
+        0: GradientFacts({"v": 3.0}),
+        1: GradientFacts({"w": 2.0}),
+    }
 
 
-def test_norms_of_a_backward_that_is_done_again_do_not_take_the_place_of_newer_ones() -> None:
+def test_facts_of_a_backward_that_is_done_again_do_not_take_the_place_of_newer_ones() -> None:
     """An update that was held back begins meanwhile, and is clipped by those of its window."""
     boundary = VisitBoundary([aligned(1)], TaskGraph(2, 2, 2, barrier=True))
     first, second = (Action(0, 1, ActionKind.B, m, device=1) for m in range(2))
-    boundary.note(first, PassRecord(norms={1: {"w": 1.0}}))
-    boundary.note(second, PassRecord(norms={1: {"w": 2.0}}))
-    boundary.note(first, PassRecord(norms={1: {"w": 1.0}}))
+    boundary.note(first, PassRecord(facts={1: GradientFacts({"w": 1.0})}))
+    boundary.note(second, PassRecord(facts={1: GradientFacts({"w": 2.0})}))
+    boundary.note(first, PassRecord(facts={1: GradientFacts({"w": 1.0})}))
     update = boundary.order([Action(0, 0, ActionKind.U, 1, device=0)]).record
-    assert update is not None and update.norms == {1: {"w": 2.0}}
+    assert update is not None and update.facts == {1: GradientFacts({"w": 2.0})}
 
 
 def tensors_of_graphs() -> int:
