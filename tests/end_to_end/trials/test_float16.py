@@ -11,10 +11,13 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 import cerebro_hydra
+from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import LocalBackend
-from tests.end_to_end.runs import a_device_killed, assert_replays, classes, grid, statuses
+from cerebro_hydra.tune import hp_choice, hp_log
+from tests.end_to_end.runs import Tape, a_device_killed, assert_replays, classes, grid, statuses
+from tests.end_to_end.searches.populations import population
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -80,3 +83,15 @@ def test_trials_hop_with_their_scale_in_pipelines_of_devices_of_which_one_is_kil
     folder.write_state(0, state, document)
     report = cerebro_hydra.replay(result.run_path, result.trials[0].trial_id)
     assert str(report.first_difference).startswith("the gradient scaler of shard 1: the run has {")
+
+
+def test_a_fork_goes_on_with_the_scale_of_its_parent(tmp_path: Path) -> None:
+    space = {"lr": hp_log(1e-3, 1e-1), "clip": hp_choice([0.1, 0.5])}
+    options = {"search_space": space, "mutations": list(space), "num_epochs": 2}
+    tape = Tape()
+    result = population(tmp_path, estimator_gen_fn=overflowing, observers=[tape], **options).fit(
+        DATA
+    )
+    (forked,) = tape.of(TrialForked)
+    assert result.trials[forked.config.trial].status == "finished"
+    assert_replays(result)
