@@ -71,7 +71,7 @@ class Barrier:
     def facts(self, params: Mapping[str, Tensor], scaling: GradScaling | None) -> GradientFacts:
         """Return what others must know of a shard, for which its device is waited for."""
         measured = self._measure(params, scaling)
-        return GradientFacts(floats(measured.norms), bool(measured.found))
+        return GradientFacts(floats(measured.norms), self._scales and bool(measured.found))
 
     def add(self, facts: Mapping[int, GradientFacts]) -> None:
         """Take what is known of shards whose last backward was in another process."""

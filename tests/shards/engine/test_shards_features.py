@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
-from cerebro_hydra.shards.engine import clipping
+from cerebro_hydra.shards.engine import barrier
 from cerebro_hydra.shards.engine.differences import contents, first_difference
 from tests.shards import zoo
 from tests.shards.executors.executor_case import Proof, assert_equal_to_plain, proof
@@ -191,9 +191,9 @@ def test_shards_clip_by_the_norm_that_torch_finds_whatever_the_types_of_gradient
     norms: dict[str, torch.Tensor] = {}
     for name, p in layers.items():  # a shard each
         p.grad = gradients[name]
-        norms |= clipping.grad_norms({name: p})
+        norms |= barrier.grad_norms({name: p})
     dtypes = {name: p.dtype for name, p in layers.items()}
-    clipping.scale_grads(layers, clipping.clip_coefficient(norms, dtypes, 0.3))
+    barrier.scale_grads(layers, barrier.clip_coefficient(norms, dtypes, 0.3))
     for name, p in layers.items():
         assert p.grad is not None
         assert torch.equal(p.grad, expected[name]), name

@@ -10,7 +10,7 @@ import torch
 
 from cerebro_hydra.shards.cut import shard_graph
 from cerebro_hydra.shards.cut.model import CutModel
-from cerebro_hydra.shards.engine import clipping, graph_tasks, microbatch, sub_epoch
+from cerebro_hydra.shards.engine import barrier, graph_tasks, microbatch, sub_epoch
 from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.layout import memory_of
 from tests.shards import zoo
@@ -88,9 +88,9 @@ class ManyReaders(zoo.Net):
 
 
 def clips_by_a_part(patch: pytest.MonkeyPatch, trial: Trial) -> None:
-    whole = clipping.clip_coefficient
+    whole = barrier.clip_coefficient
     patch.setattr(
-        clipping,
+        barrier,
         "clip_coefficient",
         lambda norms, dtypes, limit: whole(
             norms, {n: dtype for n, dtype in dtypes.items() if n[0] == "0"}, limit

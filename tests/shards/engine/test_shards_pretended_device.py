@@ -32,7 +32,7 @@ def check(case: str, found: dict[str, int]) -> None:
     assert found.pop("state.complete") == loads  # for which optimizer state exists
     assert found.pop("layout.load") < loads
     assert found.pop("state._together", 0) < loads
-    assert found.pop("clipping.floats", 0) < (loads if recipe.clip_grad_norm else 1)
+    assert found.pop("barrier.floats", 0) < (loads if recipe.clip_grad_norm else 1)
     assert found.pop("microbatch.finish_forward") == microbatches
     assert found.pop("evaluation.run") == 1
     assert found.pop("recipe.compute_metrics", 0) == len(recipe.metric_list)
