@@ -19,7 +19,8 @@ class DataSpec:
 
     Args:
         feature_columns: what `forward` takes, in order.
-        label_columns: what the loss takes, in order; empty where that is not known yet.
+        label_columns: what the loss takes, in order; empty without labels, or where that is not
+            known yet.
         sample_weight_column: weighs the loss of each row, or None.
         validation: the share of rows to hold out, the name of a column that marks them, or None to
             validate on nothing.
@@ -36,7 +37,7 @@ class DataSpec:
     def checked(
         cls,
         feature_columns: Sequence[str],
-        label_columns: Sequence[str] = (),
+        label_columns: Sequence[str] | None = None,
         sample_weight_column: str | None = None,
         validation: float | str | None = None,
         seed: int = 0,
@@ -47,7 +48,7 @@ class DataSpec:
             ConfigurationError: an argument can't be used; names it, its value and what to give.
         """
         features = column_names("feature_columns", feature_columns)
-        labels = column_names("label_columns", label_columns) if label_columns else ()
+        labels = () if label_columns is None else column_names("label_columns", label_columns)
         if both := set(features) & set(labels):
             raise ConfigurationError(
                 f"{sorted(both)[0]!r} is in feature_columns and in label_columns; leave it in one"
@@ -101,7 +102,8 @@ def column_names(argument: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ConfigurationError(f"{argument} is {value!r}; give a list: [{value!r}]")
     if not isinstance(value, Sequence) or not value:
-        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names")
+        remedy = ", or None to train without labels" if argument == "label_columns" else ""
+        raise ConfigurationError(f"{argument} is {value!r}; give a list of column names{remedy}")
     for name in value:
         if not isinstance(name, str):
             raise ConfigurationError(f"{argument} holds {name!r}; column names are strings")

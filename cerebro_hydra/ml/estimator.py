@@ -48,7 +48,7 @@ class SparkEstimator(TrialEstimator):
         backend: where agents run; None takes the session of the DataFrame.
         feature_columns: they go to the arguments of the model's forward that have their names, or
             by position if not all do.
-        label_columns: what the loss takes after the model's outputs.
+        label_columns: what the loss takes after the model's outputs; None trains without labels.
         sample_weight_column: what a row's loss counts, or None.
         validation: share of rows to hold out in the fit, or the name of a column that says which;
             None trains on all rows, and then no metrics are measured.
@@ -102,7 +102,7 @@ class SparkEstimator(TrialEstimator):
         store: Store | None = None,
         backend: SparkBackend | None = None,
         feature_columns: Sequence[str] = ("features",),
-        label_columns: Sequence[str] = ("label",),
+        label_columns: Sequence[str] | None = ("label",),
         sample_weight_column: str | None = None,
         validation: float | str | None = None,
         evaluation_metric: str = "loss",

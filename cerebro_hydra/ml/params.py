@@ -76,6 +76,12 @@ def _batch_size(value: Any) -> int:
 _integer = TypeConverters.toInt
 _string = TypeConverters.toString
 _strings = TypeConverters.toListString
+
+
+def _labels(value: Any) -> list[str] | None:
+    return None if value is None else list(_strings(value))
+
+
 _as_given = TypeConverters.identity  # the search checks it, with its own sentence
 
 
@@ -109,7 +115,7 @@ class RunParams(TableParams, HasSeed):
         "feature_columns", "what the model's forward takes", _strings, ("features",)
     )
     label_columns, setLabelColumns, getLabelColumns = _row(
-        "label_columns", "what the loss takes after the outputs", _strings, ("label",)
+        "label_columns", "what the loss takes after the outputs, or None", _labels, ("label",)
     )
     sample_weight_column, setSampleWeightColumn, getSampleWeightColumn = _row(
         "sample_weight_column", "what a row's loss counts; None: all rows count alike", _string

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.build import (
     build_keeping_random_state,
     build_recipe,
@@ -9,7 +10,6 @@ from cerebro_hydra.recipe.build import (
     load_warm_start,
     recipe_of,
 )
-from cerebro_hydra.recipe.columns import Columns, ForwardCall, predictions
 from cerebro_hydra.recipe.known_metrics import resolve_metrics
 from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics
 from cerebro_hydra.recipe.numerics import (

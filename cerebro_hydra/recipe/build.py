@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.columns import Columns
+from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
 
 _HOOKS_FOR_ALL = (

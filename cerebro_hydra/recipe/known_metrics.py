@@ -93,6 +93,12 @@ def resolve_metrics(
         if not of_one:
             resolved.append(Metric(name, function, direction))
             continue
+        if not labels:
+            raise ConfigurationError(
+                f"metric {name!r} compares outputs with labels, and there are none; give "
+                "{name: (function, 'min'|'max')} with a function(outputs), whose further "
+                "parameters are named like feature columns"
+            )
         for number, label in enumerate(labels):
             named = name if len(labels) == 1 else f"{label}_{name}"
             loss = losses[number] if len(losses) == len(labels) else None

@@ -8,14 +8,15 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.columns import predictions
+from cerebro_hydra.recipe.batch.columns import predictions
+from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 
 MODEL = "model"
 """Stands in place of a loss that the model computes itself, as models of `transformers` do."""
@@ -34,6 +35,14 @@ def is_likelihood(loss: Any) -> bool:
 def is_log_odds(loss: Any) -> bool:
     """Tell whether a loss takes, for each label of 0 or 1, a score that is positive for 1."""
     return isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits
+
+
+class Targets(NamedTuple):
+    """Holds what a batch has for loss and metrics: labels, sample weights, and columns by name."""
+
+    labels: Sequence[Tensor]
+    weight: Tensor | None
+    others: dict[str, Tensor]
 
 
 class Objective:
@@ -70,9 +79,10 @@ class Objective:
         self._weights = tuple(map(float, weights or [1.0] * len(self.losses)))
         self._weighs_rows = False
         self._labels: tuple[str, ...] = ()
+        self._arguments = tuple(LossArguments() for _ in self.losses)
 
-    def bind(self, labels: Sequence[str], weight: str | None) -> None:
-        """Take the names of the label columns, and of the sample weight.
+    def bind(self, labels: Sequence[str], weight: str | None, others: Sequence[str] = ()) -> None:
+        """Take the names of the labels, of the sample weight, and of what losses may take beside.
 
         Raises:
             ConfigurationError: they don't fit the losses.
@@ -89,29 +99,57 @@ class Objective:
             )
         self._weighs_rows = weight is not None
         self._labels = tuple(labels)
+        if not self.is_models_own:
+            given = [(name,) for name in labels] if self.several else [self._labels]
+            each = zip(self.losses, given, strict=True)
+            self._arguments = tuple(_arguments(loss, own, others) for loss, own in each)
 
-    def compute(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the columns that losses take by name."""
+        return tuple(name for each in self._arguments for name in each.names)
+
+    def compute(
+        self, outputs: Any, targets: Sequence[Tensor], others: Sequence[str] = ()
+    ) -> Tensor:
         """Return the mean over rows of (weight of the row times) its loss, with its graph.
+
+        Args:
+            others: the names of what the targets have behind labels and sample weight.
 
         Raises:
             ConfigurationError: a loss gives something else.
         """
         if self.is_models_own:
             return _models_own(outputs)
-        labels, weight = self.split(targets)
-        ready = self.prepare(outputs, labels)
+        found = self.split(targets, others)
+        ready = self.prepare(outputs, found.labels)
+        columns = dict(zip(self._labels, ready, strict=False)) | found.others
         if not self.several:
-            return self._one(self.losses[0], _seen_by(self.losses[0], outputs), ready, weight)
-        each = zip(self.losses, self._weights, self._outputs(outputs), ready, strict=True)
+            seen = _seen_by(self.losses[0], outputs)
+            takes = self._arguments[0].of(ready, columns)
+            return self._one(self.losses[0], seen, *takes, found.weight)
+        each = zip(
+            self.losses,
+            self._weights,
+            self._outputs(outputs),
+            (a.of((r,), columns) for a, r in zip(self._arguments, ready, strict=True)),
+            strict=True,
+        )
         parts = (
-            self._one(loss, output, (label,), weight) * counts
-            for loss, counts, output, label in each
+            self._one(loss, output, *takes, found.weight) * counts
+            for loss, counts, output, takes in each
         )
         return functools.reduce(operator.add, parts)
 
-    def split(self, targets: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Part the targets into labels and sample weights."""
-        return (targets[:-1], targets[-1]) if self._weighs_rows else (targets, None)
+    def split(self, targets: Sequence[Tensor], others: Sequence[str] = ()) -> Targets:
+        """Part the targets into labels, sample weights, and what has a name of its own."""
+        count = len(targets) - len(others)
+        named = dict(zip(others, targets[max(0, count) :], strict=False))
+        labels = targets[: max(0, count)]
+        if self._weighs_rows:
+            return Targets(labels[:-1], labels[-1], named)
+        return Targets(labels, None, named)
 
     def prepare(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the labels as the losses take them: classes as integers, likelihoods as floats."""
@@ -133,20 +171,25 @@ class Objective:
         return given
 
     def _one(
-        self, loss: Loss, outputs: Any, labels: Sequence[Tensor], weight: Tensor | None
+        self,
+        loss: Loss,
+        outputs: Any,
+        labels: Sequence[Tensor],
+        named: Mapping[str, Tensor],
+        weight: Tensor | None,
     ) -> Tensor:
         indexes = isinstance(loss, CLASS_INDEX_LOSSES)
         if _is_torchs(loss) and not indexes and isinstance(outputs, Tensor):
             _check_broadcast(outputs, labels)
         if weight is None:
             with _naming_class(loss, outputs, labels):
-                value = loss(outputs, *labels)
+                value = loss(outputs, *labels, **named)
             if not isinstance(value, Tensor) or value.dim() != 0:
                 raise ConfigurationError(
                     f"the loss gave {_form(value)}; it must give a scalar tensor"
                 )
             return value
-        value = _per_row(loss)(outputs, *labels)
+        value = _per_row(loss)(outputs, *labels, **named)
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(weight):
             raise ConfigurationError(
                 f"the loss gave {_form(value)} for {len(weight)} rows; with a sample weight it "
@@ -154,6 +197,15 @@ class Objective:
             )
         rows = value.reshape(len(value), -1).mean(1)
         return (rows * weight.to(rows.dtype)).mean()
+
+
+def _arguments(loss: Loss, labels: Sequence[str], others: Sequence[str]) -> LossArguments:
+    if labels and _is_torchs(
+        loss
+    ):  # its further parameters are options, whatever columns there are
+        return LossArguments()
+    told = f"the loss {getattr(loss, '__name__', type(loss).__name__)}"
+    return LossArguments.find(loss, told, labels, others)
 
 
 def _models_own(outputs: Any) -> Tensor:

@@ -2,29 +2,32 @@
 
 The engine and the plain reference both read a `Recipe`; what must mean the same to both (units,
 random keys, how a loss is applied) lives in this package and nowhere else.
-
-What can't be cut into shards, and what no worker could train, is refused before anything is copied
-or run: optimizers, models, and what `shards=` asks for.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
-from cerebro_hydra.recipe.columns import Collate, Columns, ForwardCall, collate_batch, predictions
+from cerebro_hydra.recipe.batch.collating import BatchForm, Collate, collated_batch, column_of
+from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall, predictions
+from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
+from cerebro_hydra.recipe.checked_parts import (
+    check_optimizer,
+    checked_model,
+    checked_shards,
+)
 from cerebro_hydra.recipe.grad_scaling import SCALED, GradScaling, at_scale, checked_scaler
 from cerebro_hydra.recipe.known_metrics import resolve_metrics
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
@@ -54,23 +57,8 @@ from cerebro_hydra.recipe.step_module import (
 
 _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
 
-# torch offers no public way to ask for them.
-_GRADIENT_HOOKS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
-
 CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
-
-# Optimizers whose update of one parameter needs the others, or another kind of gradient.
-INSEPARABLE_OPTIMIZERS = {
-    "LBFGS": "its line search needs every parameter at once",
-    "SparseAdam": "it needs sparse gradients",
-}
-
-AUTO = "auto"
-"""As many shards as a device needs."""
 
 
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
@@ -86,11 +74,14 @@ class Recipe:
         optimizer: an instance over the model's parameters; cloned per shard, never stepped itself.
         loss: `loss(outputs, *labels)` gives the mean over the rows of a batch, a scalar; or a list
             with one loss per output and label column; or "model": forward is given the labels too
-            and returns an object with a `loss`, as models of `transformers` do.
+            and returns an object with a `loss`, as models of `transformers` do. A parameter that
+            is named like a feature column, or like what `collate` makes, is given that; without
+            labels there is nothing else for it.
         loss_weights: what each loss of a list counts.
         metrics: names; or by name a metric of torchmetrics, or `(function, "min"|"max")` where
             `function(outputs, *labels)` is a mean over rows or a `StateMetric`, or "min" or "max"
-            for what a model with a training step logs in validation.
+            for what a model with a training step logs in validation. The parameters of a function
+            are given columns as the loss's are.
         batch_size: rows per batch.
         shards: how many to cut into, balanced by measured time; "auto" for the fewest that fit the
             `device_memory` of the workers, one without; or the names of the modules to cut at; or a
@@ -108,8 +99,10 @@ class Recipe:
             evaluated and kept as the trained model, or None.
         early_stopping: epochs without a better evaluation metric after which the trial ends;
             None trains all epochs.
-        collate: `collate(batch, training)` takes and returns a dict of column to tensor, rows
-            first: padding, augmentation. Its random numbers must come from torch.
+        collate: `collate(batch, training)` takes a dict of column to tensor, rows first, and
+            returns one with the same names (padding, augmentation) or with others: those of
+            forward's arguments, and what forward doesn't take are labels. Its random numbers must
+            come from torch.
         warm_start: a state dict, or the path of a safetensors file with one, to begin with.
         cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
             the graph of `torch.export`, or by modules where that can't be had. None is "export" for
@@ -179,6 +172,9 @@ class Recipe:
         self._check_numbers()
         self.scaler = checked_scaler(self.grad_scaler, self.autocast, self.model)
         self.call = ForwardCall.of(self.model, None, takes_labels=False)
+        self._form: BatchForm | None = None  # with a collate, that of the first batch
+        self._by_name: tuple[str, ...] = ()  # what loss and metrics take beside the labels
+        self._metric_arguments: dict[str, LossArguments] = {}
 
     def _take_steps(self) -> None:
         """Take a module's training step in place of forward and loss, and what it configures."""
@@ -276,18 +272,52 @@ class Recipe:
             ConfigurationError: the model, the loss or the LR schedule doesn't fit them.
         """
         self.columns = columns
-        self._objective.bind(columns.labels, columns.weight)
-        if isinstance(self.model, StepModule):
-            self.model.bind(columns)
-        else:
-            self.call = ForwardCall.of(self.model, columns, self._objective.is_models_own)
-        self.metric_list = resolve_metrics(self.metrics, columns.labels, self._objective.losses)
+        if self.collate is None:
+            self._take(BatchForm.given(columns))
+        else:  # its first batch says what loss, forward and metrics are given
+            self.metric_list = resolve_metrics(self.metrics, columns.labels or ("label",))
+        return self
+
+    def _take(self, form: BatchForm) -> BatchForm:
+        """Prepare model, loss and metrics for batches of this form.
+
+        Raises:
+            ConfigurationError: one of them doesn't fit it.
+        """
+        columns = self.columns or Columns(form.inputs, form.labels, form.weight)
+        own = self._objective
+        own.bind(form.labels, form.weight, form.others)
+        self._call(form, columns)
+        self.metric_list = resolve_metrics(self.metrics, form.labels, own.losses)
+        self._metric_arguments = {
+            metric.name: metric_arguments(metric, form.labels, form.others)
+            for metric in self.metric_list
+        }
+        taken = {name for each in self._metric_arguments.values() for name in each.names}
+        taken.update(own.names)
+        self._by_name = tuple(name for name in form.others if name in taken)
+        for name in form.kept:
+            if name not in taken:
+                raise ConfigurationError(
+                    f"collate returned the feature column {name!r}, which "
+                    f"{type(self.model).__name__}.forward, the loss and the metrics have no "
+                    f"argument for; forward takes {list(form.inputs)}: leave it out, or name an "
+                    "argument so"
+                )
         measured = ["loss", *(metric.name for metric in self.metric_list)]
         if self.lr_metric not in measured:
             raise ConfigurationError(
                 f"lr_metric is {self.lr_metric!r}, which is not measured; measured are {measured}"
             )
-        return self
+        self._form = form
+        return form
+
+    def _call(self, form: BatchForm, columns: Columns) -> None:
+        """Let forward be called with batches of this form."""
+        if isinstance(self.model, StepModule):
+            self.model.bind(columns)
+        else:
+            self.call = form.call(self.model, columns, self._objective.is_models_own)
 
     def to(self, device: torch.device) -> Recipe:
         """Let the recipe train on a device, and return it: batches will come there.
@@ -310,21 +340,74 @@ class Recipe:
         """Return what forward takes of a batch: the features, and the labels if it asks."""
         if not self._objective.is_models_own:
             return tuple(features)
-        return (*features, *targets)
+        return (*features, *self._objective.split(targets, self._by_name).labels)
 
     def collated(
         self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Apply `collate` to a batch on the CPU, seeded by the key; None is for evaluation.
 
-        Columns come in the precision of the model, and on its device.
+        Columns come in the precision of the model, and on its device. What loss and metrics take
+        beside labels and sample weight follows these in the targets.
+
+        Args:
+            features: the stored feature columns.
+            targets: the stored labels, then the sample weight; none where they are not known.
 
         Raises:
-            ConfigurationError: it lost a column or changed the number of rows.
+            ConfigurationError: collate lost a column, changed the number of rows, or returned what
+                forward, loss or metrics can't take.
         """
-        made = collate_batch(self.collate, self.columns, features, targets, key)
-        features, labels = map(self.cast, made)
-        return self._placed(features), self._placed(labels)
+        if self.collate is not None:
+            features, targets = self._made(self.collate, features, targets, key)
+        elif self._form is not None and (targets or not (self._form.labels or self._form.weight)):
+            shared = (features[self._form.inputs.index(name)] for name in self._by_name)
+            targets = (*targets, *shared)
+        features, targets = self.cast(features), self.cast(targets)
+        return self._placed(features), self._placed(targets)
+
+    def take_form(self, example: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]) -> None:
+        """Collate a batch, if none was yet, so that the names of all metrics are known.
+
+        Random numbers go on as if it had not been.
+
+        Raises:
+            ConfigurationError: as `collated` does.
+        """
+        if self._form is None and self.collate is not None:
+            features, targets = example
+            with torch.random.fork_rng(devices=[]):
+                self.collated(
+                    tuple(t.clone() for t in features), tuple(t.clone() for t in targets), None
+                )
+
+    def _made(
+        self,
+        collate: Collate,
+        features: tuple[Tensor, ...],
+        targets: tuple[Tensor, ...],
+        key: RandomKey | None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        columns = self.columns or Columns(
+            tuple(f"feature_{i}" for i in range(len(features))),
+            tuple(f"label_{i}" for i in range(len(targets))),
+        )
+        names = (*columns.features, *columns.targets[: len(targets)])
+        given = dict(zip(names, (*features, *targets), strict=True))
+        made = collated_batch(collate, given, None if key is None else key.reseed)
+        form = self._form
+        if form is None:
+            form = BatchForm.of(self.model, columns, list(made), names)
+            if len(targets) < len(columns.targets):  # a model that predicts knows no labels
+                self._call(form, columns)
+                return tuple(column_of(made, name) for name in form.inputs), ()
+            self._take(form)
+        inputs = tuple(column_of(made, name) for name in form.inputs)
+        if len(targets) < len(columns.targets):
+            return inputs, ()
+        weight = () if form.weight is None else (form.weight,)
+        wanted = (*form.labels, *weight, *self._by_name)
+        return inputs, tuple(column_of(made, name) for name in wanted)
 
     def _placed(self, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(column.to(self.device) for column in columns)
@@ -378,11 +461,12 @@ class Recipe:
 
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of one batch, a scalar with its graph."""
-        return self._objective.compute(outputs, targets)
+        return self._objective.compute(outputs, targets, self._by_name)
 
     def predictions(self, outputs: Any) -> list[Tensor]:
         """Return the tensors of an output that are predictions; see `columns.predictions`."""
-        return predictions(outputs, self.columns.labels if self.columns else ())
+        known = self._form or self.columns
+        return predictions(outputs, known.labels if known else ())
 
     # ------------------------------------------------------------------ measuring
 
@@ -411,13 +495,14 @@ class Recipe:
         Raises:
             ConfigurationError: a metric fails; the message names it.
         """
-        labels = self._labels(outputs, targets)
+        batch = self._batch(outputs, targets)
         sums: dict[str, SumOverRows] = {}
         for metric in self.metric_list if metrics is None else metrics:
             if not isinstance(metric.function, StateMetric):
                 function = as_made(metric.function, self.model)
                 with _naming(metric):
-                    found = function(*self._seen_by(metric, outputs, labels))
+                    args, kwargs = self._seen_by(metric, outputs, *batch)
+                    found = function(*args, **kwargs)
                     if isinstance(found, BatchSum):
                         sums[metric.name] = float(found.total), found.values
                     else:
@@ -440,34 +525,63 @@ class Recipe:
         metrics = self.state_metrics if metrics is None else metrics
         if not metrics:
             return
-        labels = self._labels(outputs, targets)
+        batch = self._batch(outputs, targets)
         for metric in metrics:
             function = cast(StateMetric, as_made(metric.function, self.model))
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())
             state = states[metric.name]
             with _naming(metric):  # a state is of the host
-                seen = tree_map_only(Tensor, Tensor.cpu, self._seen_by(metric, outputs, labels))
-                updated = function.update(state, *seen)
+                seen = self._seen_by(metric, outputs, *batch)
+                args, kwargs = tree_map_only(Tensor, Tensor.cpu, seen)
+                updated = function.update(state, *args, **kwargs)
             states[metric.name] = as_json(metric.name, updated)
 
-    def _labels(self, outputs: Any, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        labels, _ = self._objective.split(targets)
-        return self._objective.prepare(outputs, labels)
+    def _batch(
+        self, outputs: Any, targets: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return the labels as the losses take them, and all that may be taken by name."""
+        found = self._objective.split(targets, self._by_name)
+        labels = self._objective.prepare(outputs, found.labels)
+        names = self._form.labels if self._form else ()
+        return labels, dict(zip(names, labels, strict=False)) | found.others
 
-    def _seen_by(self, metric: Metric, outputs: Any, labels: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _seen_by(
+        self,
+        metric: Metric,
+        outputs: Any,
+        labels: Sequence[Tensor],
+        columns: Mapping[str, Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+        """Return the positional and keyword arguments of a metric."""
         if metric.label is None:
-            return (outputs, *labels)
+            takes = self._metric_arguments.get(metric.name, LossArguments())
+            args, kwargs = takes.of(labels, columns)
+            return (outputs, *args), kwargs
         given = self.predictions(outputs)
         if len(labels) == 1 and len(given) == 1:
-            return (given[0], labels[0])
+            return (given[0], labels[0]), {}
         if len(given) != len(labels):
             raise ConfigurationError(
                 f"metric {metric.name!r} needs one output per label column; forward gives "
                 f"{len(given)} tensors for {len(labels)} columns: give "
                 "{name: (function, 'min'|'max')}"
             )
-        return (given[metric.label], labels[metric.label])
+        return (given[metric.label], labels[metric.label]), {}
+
+
+def metric_arguments(metric: Metric, labels: Sequence[str], others: Sequence[str]) -> LossArguments:
+    """Return what a metric is given beside the outputs.
+
+    Raises:
+        ConfigurationError: it takes what there is not.
+    """
+    if metric.label is not None:
+        return LossArguments()
+    keeps = isinstance(metric.function, StateMetric)
+    called: Any = cast(Any, metric.function).update if keeps else metric.function
+    told = f"metric {metric.name!r}"
+    return LossArguments.find(called, told, labels, others, before=2 if keeps else 1)
 
 
 def _is_number(value: Any) -> bool:
@@ -484,174 +598,3 @@ def _naming(metric: Metric) -> Iterator[None]:
         raise ConfigurationError(
             f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error_text(error)}"
         ) from error
-
-
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what can't be cloned over the parameters of a shard.
-
-    Raises:
-        ConfigurationError: it is no optimizer, not separable by parameter, or over other
-            parameters than the model's.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}; give an instance over the "
-            "model's parameters, such as torch.optim.AdamW(model.parameters())"
-        )
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in INSEPARABLE_OPTIMIZERS:
-            raise ConfigurationError(
-                f"optimizer {type(optimizer).__name__} can't be cut into shards: "
-                f"{INSEPARABLE_OPTIMIZERS[kind.__name__]}; choose one that updates each parameter "
-                "by itself, such as AdamW or SGD"
-            )
-    for attribute, value in vars(optimizer).items():
-        for held in [value, *_members(value)]:
-            if isinstance(held, torch.optim.Optimizer):
-                outer, inner = type(optimizer).__name__, type(held).__name__
-                raise ConfigurationError(
-                    f"optimizer {outer} wraps another one, {inner}, in its attribute "
-                    f"{attribute!r}, whose state and options don't hop; give {inner} itself, or "
-                    f"derive {outer} from it"
-                )
-    step = vars(optimizer).get("step")
-    if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
-        told = type(optimizer).__name__  # LR schedulers wrap it so
-        raise ConfigurationError(
-            f"the step of this {told} was replaced, and the copies of it that train have the one "
-            f"of the class; derive a class from {told} and override step there, or register a hook"
-        )
-    known = {id(p) for p in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ConfigurationError(
-                    f"param group {number} of the optimizer holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not the model's; build the optimizer "
-                    "from this model's own parameters"
-                )
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
-
-
-def checked_model(given: Any) -> nn.Module:
-    """Return the model that is to be trained: a `DataParallel` stands for the one that it wraps.
-
-    Raises:
-        ConfigurationError: it is no module, or one that can't be copied and trained elsewhere.
-    """
-    model = given.module if isinstance(given, nn.DataParallel) else given
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"{_told(name)} is a ScriptModule, whose first call in a process gives other bits "
-                "than later ones; give the module as it was before torch.jit.script or trace"
-            )
-        _check_initialised(name, module)
-        _check_computed_tensors(name, module)
-    _check_hooks(model)
-    if getattr(model.zero_grad, "__func__", None) is not nn.Module.zero_grad:
-        raise ConfigurationError(
-            f"{type(model).__name__} overrides zero_grad, and shards have no gradients before a "
-            "step; leave it as nn.Module has it"
-        )
-    return model
-
-
-def _check_initialised(name: str, module: nn.Module) -> None:
-    if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
-        raise ConfigurationError(
-            f"{_told(name)} is a {type(module).__name__} without a size yet; give it sizes, or run "
-            "the model once on a batch before the optimizer is made"
-        )
-
-
-def _check_computed_tensors(name: str, module: nn.Module) -> None:
-    """Refuse results of operations, which keep their graph, unless a hook makes them again."""
-    if module._forward_pre_hooks:
-        return  # as those of weight_norm and of pruning
-    for attribute, value in vars(module).items():
-        if isinstance(value, Tensor) and not value.is_leaf:
-            raise ConfigurationError(
-                f"attribute {attribute!r} of {_told(name)} was computed from parameters before "
-                "training, and no copy of the model would compute it again; compute it in forward, "
-                "or set it to None"
-            )
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse hooks on gradients, which belong to one tensor object and hop with no bytes."""
-    for name, parameter in model.named_parameters():
-        for attribute, method in _GRADIENT_HOOKS.items():
-            if getattr(parameter, attribute, None):
-                raise ConfigurationError(
-                    f"parameter {name!r} has a gradient hook (Tensor.{method}), which would not "
-                    "hop with it; scale gradients with param groups, clip_grad_norm or "
-                    "clip_grad_value instead"
-                )
-
-
-def _told(name: str) -> str:
-    return f"module {name!r}" if name else "the model"
-
-
-Blocks = list[str] | list[list[str]]
-
-
-def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:
-    """Bring `shards=` to a number, "auto", a list of names, or a list of lists of names.
-
-    Raises:
-        ConfigurationError: it is none of them, or names what the model does not have.
-    """
-    if given == AUTO and AUTO not in dict(model.named_modules()):
-        return AUTO
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, int):
-        if isinstance(given, bool) or given < 1:
-            raise ConfigurationError(
-                f"shards is {given!r}; it is a whole number from 1, 'auto', or module names"
-            )
-        return given
-    if not isinstance(given, Sequence):
-        raise ConfigurationError(
-            f"shards is {given!r}; give a number, 'auto', module names to cut at, or a list of "
-            "blocks"
-        )
-    nested = [isinstance(each, list | tuple) for each in given]
-    if any(nested) and not all(nested):
-        raise ConfigurationError(
-            f"shards mixes names and lists: {given!r}; give names to cut at, or one list of blocks "
-            "for every shard"
-        )
-    if not any(nested):
-        return [_name(each, model) for each in given]
-    blocks = [[_name(each, model) for each in shard] for shard in given]
-    if not all(blocks):
-        raise ConfigurationError(f"shard {blocks.index([])} of shards has no block; name one")
-    return blocks
-
-
-def _name(block: Any, model: nn.Module) -> str:
-    first_names = {module: name for name, module in model.named_modules()}
-    if isinstance(block, nn.Module):
-        if block not in first_names:
-            raise ConfigurationError(
-                f"shards holds a {type(block).__name__} that is no module of the model; give "
-                "modules of this model, or their names"
-            )
-        return first_names[block]
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if block not in modules:
-        raise ConfigurationError(
-            f"shards names {block!r}, which is no module of the model; give 'auto', a number, or "
-            f"names of its modules, which are {[m for m in modules if m][:20]}"
-        )
-    return first_names[modules[block]]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.columns import Columns, ForwardCall
+from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall
 
 LOGGED = "logged"
 """Names, in what a step gives in evaluation, the values that it has logged, by name."""

@@ -142,7 +142,7 @@ class SparkBackend:
         df: DataFrame,
         validation: float | str | None = None,
         feature_columns: Sequence[str] = ("features",),
-        label_columns: Sequence[str] = ("label",),
+        label_columns: Sequence[str] | None = ("label",),
         seed: int = 0,
         recheck: bool = False,
     ) -> Manifest:
@@ -153,7 +153,7 @@ class SparkBackend:
             df: the rows.
             validation: the share of rows to hold out, or the name of a column that says which.
             feature_columns: what `forward` takes, in order.
-            label_columns: what the loss takes, in order.
+            label_columns: what the loss takes, in order, or None.
             seed: of the split.
             recheck: read the rows of files again that were prepared, and have kept names, sizes and
                 times.
@@ -222,7 +222,7 @@ class SparkBackend:
         store: Store,
         validation: float | str | None = None,
         feature_columns: Sequence[str] = ("features",),
-        label_columns: Sequence[str] = ("label",),
+        label_columns: Sequence[str] | None = ("label",),
         seed: int = 0,
     ) -> Manifest:
         """Make the Parquet files of a store's `train_path` and `val_path` its data, as they lie.
@@ -235,7 +235,7 @@ class SparkBackend:
             validation: None for none; else the rows of `val_path`, or without one the share of rows
                 to hold back.
             feature_columns: what `forward` takes, in order.
-            label_columns: what the loss takes, in order.
+            label_columns: what the loss takes, in order, or None.
             seed: of what is held back.
 
         Raises:
@@ -261,7 +261,7 @@ class SparkBackend:
     def get_metadata_from_parquet(
         self,
         store: Store,
-        label_columns: Sequence[str] = ("label",),
+        label_columns: Sequence[str] | None = ("label",),
         feature_columns: Sequence[str] = ("features",),
     ) -> ParquetMetadata:
         """Describe a store's data: `(train_rows, val_rows, metadata, avg_row_size)`.

@@ -245,7 +245,7 @@ class ModelCase(ABC):
             search_space={"shards": hp_choice([self.cuts[-1]])},
             num_epochs=1,
             feature_columns=self.columns.features,
-            label_columns=self.columns.labels,
+            label_columns=self.columns.labels or None,
             sample_weight_column=self.columns.weight,
             verbose=0,
         ).fit(Arrays(arrays))  # type: ignore[arg-type]

@@ -48,8 +48,8 @@ from cerebro_hydra.recipe import (
     load_warm_start,
     trial_seed,
 )
+from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.recipe.numerics import mkl_mode
-from cerebro_hydra.recipe.recipe import AUTO
 from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.admission.admit import (
     AdmittedCut,
@@ -233,7 +233,9 @@ class Admission:
 
     def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
         """Return the custom metrics of a trial that was admitted in another process."""
-        recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
+        with exclusive_generator:
+            recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
+            recipe.take_form(self._example_batches(recipe)[0])
         return tuple(recipe.state_metrics)
 
     def _check_metrics(self, params: Mapping[str, Any], metrics: dict[str, str]) -> None:
@@ -271,6 +273,7 @@ class Admission:
         examples = self._example_batches(recipe)
         with refusing():
             admission = self._cut(recipe, examples, seed)
+            recipe.take_form(examples[0])  # another trial's admission may have served this one
             staleness = admission.staleness(recipe, self._memory_bill.devices)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)

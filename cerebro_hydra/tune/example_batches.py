@@ -127,7 +127,7 @@ def check_value_ranges(
 def _check_probability(recipe: Recipe, label: int, name: str, held: Range) -> None:
     """Refuse targets outside of [0, 1], with which torch lets such a loss fall without bound."""
     losses = recipe.losses
-    loss = losses[label] if len(losses) > 1 else losses[0]
+    loss = losses[min(label, len(losses) - 1)]
     if is_log_odds(loss) and (held[0] < 0 or held[1] > 1):
         raise ConfigurationError(
             f"label column {name!r} holds values from {held[0]} to {held[1]}, and the loss "

@@ -33,6 +33,7 @@ from cerebro_hydra.tune.saved_model import (
     PredictionKind,
     SavedModel,
     checked_outputs,
+    output_names,
     write_archive,
 )
 from cerebro_hydra.tune.trial import History, Trial
@@ -63,7 +64,7 @@ class TrainedModel:
         self._trial = trial
         self._find_factory = factory
         self._sourceless = sourceless
-        self._output_columns = [f"{name}__output" for name in document.label_columns]
+        self._output_columns = output_names(document.label_columns)
 
     def __repr__(self) -> str:
         return f"TrainedModel({self.trial_id!r}, {self.params})"
@@ -178,6 +179,8 @@ class TrainedModel:
     def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
         """Name the columns that `transform` adds, one per label column; returns itself.
 
+        A model that was trained without labels has one for each tensor that forward gives.
+
         Raises:
             ConfigurationError: they are not as many as label columns.
         """
@@ -185,7 +188,7 @@ class TrainedModel:
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """Add the model's outputs to a DataFrame, by default in `<label>__output`.
+        """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
 
         Raises:
             ConfigurationError: an output column is there already, or the factory is known only by

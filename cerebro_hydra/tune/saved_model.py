@@ -82,7 +82,7 @@ class SavedModel:
         self.archive = archive
         self._facts = ModelFacts.of(archive, where)
         self.trial, self.run_path = self._facts.trial, self._facts.run_path
-        self._output_columns = [f"{name}__output" for name in self._facts.label_columns]
+        self._output_columns = output_names(self._facts.label_columns)
 
     def __repr__(self) -> str:
         return f"SavedModel({self.trial.trial_id!r}, {self.trial.params})"
@@ -116,6 +116,8 @@ class SavedModel:
     def set_output_columns(self, output_columns: Sequence[str]) -> SavedModel:
         """Name the columns that `transform` adds, one per label column; returns itself.
 
+        A model that was trained without labels has one for each tensor that forward gives.
+
         Raises:
             ConfigurationError: they are not as many as label columns.
         """
@@ -123,7 +125,7 @@ class SavedModel:
         return self
 
     def transform(self, df: DataFrame) -> DataFrame:
-        """Add the model's outputs to a DataFrame, by default in `<label>__output`.
+        """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
 
         Raises:
             ConfigurationError: an output column is there already.
@@ -209,16 +211,24 @@ def _on_this_machine(path: str) -> str | None:
     return None if "://" in path else os.path.abspath(path)
 
 
+def output_names(labels: Sequence[str]) -> list[str]:
+    """Return how output columns are called by default; without labels there is one."""
+    return [f"{name}__output" for name in labels] or ["output"]
+
+
 def checked_outputs(output_columns: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return the names of output columns, one per label column.
+    """Return the names of output columns, one per label column, or any number without labels.
 
     Raises:
         ConfigurationError: they are not as many.
     """
-    if isinstance(output_columns, str) or len(output_columns) != len(labels):
+    given = 0 if isinstance(output_columns, str) else len(output_columns)
+    if not given or (labels and given != len(labels)):
+        per_label = f"{len(labels)} names, one for each of {list(labels)}"
+        per_tensor = "names, one for each tensor that forward gives"
         raise ConfigurationError(
-            f"output_columns is {output_columns!r}; give a list of {len(labels)} names, one "
-            f"for each of {list(labels)}"
+            f"output_columns is {output_columns!r}; give a list of "
+            f"{per_label if labels else per_tensor}"
         )
     return list(output_columns)
 

@@ -23,7 +23,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.existing import existing_paths
 from cerebro_hydra.data.preparation.prepared import choose_prepared
 from cerebro_hydra.data.reader import reader_title
-from cerebro_hydra.data.spec import DataSpec, column_names, require_dataframe
+from cerebro_hydra.data.spec import DataSpec, require_dataframe
 from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, Interrupted, StoreError
 from cerebro_hydra.hopper.backend import Backend
 from cerebro_hydra.keywords import named_init
@@ -80,7 +80,8 @@ class Search(ABC):
             validates on nothing, and then the training loss decides.
         feature_columns: they go to the arguments of the model's forward that have their names, or
             by position if not all do.
-        label_columns: what the loss takes after the model's outputs.
+        label_columns: what the loss takes after the model's outputs; None trains without labels,
+            on what the loss takes by the names of feature columns.
         sample_weight_column: what a row's loss counts, in training and in the validation loss, or
             None.
         seed: of everything random.
@@ -133,7 +134,7 @@ class Search(ABC):
         evaluation_metric: str = "loss",
         validation: float | str | None = 0.2,
         feature_columns: Sequence[str] = ("features",),
-        label_columns: Sequence[str] = ("label",),
+        label_columns: Sequence[str] | None = ("label",),
         sample_weight_column: str | None = None,
         seed: int = 0,
         order: str = "dynamic",
@@ -164,7 +165,7 @@ class Search(ABC):
         self.seed = whole("seed", seed, least=0)
         self.data_spec = DataSpec.checked(
             feature_columns,
-            column_names("label_columns", label_columns),
+            label_columns,
             sample_weight_column,
             validation,
             seed,

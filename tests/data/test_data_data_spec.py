@@ -13,7 +13,7 @@ from tests.golden import assert_golden, refusal
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "feature_columns": ("x", [], ["a", "a"]),
-    "label_columns": ("y", [1], ["x"]),
+    "label_columns": ("y", [1], ["x"], []),
     "sample_weight_column": (3, "x"),
     "validation": (0.0, 1.0, 1.5, True, "", [0.2]),
 }
@@ -33,7 +33,7 @@ def test_stored_columns_are_features_then_labels_then_the_weight() -> None:
     spec = DataSpec.checked(["b", "a"], ["y"], "w", validation=0.25, seed=3)
     assert spec == DataSpec(("b", "a"), ("y",), "w", 0.25, 3)
     assert spec.columns == ("b", "a", "y", "w")
-    assert DataSpec.checked(["x"], []).columns == ("x",)
+    assert DataSpec.checked(["x"], None).columns == ("x",)
 
 
 @pytest.mark.parametrize(

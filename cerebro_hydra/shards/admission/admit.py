@@ -19,7 +19,7 @@ from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.recipe.recipe import AUTO
+from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, staleness_of

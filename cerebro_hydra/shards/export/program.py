@@ -64,11 +64,11 @@ class _EvaluationModule(nn.Module):
         super().__init__()
         self.model = recipe.model
         self._prepared = recipe.cast if collated else lambda x: recipe.collated(x, (), None)[0]
-        self._call = recipe.call
-        self._predictions = recipe.predictions
+        self._recipe = recipe  # its call may be known only after the first collate
 
     def forward(self, *features: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._predictions(self._call(self.model, self._prepared(features))))
+        prepared = self._prepared(features)
+        return tuple(self._recipe.predictions(self._recipe.call(self.model, prepared)))
 
 
 def save_exported(

@@ -333,10 +333,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "a collate that loses a column": (
         mlp_recipe(collate=lambda batch, training: {"x": batch["x"]}),
-        "without a tensor for column 'y'",
+        "without a tensor for 'y'",
     ),
     "a collate that gives a tensor": (
-        mlp_recipe(collate=lambda batch, training: batch["x"]), "collate returned Tensor without"
+        mlp_recipe(collate=lambda batch, training: batch["x"]), "collate returned a Tensor"
     ),
     "a collate that loses rows": (
         mlp_recipe(collate=lambda batch, training: {k: v[1:] for k, v in batch.items()}),

@@ -1,0 +1,201 @@
+"""Refuses optimizers, models and cuts that no worker could train, or that can't be parted.
+
+It is done before anything is copied or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from cerebro_hydra.errors import ConfigurationError
+
+# torch offers no public way to ask for them.
+_GRADIENT_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+
+# Optimizers whose update of one parameter needs the others, or another kind of gradient.
+INSEPARABLE_OPTIMIZERS = {
+    "LBFGS": "its line search needs every parameter at once",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+AUTO = "auto"
+"""As many shards as a device needs."""
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what can't be cloned over the parameters of a shard.
+
+    Raises:
+        ConfigurationError: it is no optimizer, not separable by parameter, or over other
+            parameters than the model's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}; give an instance over the "
+            "model's parameters, such as torch.optim.AdamW(model.parameters())"
+        )
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in INSEPARABLE_OPTIMIZERS:
+            raise ConfigurationError(
+                f"optimizer {type(optimizer).__name__} can't be cut into shards: "
+                f"{INSEPARABLE_OPTIMIZERS[kind.__name__]}; choose one that updates each parameter "
+                "by itself, such as AdamW or SGD"
+            )
+    for attribute, value in vars(optimizer).items():
+        for held in [value, *_members(value)]:
+            if isinstance(held, torch.optim.Optimizer):
+                outer, inner = type(optimizer).__name__, type(held).__name__
+                raise ConfigurationError(
+                    f"optimizer {outer} wraps another one, {inner}, in its attribute "
+                    f"{attribute!r}, whose state and options don't hop; give {inner} itself, or "
+                    f"derive {outer} from it"
+                )
+    step = vars(optimizer).get("step")
+    if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
+        told = type(optimizer).__name__  # LR schedulers wrap it so
+        raise ConfigurationError(
+            f"the step of this {told} was replaced, and the copies of it that train have the one "
+            f"of the class; derive a class from {told} and override step there, or register a hook"
+        )
+    known = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigurationError(
+                    f"param group {number} of the optimizer holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not the model's; build the optimizer "
+                    "from this model's own parameters"
+                )
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def checked_model(given: Any) -> nn.Module:
+    """Return the model that is to be trained: a `DataParallel` stands for the one that it wraps.
+
+    Raises:
+        ConfigurationError: it is no module, or one that can't be copied and trained elsewhere.
+    """
+    model = given.module if isinstance(given, nn.DataParallel) else given
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"{_told(name)} is a ScriptModule, whose first call in a process gives other bits "
+                "than later ones; give the module as it was before torch.jit.script or trace"
+            )
+        _check_initialised(name, module)
+        _check_computed_tensors(name, module)
+    _check_hooks(model)
+    if getattr(model.zero_grad, "__func__", None) is not nn.Module.zero_grad:
+        raise ConfigurationError(
+            f"{type(model).__name__} overrides zero_grad, and shards have no gradients before a "
+            "step; leave it as nn.Module has it"
+        )
+    return model
+
+
+def _check_initialised(name: str, module: nn.Module) -> None:
+    if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+        raise ConfigurationError(
+            f"{_told(name)} is a {type(module).__name__} without a size yet; give it sizes, or run "
+            "the model once on a batch before the optimizer is made"
+        )
+
+
+def _check_computed_tensors(name: str, module: nn.Module) -> None:
+    """Refuse results of operations, which keep their graph, unless a hook makes them again."""
+    if module._forward_pre_hooks:
+        return  # as those of weight_norm and of pruning
+    for attribute, value in vars(module).items():
+        if isinstance(value, Tensor) and not value.is_leaf:
+            raise ConfigurationError(
+                f"attribute {attribute!r} of {_told(name)} was computed from parameters before "
+                "training, and no copy of the model would compute it again; compute it in forward, "
+                "or set it to None"
+            )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients, which belong to one tensor object and hop with no bytes."""
+    for name, parameter in model.named_parameters():
+        for attribute, method in _GRADIENT_HOOKS.items():
+            if getattr(parameter, attribute, None):
+                raise ConfigurationError(
+                    f"parameter {name!r} has a gradient hook (Tensor.{method}), which would not "
+                    "hop with it; scale gradients with param groups, clip_grad_norm or "
+                    "clip_grad_value instead"
+                )
+
+
+def _told(name: str) -> str:
+    return f"module {name!r}" if name else "the model"
+
+
+Blocks = list[str] | list[list[str]]
+
+
+def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:
+    """Bring `shards=` to a number, "auto", a list of names, or a list of lists of names.
+
+    Raises:
+        ConfigurationError: it is none of them, or names what the model does not have.
+    """
+    if given == AUTO and AUTO not in dict(model.named_modules()):
+        return AUTO
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, int):
+        if isinstance(given, bool) or given < 1:
+            raise ConfigurationError(
+                f"shards is {given!r}; it is a whole number from 1, 'auto', or module names"
+            )
+        return given
+    if not isinstance(given, Sequence):
+        raise ConfigurationError(
+            f"shards is {given!r}; give a number, 'auto', module names to cut at, or a list of "
+            "blocks"
+        )
+    nested = [isinstance(each, list | tuple) for each in given]
+    if any(nested) and not all(nested):
+        raise ConfigurationError(
+            f"shards mixes names and lists: {given!r}; give names to cut at, or one list of blocks "
+            "for every shard"
+        )
+    if not any(nested):
+        return [_name(each, model) for each in given]
+    blocks = [[_name(each, model) for each in shard] for shard in given]
+    if not all(blocks):
+        raise ConfigurationError(f"shard {blocks.index([])} of shards has no block; name one")
+    return blocks
+
+
+def _name(block: Any, model: nn.Module) -> str:
+    first_names = {module: name for name, module in model.named_modules()}
+    if isinstance(block, nn.Module):
+        if block not in first_names:
+            raise ConfigurationError(
+                f"shards holds a {type(block).__name__} that is no module of the model; give "
+                "modules of this model, or their names"
+            )
+        return first_names[block]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if block not in modules:
+        raise ConfigurationError(
+            f"shards names {block!r}, which is no module of the model; give 'auto', a number, or "
+            f"names of its modules, which are {[m for m in modules if m][:20]}"
+        )
+    return first_names[modules[block]]
