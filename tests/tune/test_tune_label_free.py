@@ -91,7 +91,7 @@ def test_a_search_without_labels_hops_goes_on_and_replays(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused_before_anything_trains(tmp_path: Path) -> None:
     data = Arrays({"features": rows().arrays["features"]})
-    with pytest.raises(cerebro_hydra.errors.AllTrialsFailed, match="leaves out the label 'label'"):
+    with pytest.raises(cerebro_hydra.errors.AllTrialsFailed, match="without the label 'label'"):
         search(tmp_path, label_columns=["label"]).fit(rows())
     with pytest.raises(ConfigurationError, match="no column 'label'"):
         search(tmp_path, label_columns=["label"]).fit(data)

@@ -82,6 +82,12 @@ class BatchForm:
                 f"collate returned {list(made)} without the sample weight {columns.weight!r}; "
                 "return it with the batch"
             )
+        lost = [name for name in columns.labels if name in stored and name not in made]
+        if lost and not labels:
+            raise ConfigurationError(
+                f"collate returned {list(made)} without the label {lost[0]!r} or another one; "
+                "return it, or leave it out of label_columns"
+            )
         if not inputs:
             raise ConfigurationError(
                 f"collate returned {list(made)}, and {type(model).__name__}.forward takes "
