@@ -28,6 +28,15 @@ class Backend(Protocol):
     num_workers: int
     resources: WorkerResources
 
+    def rows(self, given: Any) -> Any:
+        """Return what this backend takes for a DataFrame, from what may stand in its place.
+
+        Raises:
+            ConfigurationError: there is nothing at a path, or it can't be read.
+            DataError: a column of a table can't be used.
+        """
+        ...
+
     def prepare(
         self,
         store: Store,

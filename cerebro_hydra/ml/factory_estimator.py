@@ -116,6 +116,8 @@ class TrialEstimator(
     ) -> Iterator[tuple[int, SparkModel]]:
         """Train a model for each param map; all of them are trials of one run.
 
+        The dataset may also be a table of pandas or polars, or a path, as of a search's `fit`.
+
         Maps that differ in a Param of the run, such as num_epochs, take a run each, one after the
         other. Everything has been trained when this returns. Threads may share the iterator.
 
@@ -129,6 +131,11 @@ class TrialEstimator(
             DataError: rows can't be used.
             AllTrialsFailed: no trial of a run was left; the message holds every reason.
         """
+        from pyspark.sql import SparkSession
+
+        from cerebro_hydra.data.preparation.tables import dataframe_of
+
+        dataset = dataframe_of(dataset, SparkSession.getActiveSession)
         copies = [self.copy(param_map) for param_map in paramMaps]
         settings = [each.run_settings() for each in copies]
         trained: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError
@@ -139,7 +139,7 @@ class SparkBackend:
     def prepare_data(
         self,
         store: Store,
-        df: DataFrame,
+        df: Any,
         validation: float | str | None = None,
         feature_columns: Sequence[str] = ("features",),
         label_columns: Sequence[str] | None = ("label",),
@@ -150,7 +150,7 @@ class SparkBackend:
 
         Args:
             store: where to.
-            df: the rows.
+            df: the rows; for trying things, also a table of pandas or polars, or a path.
             validation: the share of rows to hold out, or the name of a column that says which.
             feature_columns: what `forward` takes, in order.
             label_columns: what the loss takes, in order, or None.
@@ -166,8 +166,23 @@ class SparkBackend:
         """
         require_store(store)
         spec = DataSpec.checked(feature_columns, label_columns, None, validation, seed)
+        df = self.rows(df)
         with Waiting(self._report) as waiting:
             return self.prepare(store, df, spec, waiting.now, recheck)
+
+    def rows(self, given: Any) -> Any:
+        """Return a DataFrame of Spark for a table of pandas or polars, or a path; else `given`.
+
+        Raises:
+            ConfigurationError: there is nothing at the path, or it can't be read.
+            DataError: a column of the table can't become one of Spark.
+        """
+        from pyspark.sql import SparkSession
+
+        from cerebro_hydra.data.preparation.tables import dataframe_of
+
+        with explained_java(self.spark_context, "reading a table"):
+            return dataframe_of(given, lambda: SparkSession(self.spark_context))
 
     def prepare(
         self,

@@ -85,11 +85,37 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     dtype, depth = number_type(kind)
     widened = (dtype, spec.dtype) == ("int64", "float32")
     if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
-        raise DataError(
-            f"feature column {spec.name!r} is {kind.simpleString()}, and the model was trained "
-            f"with {spec.dtype} of shape {spec.shape} per row; cast it to that"
-        )
+        raise _misfit(spec, kind.simpleString())
     return as_numbers(df, spec.name, spec.dtype)
+
+
+def check_kind(kind: pa.DataType, spec: ColumnSpec) -> None:
+    """Refuse a feature column of Arrow that its model was not trained with, as `feature` does.
+
+    Raises:
+        DataError: its type can't become that of the training rows without loss.
+    """
+    import pyarrow as pa
+
+    told, depth = kind, 0
+    while pa.types.is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    families = {
+        "bool": pa.types.is_boolean,
+        "int64": pa.types.is_integer,
+        "float32": lambda t: pa.types.is_floating(t) or pa.types.is_decimal(t),
+    }
+    dtype = next((name for name, family in families.items() if family(kind)), None)
+    widened = (dtype, spec.dtype) == ("int64", "float32")
+    if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
+        raise _misfit(spec, str(told))
+
+
+def _misfit(spec: ColumnSpec, kind: str) -> DataError:
+    return DataError(
+        f"feature column {spec.name!r} is {kind}, and the model was trained with {spec.dtype} of "
+        f"shape {spec.shape} per row; cast it to that"
+    )
 
 
 def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) -> Tensor:

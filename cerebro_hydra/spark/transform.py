@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.data.spec import matching_columns
+from cerebro_hydra.data.preparation import tables
+from cerebro_hydra.data.spec import matching_columns, require_dataframe
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.shards.export.program import EXPORTED_FILES, load_exported
@@ -92,13 +93,12 @@ class Inference:
                 "take them"
             ) from error
 
-    def transform(
-        self, df: DataFrame, outputs: Outputs, batch_size: int | None = None
-    ) -> DataFrame:
+    def transform(self, df: Any, outputs: Outputs, batch_size: int | None = None) -> Any:
         """Add the model's predictions as columns; all other columns stay as they are.
 
         Args:
-            df: rows with the feature columns.
+            df: rows with the feature columns. Those of a pandas or polars table are predicted in
+                this process, and come back as such a table; a path is read by Spark.
             outputs: makes columns of the predictions.
             batch_size: rows per forward pass instead of the model's own.
 
@@ -108,11 +108,19 @@ class Inference:
             DataError: a feature column is missing, or has another type than in training; while rows
                 are computed: a row has null, NaN or another shape.
         """
+        if tables.is_table(df):
+            return self._of_table(df, outputs, batch_size or self.batch_size)
+        if isinstance(df, str | os.PathLike):
+            from pyspark.sql import SparkSession
+
+            df = tables.dataframe_of(df, SparkSession.getActiveSession)
+        require_dataframe("transform", df)
         with explained_java(df.sparkSession.sparkContext, "adding predictions to a DataFrame"):
             return self._transformed(df, outputs, batch_size)
 
     def _transformed(self, df: DataFrame, outputs: Outputs, batch_size: int | None) -> DataFrame:
-        _check_output_names(df, outputs.names)
+        taken = [name for name in outputs.names if matching_columns(df, name)]
+        _check_output_names(outputs.names, taken)
 
         from pyspark.sql.types import StructType
 
@@ -137,6 +145,31 @@ class Inference:
             mapped = numbered.mapInArrow(job.predict, schema)
         return mapped.toDF(*df.columns, *outputs.names)
 
+    def _of_table(self, table: Any, outputs: Outputs, batch_size: int) -> Any:
+        """Predict the rows of a table of pandas or polars in this process, on its CPU."""
+        import pyarrow as pa
+
+        present = {*map(str, table.columns)}
+        _check_output_names(outputs.names, [name for name in outputs.names if name in present])
+        given = tables.arrow_table(table, [spec.name for spec in self.specs])
+        for spec in self.specs if given.num_rows else ():  # without rows, no type is known
+            arrow_columns.check_kind(given[spec.name].type, spec)
+        outputs.types(self.sample)  # an output that no column holds is refused before any row
+        predict = self._predictor.load(torch.device("cpu"))
+        parts: list[list[pa.Array]] = []
+        for start in range(0, max(1, given.num_rows), batch_size):
+            batch = given.slice(start, batch_size)
+            features = tuple(
+                arrow_columns.to_tensor(batch[spec.name], spec, partial(_row_of_table, start))
+                for spec in self.specs
+            )
+            # Of no rows the form of two known ones stays, without its rows.
+            found = _checked(predict, features) if len(batch) else [t[:0] for t in self.sample]
+            parts.append(outputs.arrays(found))
+        columns = (pa.concat_arrays(arrays) for arrays in zip(*parts, strict=True))
+        plain = (a.field("values") if pa.types.is_struct(a.type) else a for a in columns)
+        return tables.with_columns(table, dict(zip(outputs.names, plain, strict=True)))
+
     def _broadcast_once(self, context: SparkContext) -> Broadcast[Predictor]:
         if self._broadcast is None or self._broadcast[0] is not context:
             self._broadcast = context, context.broadcast(self._predictor)
@@ -160,12 +193,11 @@ def feature_specs(
     return [by_name[name] for name in feature_columns]
 
 
-def _check_output_names(df: DataFrame, names: Sequence[str]) -> None:
+def _check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
     if not names or len(set(names)) != len(names):
         raise ConfigurationError(
             f"output columns are {list(names)}; give one name per output, all different"
         )
-    taken = [name for name in names if matching_columns(df, name)]
     if taken:
         raise ConfigurationError(
             f"output column {taken[0]!r} is in the DataFrame already; drop it there, or choose "
@@ -188,6 +220,10 @@ def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:
                 "entry per row, rows first"
             )
     return tensors
+
+
+def _row_of_table(first: int, position: int) -> str:
+    return f"row {first + position}"
 
 
 def _row_of_partition(first: int, position: int) -> str:

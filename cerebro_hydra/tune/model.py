@@ -39,7 +39,7 @@ from cerebro_hydra.tune.saved_model import (
 from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 
 class TrainedModel:
@@ -187,8 +187,11 @@ class TrainedModel:
         self._output_columns = checked_outputs(output_columns, self._document.label_columns)
         return self
 
-    def transform(self, df: DataFrame) -> DataFrame:
+    def transform(self, df: Any) -> Any:
         """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
+
+        A table of pandas or polars is predicted in this process, and comes back as such a table,
+        with its index; a path is read by Spark.
 
         Raises:
             ConfigurationError: an output column is there already, or the factory is known only by

@@ -30,7 +30,6 @@ from cerebro_hydra.tune.trial import History, Trial, reason
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-    from pyspark.sql import DataFrame
     from torch import nn
 
 
@@ -226,7 +225,7 @@ class SearchResult:
         self._output_columns = checked_outputs(output_columns, self.document.label_columns)
         return self
 
-    def transform(self, df: DataFrame) -> DataFrame:
+    def transform(self, df: Any) -> Any:
         """Add the best model's outputs to a DataFrame; see `TrainedModel.transform`."""
         model = self._transforming
         if self._output_columns is not None:

@@ -32,7 +32,6 @@ from cerebro_hydra.storage.store import explained
 from cerebro_hydra.tune.trial import History, Trial
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
     from torch import nn
 
 
@@ -124,8 +123,11 @@ class SavedModel:
         self._output_columns = checked_outputs(output_columns, self._facts.label_columns)
         return self
 
-    def transform(self, df: DataFrame) -> DataFrame:
+    def transform(self, df: Any) -> Any:
         """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
+
+        A table of pandas or polars is predicted in this process, and comes back as such a table,
+        with its index; a path is read by Spark.
 
         Raises:
             ConfigurationError: an output column is there already.

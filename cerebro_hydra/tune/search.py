@@ -222,7 +222,7 @@ class Search(ABC):
             ConfigurationError: the search can't use it.
         """
 
-    def fit(self, df: DataFrame, resume: str | None = None, recheck: bool = False) -> SearchResult:
+    def fit(self, df: Any, resume: str | None = None, recheck: bool = False) -> SearchResult:
         """Train every candidate on `df`.
 
         The first trials train while later ones are still built and tried. A trial whose model can't
@@ -240,9 +240,11 @@ class Search(ABC):
         that was written, else from its best one.
 
         Args:
-            df: the rows; those that a run to go on with was begun with. They are compared with the
-                run's by the sum of a hash of each row, for which they are read once, or by names,
-                sizes and times of files that were prepared before.
+            df: the rows; for trying things, also a table of pandas or polars, or the path of a
+                folder or file of Parquet, or of a CSV file. A run that goes on has those that it
+                was begun with. They are compared with the run's by the sum of a hash of each row,
+                for which they are read once, or by names, sizes and times of files that were
+                prepared before.
             resume: the folder of a run to go on with, `<store>/runs/<run id>`; None begins one.
             recheck: read all rows again, even if those of these files were prepared before and no
                 file has another name, size or time since.
@@ -257,6 +259,7 @@ class Search(ABC):
             Interrupted: a KeyboardInterrupt; `result` holds what was reached.
         """
         refuse_while_imported(self.estimator_gen_fn)
+        df = self.backend.rows(df)
         require_dataframe("fit", df)
         for name in (*self.data_spec.columns, self.data_spec.validation_column):
             if name is not None and name not in df.columns:

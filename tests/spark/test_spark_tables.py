@@ -1,0 +1,101 @@
+"""Tables and paths in place of DataFrames, on real Spark, with a search that has no labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cerebro_hydra
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
+from cerebro_hydra.data.preparation.tables import dataframe_of
+from cerebro_hydra.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark(group=2)
+
+
+def table(rows: int = 90) -> pd.DataFrame:
+    values = np.random.default_rng(3).normal(size=(rows, 6)).astype(np.float32)
+    return pd.DataFrame({"features": list(values), "name": [f"row {i}" for i in range(rows)]})
+
+
+def reconstruction(outputs: Tensor, features: Tensor) -> Tensor:
+    return F.mse_loss(outputs, features)
+
+
+def noisy(batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+    x = batch["features"]
+    return {"input": x + 0.1 * torch.randn_like(x) if training else x, "features": x}
+
+
+def autoencoder(params: dict[str, float]) -> SparkEstimator:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
+    optimizer = torch.optim.Adam(model.parameters(), lr=params["lr"])
+    metrics = {"error": (reconstruction, "min")}
+    return SparkEstimator(
+        model, optimizer, reconstruction, metrics, batch_size=16, shards=["2"], collate=noisy
+    )
+
+
+def test_tables_and_paths_become_dataframes(spark: SparkSession, tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")  # not in every stack that the tests run with
+    rows = table()
+    parquet, csv = tmp_path / "rows.parquet", tmp_path / "rows.csv"
+    rows.to_parquet(parquet)
+    pd.DataFrame({"a": [1.5, 2.0], "b": [1, 2]}).to_csv(csv, index=False)
+    before = spark.conf.get("spark.sql.execution.arrow.pyspark.enabled")
+    expected = {
+        "struct<features:array<float>,name:string>": [rows, polars.from_pandas(rows), parquet],
+        "struct<a:double,b:int>": [str(csv)],
+        "struct<pixels:array<array<bigint>>>": [
+            pd.DataFrame({"pixels": [np.full((2, 2), i, np.uint8) for i in range(3)]})
+        ],
+    }
+    for schema, given in expected.items():
+        for each in given:
+            assert dataframe_of(each, lambda: spark).schema.simpleString() == schema
+    assert spark.conf.get("spark.sql.execution.arrow.pyspark.enabled") == before
+    found = dataframe_of(rows, lambda: spark).toPandas()
+    assert np.array_equal(np.stack(found["features"]), np.stack(rows["features"]))
+    with pytest.raises(ConfigurationError, match=r"'none.parquet' can't be read .*PATH_NOT_FOUND"):
+        dataframe_of("none.parquet", lambda: spark)
+
+
+@pytest.mark.slow
+def test_a_search_without_labels_trains_on_a_pandas_table(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows, store = table(), LocalStore(str(tmp_path))
+    result = GridSearch(
+        backend=SparkBackend(spark, num_workers=2, verbose=0),
+        store=store,
+        estimator_gen_fn=autoencoder,
+        search_space={"lr": hp_choice([0.01])},
+        num_epochs=2,
+        evaluation_metric="error",
+        label_columns=None,
+        verbose=0,
+    ).fit(rows)
+    (trial,) = result.trials
+    assert len(trial.visit_log) == 4
+    report = cerebro_hydra.replay(result.run_path, trial.trial_id, autoencoder)
+    assert report.identical, str(report)
+    found = result.transform(rows)
+    assert [*found.columns] == ["features", "name", "output"]
+    by_spark = result.transform(dataframe_of(rows, lambda: spark)).toPandas()
+    assert np.array_equal(np.stack(found["output"]), np.stack(by_spark["output"]))
+    estimator = autoencoder({"lr": 0.1})
+    backend = SparkBackend(spark, num_workers=2, verbose=0)
+    estimator.setLabelColumns(None).setNumEpochs(1).setStore(store).setBackend(backend)
+    model = estimator.fit(rows)
+    assert [*model.transform(rows).columns] == ["features", "name", "prediction"]
