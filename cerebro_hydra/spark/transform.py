@@ -149,6 +149,7 @@ class Inference:
         """Predict the rows of a table of pandas or polars in this process, on its CPU."""
         import pyarrow as pa
 
+        table = tables.collected(table)
         present = {*map(str, table.columns)}
         _check_output_names(outputs.names, [name for name in outputs.names if name in present])
         given = tables.arrow_table(table, [spec.name for spec in self.specs])

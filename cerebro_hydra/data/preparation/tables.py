@@ -60,8 +60,7 @@ def arrow_table(given: Any, names: Sequence[str] | None = None) -> pa.Table:
     Raises:
         DataError: a column is missing, or holds values of several kinds.
     """
-    if type(given).__name__ == "LazyFrame":
-        given = given.collect()
+    given = collected(given)
     found = [*map(str, given.columns)]
     for name in names or ():
         if name not in found:
@@ -81,12 +80,20 @@ def arrow_table(given: Any, names: Sequence[str] | None = None) -> pa.Table:
 
 
 def with_columns(given: Any, added: dict[str, pa.Array]) -> Any:
-    """Return a table of the same library with columns added; rows and their index stay."""
+    """Return a table of the same library with columns added; rows and their index stay.
+
+    Args:
+        given: a table that is `collected`.
+    """
     if _library(given) == "polars":
         made = sys.modules["polars"]
-        given = given.collect() if type(given).__name__ == "LazyFrame" else given
         return given.with_columns(made.from_arrow(a).alias(n) for n, a in added.items())
     return given.assign(**{n: a.to_pandas().set_axis(given.index) for n, a in added.items()})
+
+
+def collected(given: Any) -> Any:
+    """Return a table with its rows: what a LazyFrame of polars gives, any other as it is."""
+    return given.collect() if type(given).__name__ == "LazyFrame" else given
 
 
 def _library(given: Any) -> str | None:
