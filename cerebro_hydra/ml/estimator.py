@@ -16,7 +16,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
 from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
-from cerebro_hydra.recipe.step_module import ConfiguredSchedule, StepModule
+from cerebro_hydra.recipe.objective.step_module import ConfiguredSchedule, StepModule
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param

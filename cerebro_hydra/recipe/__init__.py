@@ -10,8 +10,6 @@ from cerebro_hydra.recipe.build import (
     load_warm_start,
     recipe_of,
 )
-from cerebro_hydra.recipe.known_metrics import resolve_metrics
-from cerebro_hydra.recipe.metrics import Metric, StateMetric, merge_metrics
 from cerebro_hydra.recipe.numerics import (
     exact_by_address,
     fingerprint_differences,
@@ -19,6 +17,8 @@ from cerebro_hydra.recipe.numerics import (
     is_portable,
     numeric_fingerprint,
 )
+from cerebro_hydra.recipe.objective.known_metrics import resolve_metrics
+from cerebro_hydra.recipe.objective.metrics import Metric, StateMetric, merge_metrics
 from cerebro_hydra.recipe.placement import copy_model, referring_to_copies
 from cerebro_hydra.recipe.plain_trainer import (
     BatchTensors,

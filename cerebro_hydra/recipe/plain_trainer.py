@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.grad_scaling import take_step
-from cerebro_hydra.recipe.metrics import Metric, SumOverRows, merge_metrics
+from cerebro_hydra.recipe.objective.metrics import Metric, SumOverRows, merge_metrics
 from cerebro_hydra.recipe.placement import copy_model
 from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
 from cerebro_hydra.recipe.recipe import Recipe

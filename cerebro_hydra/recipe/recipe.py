@@ -29,9 +29,9 @@ from cerebro_hydra.recipe.checked_parts import (
     checked_shards,
 )
 from cerebro_hydra.recipe.grad_scaling import SCALED, GradScaling, at_scale, checked_scaler
-from cerebro_hydra.recipe.known_metrics import resolve_metrics
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
-from cerebro_hydra.recipe.metrics import (
+from cerebro_hydra.recipe.objective.known_metrics import resolve_metrics
+from cerebro_hydra.recipe.objective.metrics import (
     BatchSum,
     Metric,
     StateMetric,
@@ -39,7 +39,13 @@ from cerebro_hydra.recipe.metrics import (
     as_json,
     as_made,
 )
-from cerebro_hydra.recipe.objective import MODEL, Objective
+from cerebro_hydra.recipe.objective.objective import MODEL, Objective
+from cerebro_hydra.recipe.objective.step_module import (
+    StepModule,
+    configured,
+    has_training_step,
+    logged_values,
+)
 from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import (
     AUTOCAST,
@@ -47,12 +53,6 @@ from cerebro_hydra.recipe.randomness import (
     autocasting,
     leave_uncompiled,
     without_fast_path,
-)
-from cerebro_hydra.recipe.step_module import (
-    StepModule,
-    configured,
-    has_training_step,
-    logged_values,
 )
 
 _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")

@@ -19,7 +19,7 @@ from cerebro_hydra.data.preparation.prepared import Range
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.recipe.objective import is_log_odds
+from cerebro_hydra.recipe.objective.objective import is_log_odds
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.storage import Store
 

@@ -16,7 +16,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
-from cerebro_hydra.recipe.step_module import StepModule
+from cerebro_hydra.recipe.objective.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
 from cerebro_hydra.shards.export.archive import ModelArchive, archived

@@ -23,7 +23,7 @@ from torch import Tensor
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.documents import Positive, one_of, part_of
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
+from cerebro_hydra.recipe.objective.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
 from cerebro_hydra.shards.export.archive import ModelArchive
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.outputs import RawOutputs

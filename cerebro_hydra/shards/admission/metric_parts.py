@@ -13,7 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
 from cerebro_hydra.recipe.attributes import kept_attributes
-from cerebro_hydra.recipe.torch_metrics import NoNumber, TorchMetric
+from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, TorchMetric
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 
 _NOISE = 1e-3

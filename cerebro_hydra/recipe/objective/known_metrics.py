@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.likelihoods import CalibrationError, class_dim
-from cerebro_hydra.recipe.metrics import BatchSum, Direction, Metric, MetricFunction, StateMetric
-from cerebro_hydra.recipe.objective import is_likelihood
-from cerebro_hydra.recipe.step_module import logged_value
-from cerebro_hydra.recipe.torch_metrics import (
+from cerebro_hydra.recipe.objective.likelihoods import CalibrationError, class_dim
+from cerebro_hydra.recipe.objective.metrics import (
+    BatchSum,
+    Direction,
+    Metric,
+    MetricFunction,
+    StateMetric,
+)
+from cerebro_hydra.recipe.objective.objective import is_likelihood
+from cerebro_hydra.recipe.objective.step_module import logged_value
+from cerebro_hydra.recipe.objective.torch_metrics import (
     NAMED,
     TorchMetric,
     checked_torch_metric,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.likelihoods import IGNORED, as_scores, likelihoods
-from cerebro_hydra.recipe.metrics import Direction
+from cerebro_hydra.recipe.objective.likelihoods import IGNORED, as_scores, likelihoods
+from cerebro_hydra.recipe.objective.metrics import Direction
 
 NAMED: Mapping[str, tuple[str, Direction]] = {
     "auroc": ("AUROC", "max"),

@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.objective import MODEL, class_numbers, is_likelihood, is_log_odds
+from cerebro_hydra.recipe.objective.objective import (
+    MODEL,
+    class_numbers,
+    is_likelihood,
+    is_log_odds,
+)
 
 _BINS = 15
 
