@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.storage import HDFSStore, LocalStore
     from cerebro_hydra.tune import (
         ASHASearch,
+        BOHBSearch,
         CustomSearch,
         GridSearch,
         HyperbandSearch,
@@ -50,6 +51,7 @@ choose_fast_kernels()  # before anything can call MKL
 __all__ = [
     "TLS",
     "ASHASearch",
+    "BOHBSearch",
     "CustomSearch",
     "GridSearch",
     "HDFSStore",
@@ -86,6 +88,7 @@ __all__ = [
 _HOMES = {
     "TLS": "cerebro_hydra.wire.credentials",
     "ASHASearch": "cerebro_hydra.tune",
+    "BOHBSearch": "cerebro_hydra.tune",
     "CustomSearch": "cerebro_hydra.tune",
     "GridSearch": "cerebro_hydra.tune",
     "HDFSStore": "cerebro_hydra.storage",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.rung_searches import (
     ASHASearch,
+    BOHBSearch,
     HyperbandSearch,
     PBTSearch,
     SuccessiveHalvingSearch,
@@ -26,6 +27,7 @@ from cerebro_hydra.tune.trial import Trial
 
 __all__ = [
     "ASHASearch",
+    "BOHBSearch",
     "CustomSearch",
     "Fork",
     "GridSearch",

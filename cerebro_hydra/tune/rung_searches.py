@@ -12,7 +12,9 @@ from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.tune.sampled_searches import require_optuna
 from cerebro_hydra.tune.search import (
+    AT_ONCE_PER_PARTITION,
     Search,
     drawn,
     refuse_seeded,
@@ -23,6 +25,7 @@ from cerebro_hydra.tune.searchers.asynchronous_halving import AsynchronousHalvin
 from cerebro_hydra.tune.searchers.population import Mutation, Population
 from cerebro_hydra.tune.searchers.rungs import (
     Bracket,
+    dealt,
     hyperband_brackets,
     rungs_from,
     shared_out,
@@ -30,10 +33,6 @@ from cerebro_hydra.tune.searchers.rungs import (
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import check_space, share, whole
 from cerebro_hydra.tune.searchers.successive_halving import SuccessiveHalving
-
-AT_ONCE_PER_PARTITION = 2
-"""How many trials of an `ASHASearch` train at once for each partition: with one, workers would wait
-whenever two trials need the same partition next."""
 
 
 class _RungSearch(Search):
@@ -113,7 +112,8 @@ class SuccessiveHalvingSearch(_RungSearch):
         """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
         rungs = rungs_from(self.grace_epochs, self.num_epochs, self.eta)
         candidates = self._candidates(run)
-        return SuccessiveHalving(candidates, [Bracket(self.num_models, rungs)], self.eta, run)
+        bracket = Bracket(self.num_models, rungs)
+        return SuccessiveHalving(candidates, [bracket], dealt([bracket]), self.eta, run)
 
 
 class HyperbandSearch(_RungSearch):
@@ -157,7 +157,61 @@ class HyperbandSearch(_RungSearch):
     def searcher(self, run: SearchedRun) -> Searcher:
         """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
         candidates = self._candidates(run)
-        return SuccessiveHalving(candidates, self.brackets, self.eta, run)
+        return SuccessiveHalving(candidates, self.brackets, dealt(self.brackets), self.eta, run)
+
+
+class BOHBSearch(HyperbandSearch):
+    """Trains Hyperband's brackets of what a model draws; `Search` has the other arguments.
+
+    The brackets of `HyperbandSearch` begin one after the other, the one with the most trials first,
+    and each while the last trials of those before it train on. One in three candidates is drawn at
+    random. The others are drawn by Optuna's tree-structured Parzen estimator, which is told of the
+    highest rung that has enough results: three more than there are parameters. It draws where the
+    better ones of that rung lie dense and the others do not. What it is told follows from the
+    candidate's number. So with `order="seeded"` two runs have the same trials, decisions and bits,
+    and one that is resumed decides as one that was never interrupted.
+
+    The algorithm is Falkner, Klein and Hutter's, "BOHB" (ICML 2018), Algorithm 2.
+
+    Args:
+        search_space: `{name: hp_log(1e-4, 1e-1)}`, and `hp_choice` and its like.
+        num_models: how many trials all brackets have, as in `HyperbandSearch`; None takes the
+            numbers of Hyperband.
+        eta: one in so many goes on from a rung.
+        grace_epochs: no trial is compared before so many.
+
+    Raises:
+        SetupError: Optuna is not installed.
+        ConfigurationError: as `SuccessiveHalvingSearch`.
+    """
+
+    def __init__(
+        self,
+        *,
+        search_space: Mapping[str, Any],
+        num_models: int | None = None,
+        eta: int = 3,
+        grace_epochs: int = 1,
+        **arguments: Any,
+    ) -> None:
+        require_optuna(type(self).__name__)
+        super().__init__(
+            search_space=search_space,
+            num_models=num_models,
+            eta=eta,
+            grace_epochs=grace_epochs,
+            **arguments,
+        )
+
+    def searcher(self, run: SearchedRun) -> Searcher:
+        """Return a new searcher; raises as `require_as_begun` where it resumes another's run."""
+        from cerebro_hydra.tune.searchers.modelled_brackets import ModelledBrackets
+        from cerebro_hydra.tune.searchers.optuna_space import OptunaSpace
+
+        require_as_begun(run.given, self.given(run))
+        space = OptunaSpace(self.search_space)
+        at_once = AT_ONCE_PER_PARTITION * run.partitions
+        return ModelledBrackets(space, self.brackets, self.eta, at_once, self.seed, run)
 
 
 class ASHASearch(_RungSearch):

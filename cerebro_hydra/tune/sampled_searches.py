@@ -14,7 +14,7 @@ from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.observe.records import ENDS
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.search import Search, drawn, require_as_begun
+from cerebro_hydra.tune.search import AT_ONCE_PER_PARTITION, Search, drawn, require_as_begun
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import check_space, whole
 from cerebro_hydra.tune.trial import Trial
@@ -22,10 +22,6 @@ from cerebro_hydra.tune.trial import Trial
 if TYPE_CHECKING:
     import optuna
     from optuna.samplers import BaseSampler
-
-AT_ONCE_PER_PARTITION = 2
-"""How many trials are drawn before the first of them must have ended, for each partition: with one,
-workers would wait whenever two trials need the same partition next."""
 
 _MARK = "cerebro_hydra"
 """The attribute of a study's trial that says which trial of which run it is."""
@@ -81,7 +77,7 @@ class OptunaSearch(Search):
         study: optuna.Study | None = None,
         **arguments: Any,
     ) -> None:
-        optuna = _optuna(type(self).__name__)
+        optuna = require_optuna(type(self).__name__)
         super().__init__(**arguments)
         self.search_space = check_space(search_space)
         self.num_models = whole("num_models", num_models, least=1)
@@ -229,13 +225,18 @@ class TPESearch(OptunaSearch):
     def __init__(
         self, *, search_space: Mapping[str, Any], num_models: int, **arguments: Any
     ) -> None:
-        sampler = _optuna(type(self).__name__).samplers.TPESampler(constant_liar=True)
+        sampler = require_optuna(type(self).__name__).samplers.TPESampler(constant_liar=True)
         super().__init__(
             search_space=search_space, num_models=num_models, sampler=sampler, **arguments
         )
 
 
-def _optuna(what: str) -> Any:
+def require_optuna(what: str) -> Any:
+    """Return the module of Optuna, which is an extra of this package.
+
+    Raises:
+        SetupError: it is not installed.
+    """
     try:
         import optuna
     except ImportError as error:

@@ -65,6 +65,11 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
+AT_ONCE_PER_PARTITION = 2
+"""How many trials train at once, for each partition, in a search that begins some by what others
+have measured: with one, workers would wait whenever two trials need the same partition next."""
+
+
 class Search(ABC):
     """Trains what a searcher proposes over a DataFrame; all arguments by keyword.
 

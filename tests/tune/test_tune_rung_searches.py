@@ -15,6 +15,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import (
     ASHASearch,
+    BOHBSearch,
     HyperbandSearch,
     MedianStopping,
     OptunaSearch,
@@ -46,6 +47,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "no validation": (
         SuccessiveHalvingSearch, {"validation": None, "evaluation_metric": "loss"},
     ),
+    "eta of BOHB = 1": (BOHBSearch, {"eta": 1}),
+    "num_epochs of BOHB below grace_epochs": (BOHBSearch, {"num_epochs": 2, "grace_epochs": 3}),
+    "no validation of BOHB": (BOHBSearch, {"validation": None, "evaluation_metric": "loss"}),
     "no validation to stop by": (
         RandomSearch,
         {"validation": None, "evaluation_metric": "loss", "stopping": MedianStopping()},
@@ -81,7 +85,7 @@ def test_unusable_arguments_are_refused_with_what_to_give(tmp_path: Path) -> Non
     assert_golden(Path(__file__).with_name("golden") / "refused_early_searches.txt", found)
 
 
-@pytest.mark.parametrize("kind", [SuccessiveHalvingSearch, HyperbandSearch, ASHASearch])
+@pytest.mark.parametrize("kind", [SuccessiveHalvingSearch, BOHBSearch, ASHASearch])
 def test_a_metric_that_is_not_measured_stops_before_any_agent(tmp_path: Path, kind: Any) -> None:
     backend = LocalBackend(2)
     launcher = backend.agents
@@ -130,8 +134,8 @@ def test_without_optuna_the_searches_say_what_to_install() -> None:
     code = """
 import sys
 sys.modules["optuna"] = None
-from cerebro_hydra import GridSearch, OptunaSearch, TPESearch
-for kind in (OptunaSearch, TPESearch):
+from cerebro_hydra import BOHBSearch, GridSearch, OptunaSearch, TPESearch
+for kind in (OptunaSearch, TPESearch, BOHBSearch):
     try:
         kind(search_space={}, num_models=1)
     except Exception as error:
@@ -139,4 +143,5 @@ for kind in (OptunaSearch, TPESearch):
 """
     said = run_python("-c", code).stdout.splitlines()
     remedy = "needs optuna; install it with pip install 'cerebro-hydra[optuna]'"
-    assert said == [f"SetupError {kind} {remedy}" for kind in ("OptunaSearch", "TPESearch")]
+    kinds = ("OptunaSearch", "TPESearch", "BOHBSearch")
+    assert said == [f"SetupError {kind} {remedy}" for kind in kinds]

@@ -20,6 +20,24 @@ from cerebro_hydra.tune.searchers.searcher import SearchDecision, SearchedRun
 from cerebro_hydra.tune.searchers.studies import StudyOfRun
 
 
+def draw(study: StudyOfRun, space: OptunaSpace) -> tuple[optuna.Trial, dict[str, Any]]:
+    """Return what the sampler of a study draws next, as its trial and as parameters.
+
+    Raises:
+        ConfigurationError: the sampler draws what the space does not have, or fails.
+    """
+    try:
+        trial = study.ask()
+        return trial, space.suggested(trial)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the sampler {type(study.sampler).__name__} draws no candidate of search_space: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class SampledCandidates:
     """Is the searcher of `OptunaSearch` and `TPESearch`; every trial trains all epochs.
 
@@ -72,16 +90,7 @@ class SampledCandidates:
             self._told += 1
         if self.closed:
             return None
-        try:
-            trial = self._study.ask()
-            params = self._space.suggested(trial)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"the sampler {type(self._study.sampler).__name__} draws no candidate of "
-                f"search_space: {type(error).__name__}: {error}"
-            ) from error
+        trial, params = draw(self._study, self._space)
         self._drawn.append(trial)
         self._values.append(nan)
         return params

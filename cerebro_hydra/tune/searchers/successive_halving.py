@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cerebro_hydra.plan.hop.ranking import Measured, ranked
-from cerebro_hydra.tune.searchers.rungs import Bracket, dealt
+from cerebro_hydra.tune.searchers.rungs import Bracket
 from cerebro_hydra.tune.searchers.searcher import (
     Pause,
     SearchDecision,
@@ -24,8 +24,9 @@ class SuccessiveHalving:
     """Is the searcher of one bracket, or of several that train at once, as in Hyperband.
 
     Args:
-        candidates: as many as all brackets have trials; they are dealt out to the brackets evenly.
+        candidates: as many as all brackets have trials; who lets the list grow may ask again.
         brackets: how many trials begin together, and after which epochs they are compared.
+        bracket_of: the bracket of each candidate.
         eta: one of so many goes on from a rung, and at least the best one.
         run: says which metric is compared.
     """
@@ -34,11 +35,12 @@ class SuccessiveHalving:
         self,
         candidates: Sequence[Mapping[str, Any]],
         brackets: Sequence[Bracket],
+        bracket_of: Sequence[int],
         eta: int,
         run: SearchedRun,
     ) -> None:
         self._climbs = [_Climb(bracket, eta, run) for bracket in brackets]
-        self._climb_of = [self._climbs[index] for index in dealt(brackets)]
+        self._climb_of = [self._climbs[index] for index in bracket_of]
         self._candidates, self._proposed = candidates, 0
         self.epochs = self._climb_of[0].epochs
 
@@ -48,7 +50,7 @@ class SuccessiveHalving:
         return all(climb.closed for climb in self._climbs)
 
     def ask(self) -> Mapping[str, Any] | None:
-        """Return the next candidate, of whichever bracket it is."""
+        """Return the next candidate, of whichever bracket it is; None if the list has no more."""
         if self._proposed == len(self._candidates):
             return None
         trial, self._proposed = self._proposed, self._proposed + 1
@@ -62,6 +64,11 @@ class SuccessiveHalving:
         """Let a trial rest at its rung; let the best go on once all of its bracket are there."""
         return self._climb_of[trial].tell(trial, epochs, metrics)
 
+    def decided(self, bracket: int, level: int) -> bool:
+        """Return whether a rung of a bracket has let trials go on, or nobody will come there."""
+        climb = self._climbs[bracket]
+        return climb.closed or climb.level > level
+
 
 class _Climb:
     """Follows one bracket: who trains towards its present rung, and who rests there."""
@@ -69,7 +76,7 @@ class _Climb:
     def __init__(self, bracket: Bracket, eta: int, run: SearchedRun) -> None:
         self._rungs, self._eta, self._run = bracket.rungs, eta, run
         self._to_begin = bracket.trials
-        self._level = 0
+        self.level = 0
         self._training: set[int] = set()
         self._resting: dict[int, Measured | None] = {}  # None where the metric was no number
 
@@ -85,7 +92,7 @@ class _Climb:
 
     @property
     def _at_last_rung(self) -> bool:
-        return self._level == len(self._rungs) - 1
+        return self.level == len(self._rungs) - 1
 
     def begin(self, trial: int) -> None:
         """Take in a trial, which trains to the first rung."""
@@ -95,7 +102,7 @@ class _Climb:
     def tell(
         self, trial: int, epochs: int, metrics: Mapping[str, float] | None
     ) -> list[SearchDecision]:
-        rung, decided = self._rungs[self._level], list[SearchDecision]()
+        rung, decided = self._rungs[self.level], list[SearchDecision]()
         if metrics is None:
             self._training.discard(trial)
             self._resting.pop(trial, None)
@@ -115,9 +122,9 @@ class _Climb:
         promoted = [each.trial for each in best]
         stopped = sorted(self._resting.keys() - promoted)
         reason = f"not among the best {kept} of {len(self._resting)} trials after epoch {rung}"
-        self._level += 1
+        self.level += 1
         self._training, self._resting = set(promoted), {}
-        next_rung = self._rungs[self._level]
+        next_rung = self._rungs[self.level]
         return [
             *(TrainTo(trial, next_rung) for trial in promoted),
             *(Stop(trial, reason) for trial in stopped),

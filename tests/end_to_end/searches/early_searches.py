@@ -1,7 +1,7 @@
 """Searches that stop early, and a driver of one that kills itself.
 
-`python -m tests.end_to_end.searches.early_searches FOLDER ARRIVALS` is killed when so many trials
-have come to a rung.
+`python -m tests.end_to_end.searches.early_searches FOLDER ARRIVALS halving` is killed when so many
+trials have come to a rung; `modelled` is the other kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from cerebro_hydra import LocalStore
 from cerebro_hydra.plan.messages.events import TrialPaused
 from cerebro_hydra.testing.local_backend import LocalBackend
-from cerebro_hydra.tune import SuccessiveHalvingSearch, hp_log
+from cerebro_hydra.tune import BOHBSearch, SuccessiveHalvingSearch, hp_log
 from cerebro_hydra.tune.search import Search
 from tests.end_to_end.runs import Tape, classes
 from tests.tune import tune_models
@@ -45,10 +45,19 @@ def halving(folder: Path, **options: Any) -> Any:
     return search(SuccessiveHalvingSearch, folder, **given)
 
 
+def modelled(folder: Path, **options: Any) -> Any:
+    """Return a search of twelve trials in three brackets, drawn by what rungs measure."""
+    given = {"num_models": 12, "eta": 2, "order": "seeded", **options}
+    return search(BOHBSearch, folder, **given)
+
+
+KINDS = {"halving": halving, "modelled": modelled}
+
 if __name__ == "__main__":
 
     def die(tape: Tape) -> None:
         if len(tape.of(TrialPaused)) >= int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    halving(Path(sys.argv[1]), checkpoint="sub-epoch", observers=[Tape(die)]).fit(classes(120))
+    options = {"checkpoint": "sub-epoch", "observers": [Tape(die)]}
+    KINDS[sys.argv[3]](Path(sys.argv[1]), **options).fit(classes(120))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.observe import RunView
+from cerebro_hydra.observe import Decision, RunView
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.plan.messages.events import TrialPaused, TrialStopped
+from cerebro_hydra.plan.messages.events import TrialPaused, TrialProposed, TrialStopped
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import SEARCH_FILE
 from cerebro_hydra.tune import (
@@ -25,10 +25,12 @@ from cerebro_hydra.tune import (
 )
 from cerebro_hydra.verification import verify
 from tests.end_to_end.runs import Tape, assert_replays, bits, classes
-from tests.end_to_end.searches.early_searches import halving, search
+from tests.end_to_end.searches.early_searches import halving, modelled, search
 from tests.processes import start_python
 
 pytestmark = pytest.mark.slow
+
+DRIVER = "tests.end_to_end.searches.early_searches"
 
 
 def ends(result: SearchResult) -> Counter[tuple[str, int]]:
@@ -73,7 +75,7 @@ def test_halving_whose_driver_is_killed_midway_decides_as_the_calm_run(
     tmp_path: Path, calm: SearchResult, arrivals: int
 ) -> None:
     """Five trials come to the first rung, and two to the second one."""
-    driver = start_python("-m", "tests.end_to_end.searches.early_searches", tmp_path, arrivals)
+    driver = start_python("-m", DRIVER, tmp_path, arrivals, "halving")
     driver.wait(300)
     assert driver.returncode == -signal.SIGKILL
     (run,) = (tmp_path / "runs").iterdir()
@@ -101,6 +103,30 @@ def test_hyperband_trains_its_brackets_at_once(tmp_path: Path) -> None:
     assert begun[None] == 2, "those of the last bracket are compared with nobody"
     assert ends(result)["finished", 4] == 4
     assert ends(result)["stopped", 1] + ends(result)["stopped", 2] == 2
+    assert_replays(result)
+    assert verify(result.run_path).ok
+
+
+def test_bohb_draws_by_its_rungs_and_goes_on_after_a_kill_as_the_calm_run(tmp_path: Path) -> None:
+    driver = start_python("-m", DRIVER, tmp_path / "killed", 7, "modelled")
+    tape = Tape()
+    calm = modelled(tmp_path / "calm", observers=[tape]).fit(classes(120))
+    driver.wait(300)
+    assert driver.returncode == -signal.SIGKILL
+    assert ends(calm)["finished", 4] >= 3
+    assert ends(calm)["stopped", 1] >= 3
+    events = [decision.event for decision in tape.of(Decision)]
+    drawn = [at for at, event in enumerate(events) if isinstance(event, TrialProposed)]
+    rested = [at for at, event in enumerate(events) if isinstance(event, TrialPaused)]
+    assert drawn[3] < rested[3] < drawn[-1], "four begin at once, and others by what they measured"
+    (run,) = (tmp_path / "killed" / "runs").iterdir()
+    before = RunView.of_run(RunFolder.open(str(run)))
+    assert 7 <= len(before.trials) < 12, "a searcher that is told again draws the last ones"
+    resumed = modelled(tmp_path / "killed", checkpoint="sub-epoch")
+    result = resumed.fit(classes(120), resume=str(run))
+    assert [trial.params for trial in result.trials] == [trial.params for trial in calm.trials]
+    assert bits(result.run_path) == bits(calm.run_path)
+    assert [trial.rung for trial in result.trials] == [trial.rung for trial in calm.trials]
     assert_replays(result)
     assert verify(result.run_path).ok
 

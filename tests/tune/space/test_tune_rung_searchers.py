@@ -39,7 +39,7 @@ def candidates(count: int) -> list[dict[str, Any]]:
 
 
 def halving(count: int, *rungs: int, eta: int = 3, run: SearchedRun = RUN) -> SuccessiveHalving:
-    return SuccessiveHalving(candidates(count), [Bracket(count, rungs)], eta, run)
+    return SuccessiveHalving(candidates(count), [Bracket(count, rungs)], [0] * count, eta, run)
 
 
 def asha(count: int, *rungs: int, eta: int = 3, at_once: int = 4) -> AsynchronousHalving:
@@ -50,7 +50,8 @@ def hyperband(num_epochs: int, eta: int = 3, trials: int | None = None) -> Succe
     brackets = hyperband_brackets(1, num_epochs, eta)
     if trials is not None:
         brackets = shared_out(brackets, trials)
-    return SuccessiveHalving(candidates(sum(b.trials for b in brackets)), brackets, eta, RUN)
+    bracket_of = dealt(brackets)
+    return SuccessiveHalving(candidates(len(bracket_of)), brackets, bracket_of, eta, RUN)
 
 
 def median_stopped(count: int, epochs: int, **rule: int) -> MedianStopped:
@@ -166,7 +167,7 @@ class World:
     def _ask(self) -> None:
         while not self.searcher.closed and (params := self.searcher.ask()) is not None:
             number = len(self.budget)
-            assert params == {"n": number}
+            self.check_candidate(number, params)
             self.budget[number], self.told[number] = self.searcher.epochs, 0
 
     def _tell(self, trial: int, metrics: Mapping[str, float] | None) -> None:
@@ -193,6 +194,10 @@ class World:
             case Stop(trial):
                 assert trial not in self.over | self.stopped
                 self.stopped.add(trial)
+
+    def check_candidate(self, number: int, params: Mapping[str, Any]) -> None:
+        """Check what is proposed."""
+        assert params == {"n": number}
 
     def check_promotion(self, trial: int) -> None:
         """Check what holds of one who goes on."""
@@ -242,8 +247,9 @@ def test_hyperband_ends_and_compares_within_a_bracket(
     data: st.DataObject, eta: int, num_epochs: int, trials: int
 ) -> None:
     brackets = shared_out(hyperband_brackets(1, num_epochs, eta), trials)
-    searcher = SuccessiveHalving(candidates(trials), brackets, eta, RUN)
-    Compared(searcher, data, eta, dealt(brackets).__getitem__).run()
+    bracket_of = dealt(brackets)
+    searcher = SuccessiveHalving(candidates(trials), brackets, bracket_of, eta, RUN)
+    Compared(searcher, data, eta, bracket_of.__getitem__).run()
 
 
 @given(st.data(), COUNTS, ETAS, st.integers(1, 2), st.integers(2, 9), st.integers(1, 5))
