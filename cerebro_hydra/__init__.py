@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cerebro_hydra.kernels import choose_fast_kernels
 
 if TYPE_CHECKING:
-    from cerebro_hydra.ml import SparkEstimator, SparkModel
+    from cerebro_hydra.ml import SparkEstimator, SparkModel, TunedEstimator
     from cerebro_hydra.observe.mlflow import MLflowTracker
     from cerebro_hydra.observe.tensorboard import TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
@@ -70,6 +70,7 @@ __all__ = [
     "SuccessiveHalvingSearch",
     "TPESearch",
     "TensorBoardTracker",
+    "TunedEstimator",
     "__version__",
     "doctor",
     "hp_choice",
@@ -107,6 +108,7 @@ _HOMES = {
     "SuccessiveHalvingSearch": "cerebro_hydra.tune",
     "TPESearch": "cerebro_hydra.tune",
     "TensorBoardTracker": "cerebro_hydra.observe.tensorboard",
+    "TunedEstimator": "cerebro_hydra.ml",
     "doctor": "cerebro_hydra.spark",
     "hp_choice": "cerebro_hydra.tune",
     "hp_int": "cerebro_hydra.tune",

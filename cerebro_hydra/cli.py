@@ -239,7 +239,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.storage import RunFolder
 
     folder = RunFolder.open(arguments.run)
-    page = render(folder, is_running(folder))
+    page = render(folder, is_running(folder), importance=True)
     if arguments.output:
         _write(arguments.output, page)
     else:

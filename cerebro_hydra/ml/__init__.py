@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from cerebro_hydra.ml.estimator import SparkEstimator
     from cerebro_hydra.ml.factory_estimator import FactoryEstimator
     from cerebro_hydra.ml.model import SparkModel
+    from cerebro_hydra.ml.tuned_estimator import TunedEstimator
 
-__all__ = ["FactoryEstimator", "SparkEstimator", "SparkModel"]
+__all__ = ["FactoryEstimator", "SparkEstimator", "SparkModel", "TunedEstimator"]
 
 _HOMES = {
     "FactoryEstimator": "factory_estimator",
     "SparkEstimator": "estimator",
     "SparkModel": "model",
+    "TunedEstimator": "tuned_estimator",
 }
 
 

@@ -1,30 +1,25 @@
-"""The estimator whose model a function of parameters builds, and the base of both estimators.
+"""The estimator whose model a function of parameters builds, and what that of instances shares.
 
-A fit, or a whole grid of fits, is one hopping run. It can be saved unfitted: as Spark's metadata
-with its factory's name, without pickle.
+A fit, or a whole grid of fits, is one hopping run.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pyspark.ml import Estimator
 from pyspark.ml.base import _FitMultipleIterator
 from pyspark.ml.param import Param
-from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLReader
 
 from cerebro_hydra.documents import part_of, unreadable
-from cerebro_hydra.errors import ConfigurationError, TrialFailed
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.keywords import check_keywords
 from cerebro_hydra.ml.metadata import StageMetadata, read_metadata
-from cerebro_hydra.ml.params import OutputParams, RunParams
-from cerebro_hydra.storage import LocalStore, Store, estimator_factories
+from cerebro_hydra.ml.run_estimator import RunEstimator, one_run, restored
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -36,74 +31,18 @@ if TYPE_CHECKING:
     from cerebro_hydra.tune.trial import Trial
 
 
-# Two runs at once would wait for each other's task slots: a CrossValidator with parallelism fits a
-# pipeline in several threads.
-_one_run = threading.Lock()
+class TrialEstimator(RunEstimator, MLReadable["FactoryEstimator"]):
+    """An estimator whose param maps are trials."""
 
-
-class TrialEstimator(
-    Estimator["SparkModel"], RunParams, OutputParams, MLWritable, MLReadable["FactoryEstimator"]
-):
-    """An estimator whose param maps are trials.
-
-    Subclasses set `_factory`, the `estimator_gen_fn` of a run or its "module:name".
-    """
-
-    recorded_factory: str | None = None
-    """The "module:name" in the file that this was loaded from; `setFactory` may confirm it."""
-    _factory: Callable[[Any], Any] | str | None = None
     _trial_names: tuple[str, ...] = ()  # of the Params that can be a trial's parameters
 
     @abstractmethod
     def trial_params(self) -> dict[str, Any]:
         """Return what the factory is called with, as JSON."""
 
-    def factory(self) -> Callable[[Any], Any]:
-        """Return the `estimator_gen_fn` of a run.
-
-        Raises:
-            ReplayError: it is known by its name, and can't be imported here.
-            ConfigurationError: this estimator was loaded, and its file only names it or was saved
-                without it.
-        """
-        if self._factory is None and self.recorded_factory is not None:
-            raise ConfigurationError(
-                f"the file of {self.uid} names the factory {self.recorded_factory!r}, and a name "
-                "in a file is not imported unasked: if it is yours, confirm it with "
-                f"setFactory({self.recorded_factory!r}); else give your own"
-            )
-        if self._factory is None:
-            raise ConfigurationError(
-                f"{self.uid} was saved without what builds its model, so it can't be fitted; make "
-                "it anew, or use the models that it has trained"
-            )
-        if isinstance(self._factory, str):
-            return estimator_factories.import_factory(self._factory)
-        return self._factory
-
-    def setFactory(self, estimator_gen_fn: Callable[[Any], Any] | str) -> Self:
-        """Name what builds the model of an estimator that was loaded: a function, or "module:name".
-
-        Raises:
-            ConfigurationError: it is something else, or this estimator has what builds its model.
-        """
-        if self._factory is not None and self.recorded_factory is None:
-            raise ConfigurationError(
-                f"{self.uid} was not loaded from a file, so it has what builds its model; make "
-                "another estimator for another factory"
-            )
-        if not callable(estimator_gen_fn) and not isinstance(estimator_gen_fn, str):
-            raise ConfigurationError(
-                f"estimator_gen_fn is {estimator_gen_fn!r}; give a function of the parameters "
-                "that returns a SparkEstimator, or its 'module:name'"
-            )
-        self._factory = estimator_gen_fn
-        return self
-
-    def write(self) -> MLWriter:
-        """Return what saves it, which warns where the saved estimator could not be fitted."""
-
-        return EstimatorWriter(self)
+    def recorded(self) -> dict[str, Any]:
+        """Return the names of the Params that can be a trial's parameters."""
+        return {"params": list(self._trial_names)}
 
     @classmethod
     def read(cls) -> MLReader[FactoryEstimator]:
@@ -139,7 +78,7 @@ class TrialEstimator(
         copies = [self.copy(param_map) for param_map in paramMaps]
         settings = [each.run_settings() for each in copies]
         trained: dict[int, tuple[TrainedModel | None, Trial, SearchResult]] = {}
-        with _one_run:
+        with one_run:
             # All backends are made in here, because their checks hold every slot for a moment, too.
             runs = [
                 (members, self._search(dataset, settings[members[0]], [copies[i] for i in members]))
@@ -167,31 +106,13 @@ class TrialEstimator(
     def _search(
         self, dataset: DataFrame, settings: Mapping[str, Any], trials: Sequence[TrialEstimator]
     ) -> ListSearch:
-        # Agents import this file for what their factories return, and need none of these.
-        from cerebro_hydra.spark.backend import SparkBackend
         from cerebro_hydra.tune.searches import ListSearch
 
-        backend = settings["backend"]
-        if backend is None:
-            backend = SparkBackend(dataset.sparkSession, verbose=settings["verbose"])
         return ListSearch(
             candidates=[trial.trial_params() for trial in trials],
             estimator_gen_fn=self.factory(),
-            **{**settings, "backend": backend},
+            **{**settings, "backend": trials[0]._backend(dataset)},
         )
-
-    def _model(
-        self, trained: TrainedModel | None, trial: Trial, result: SearchResult
-    ) -> SparkModel:
-        from cerebro_hydra.ml.model import RunNetwork, SparkModel
-
-        if trained is None:
-            raise TrialFailed(
-                f"{trial.trial_id} with {trial.params} is {trial.status}; the other trials are in "
-                f"{result.run_path}\n\n{trial.error or ''}"
-            )
-        model = SparkModel(RunNetwork(trained), trial, result.run_path)
-        return self._copyValues(model._resetUid(self.uid))
 
 
 def json_value(name: str, value: Any) -> Any:
@@ -266,42 +187,6 @@ class FactoryEstimator(TrialEstimator):
         return {name: self.getOrDefault(name) for name in self._trial_names}
 
 
-__all__ = ["EstimatorReader", "EstimatorWriter", "LocalStore"]  # stores are found once imported
-
-
-class EstimatorWriter(MLWriter):
-    """Saves an estimator's Params, its store's description and its factory's name.
-
-    An estimator whose factory has no name is saved with a warning, because Spark saves the
-    estimator of every fitted validator: once loaded, it has its Params, and can't be fitted.
-    """
-
-    def __init__(self, estimator: TrialEstimator) -> None:
-        super().__init__()
-        self._estimator = estimator
-
-    def saveImpl(self, path: str) -> None:
-        estimator = self._estimator
-        factory = estimator._factory
-        name = estimator_factories.name_of(factory) if callable(factory) else factory
-        if factory is None:
-            name = estimator.recorded_factory
-        if name is None:
-            warnings.warn(
-                f"{estimator.uid} is saved without what builds its model, which is no function "
-                "that can be imported by name: loaded again, as part of a validator or pipeline "
-                "too, it can't be fitted. Fitted models are whole. To save what can be fitted, "
-                "use SparkEstimator.from_factory with a function of a module",
-                stacklevel=2,
-            )
-        values: dict[str, Any] = {p.name: value for p, value in estimator._paramMap.items()}
-        values.pop("backend", None)
-        if values.get("store") is not None:
-            values["store"] = values["store"].to_dict()
-        extra = {"factory": name, "params": list(estimator._trial_names)}
-        DefaultParamsWriter.saveMetadata(estimator, path, self.sc, extra, values)
-
-
 @dataclass(frozen=True)
 class _SavedEstimator:
     """Holds the fields of the metadata that are not Spark ML's own."""
@@ -325,9 +210,7 @@ class EstimatorReader(MLReader[FactoryEstimator]):
         saved: _SavedEstimator = part_of(_SavedEstimator, metadata, where)
         if missing := [name for name in saved.params if name not in stage.defaultParamMap]:
             raise unreadable(f"the default of a Param in {where}", missing[0])
-        if stage.paramMap.get("store") is not None:
-            stage.paramMap["store"] = Store.from_dict(stage.paramMap["store"])
         defaults = {name: stage.defaultParamMap[name] for name in saved.params}
         estimator = FactoryEstimator(None, defaults)
         estimator.recorded_factory = saved.factory
-        return stage.restore(estimator, where)
+        return restored(estimator, stage, where)

@@ -40,6 +40,7 @@ from cerebro_hydra.observe.text import (
     numbers,
     parameters,
     prefixed,
+    saved_work,
     status_text,
     summary,
     troubles,
@@ -231,10 +232,11 @@ def frame(view: RunView, width: int, height: int) -> Group:
     Where not all trials fit into `height` lines, they are those in training and the best.
     """
     trials, devices = view.best_first(), _devices(view, max(1, height // 6))
-    room = max(_FEWEST_TRIALS, height - _OTHER_LINES - len(devices))
+    room = max(_FEWEST_TRIALS, height - _OTHER_LINES - len(devices) - bool(view.untrained))
     shown = sorted(trials, key=lambda trial: trial.worker is None)[:room]
     table, left_out = live_table(view, [trial for trial in trials if trial in shown], width)
-    notes = [*devices, f"{metric_title(view)}; {len(view.workers)} workers, {view.totals}"]
+    saved = filter(None, [saved_work(view)])
+    notes = [*saved, *devices, f"{metric_title(view)}; {len(view.workers)} workers, {view.totals}"]
     if len(shown) < len(trials):
         notes.insert(0, f"and {len(trials) - len(shown)} more trials")
     if left_out:

@@ -17,6 +17,7 @@ from cerebro_hydra.data.claim import is_claimed
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.foreign_text import visible
+from cerebro_hydra.observe.importance import Importance, importance_of
 from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.text import (
     counted,
@@ -25,6 +26,7 @@ from cerebro_hydra.observe.text import (
     metric_title,
     not_saved,
     number,
+    saved_work,
     utf8,
     without_addresses,
 )
@@ -37,6 +39,8 @@ REPORT_FILE = "report.html"
 
 COLOURS = 8
 """Trials that get a colour of their own, best first; the others are grey until pointed at."""
+
+_SHORT_RUN = 60.0  # seconds, to which telling what matters would add several
 
 _MOST_MODELS = 4
 """Sizes of models that are told each; of more only the smallest and the largest."""
@@ -64,17 +68,21 @@ def is_running(folder: RunFolder) -> bool:
     return is_claimed(folder.store, folder.path)
 
 
-def render(folder: RunFolder, running: bool = False) -> str:
+def render(folder: RunFolder, running: bool = False, importance: bool = False) -> str:
     """Return the page of a run, with "?" for what UTF-8 can't hold.
 
     The page of a run that goes on (`running`) asks the server for a newer one, if it came from one.
+    How much each parameter matters, which takes seconds, is told of a run that is over and took a
+    minute, and of every one with `importance`.
 
     Raises:
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
     with consistent(f"the journal of run {folder.path!r}", JournalError):
-        content = _content(*read_run(folder, running), running)
+        view, timeline = read_run(folder, running)
+        content = _content(view, timeline, running)
+        content["importance"] = _importance(view, running, importance)
     return utf8(page().render(**content, version=__version__))
 
 
@@ -106,6 +114,7 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "timeline": timeline,
         "running": running,
         "counted": counted(view),
+        "saved": saved_work(view),
         "rows": rows,
         "reasons": _reasons(rows),
         "num_rows": _num_rows(view),
@@ -130,6 +139,16 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "parallel": len(ranked) > COLOURS,
         "data": _data(view, timeline, colours, running),
     }
+
+
+def _importance(view: RunView, running: bool, asked: bool) -> Importance:
+    if running:
+        return Importance("How much each parameter matters is told when the run is over.")
+    if not asked and (view.seconds or 0.0) < _SHORT_RUN:
+        return Importance(
+            "How much each parameter matters, cerebro-hydra report tells of a run this short."
+        )
+    return importance_of(view)
 
 
 def _row(trial: TrialView, colour: int) -> dict[str, Any]:
@@ -224,6 +243,9 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
                     for name, values in trial.history.items()
                 },
                 "result": trial.result_epoch,
+                "rungs": [
+                    [rung, rung != trial.rung or len(trial.epochs) > rung] for rung in trial.rungs
+                ],  # and whether it went on
             }
             for trial in view.trials.values()
             for score in [view.score(trial)]

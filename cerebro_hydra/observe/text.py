@@ -34,7 +34,7 @@ STYLES = {
     "stopped": "yellow",
     "interrupted": "yellow",
 }
-_OTHER_ENDS = ("stopped", "failed", "interrupted")
+_OTHER_ENDS = ("stopped", "paused", "failed", "interrupted")
 _ARROWS = {"min": "↓", "max": "↑"}
 _SPELT = {"min": "lower is better", "max": "higher is better"}
 
@@ -187,7 +187,8 @@ def summary(view: RunView) -> str:
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     audits = "" if not view.audits else f"; {audited(view.audits)}"
     devices = f"; {devices_text([*view.devices.values()])}" if view.devices else ""
-    return f"{counted(view)}{took}; {view.totals}{devices}{audits}"
+    saved = f"; {saved}" if (saved := saved_work(view)) else ""
+    return f"{counted(view)}{took}{saved}; {view.totals}{devices}{audits}"
 
 
 def devices_text(devices: Sequence[DeviceTotals]) -> str:
@@ -212,11 +213,17 @@ def memory(device: DeviceTotals) -> str:
 
 
 def counted(view: RunView) -> str:
-    """Return how many trials finished, and how many came to each other end."""
+    """Return how many trials finished, and how many came to each other end or rest."""
     ends = Counter(trial.status for trial in view.trials.values())
     others = (f", {ends[end]} {end}" for end in _OTHER_ENDS if ends[end])
     so_far = "" if view.closed or view.seconds is not None else " so far"
     return f"{ends['finished']} of {len(view.trials)} trials{so_far} finished{''.join(others)}"
+
+
+def saved_work(view: RunView) -> str:
+    """Return how many epochs are not trained, of those that all trials have; empty if none."""
+    whole = len(view.trials) * view.document.num_epochs
+    return f"{view.untrained} of {whole} epochs not trained" if view.untrained else ""
 
 
 def winner_line(view: RunView) -> str:

@@ -212,6 +212,22 @@ class RunView:
             yield from (f"val_{name}" for name in self.document.metrics)
 
     @property
+    def untrained(self) -> int:
+        """Return how many epochs no trial trains, of `num_epochs` of every trial.
+
+        Those that trials were stopped before, or rest before now, and those that forks share with
+        their parents.
+        """
+        whole = self.document.num_epochs
+        left = sum(
+            max(0, whole - len(trial.epochs))
+            for trial in self.trials.values()
+            if trial.status in ("stopped", "paused") or trial.stopped_early
+        )
+        shared = sum(trial.base for trial in self.trials.values()) // self.document.num_partitions
+        return left + shared
+
+    @property
     def has_rungs(self) -> bool:
         """Whether a trial was compared with others at a rung."""
         return any(trial.rung is not None for trial in self.trials.values())
@@ -412,8 +428,8 @@ class TrialView:
     and "interrupted" if the run ended before the trial."""
     budget: int = 0
     """The epoch up to which the search lets it train; 0 before it is admitted."""
-    rung: int | None = None
-    """After how many epochs its search compared it last with others; None if it never did."""
+    rungs: list[int] = field(default_factory=list)
+    """After how many epochs its search has compared it with others, ascending."""
     reason: str = ""
     """Why it ended: a failed trial's traceback, or why a trial stopped early."""
     uncut_because: str = ""
@@ -447,6 +463,11 @@ class TrialView:
     """How many sub-epochs those seconds include."""
 
     @property
+    def rung(self) -> int | None:
+        """Return after how many epochs it was compared last; None if it never was."""
+        return self.rungs[-1] if self.rungs else None
+
+    @property
     def over(self) -> bool:
         """Return whether nothing more will happen to it."""
         return self.status in ("finished", "failed", "stopped")
@@ -459,7 +480,8 @@ class TrialView:
     def pause(self, rung: int | None) -> None:
         """Note that its search lets it rest, at a rung if there is one."""
         if not self.over:
-            self.rung = self.rung if rung is None else rung
+            if rung is not None:
+                self.rungs.append(rung)
             self.status = "paused"
             self.worker = self.partition = self.attempt = None
 

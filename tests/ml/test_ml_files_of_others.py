@@ -13,10 +13,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from optuna.samplers import TPESampler
 
-from cerebro_hydra import HDFSStore, LocalStore, SparkEstimator, SparkModel
+from cerebro_hydra import (
+    GridSearch,
+    HDFSStore,
+    LocalStore,
+    OptunaSearch,
+    SparkEstimator,
+    SparkModel,
+    TunedEstimator,
+    hp_choice,
+    hp_int,
+    hp_log,
+    hp_loguniform,
+    hp_quniform,
+    hp_uniform,
+)
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
 from cerebro_hydra.storage.digest import encode_document
+from cerebro_hydra.tune import MedianStopping
 from cerebro_hydra.tune.saved_model import PredictionKind
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
@@ -37,7 +53,24 @@ def saved(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         nets.made, {"hidden": 8, "lr": 0.1}, num_epochs=1, store=LocalStore(folder / "store")
     )
     estimator.save(str(folder / "estimator"))
+    tuned = TunedEstimator(
+        nets.made,
+        GridSearch,
+        search_space=SPACE,
+        stopping=MedianStopping(2, 3),
+        num_epochs=1,
+        store=LocalStore(folder / "store"),
+    )
+    tuned.save(str(folder / "tuned"))
     return folder
+
+
+KINDS: dict[str, Any] = {
+    "model": SparkModel, "estimator": SparkEstimator, "tuned": TunedEstimator
+}  # fmt: skip
+NESTED = hp_choice([{"name": "adam"}, {"name": "sgd", "momentum": hp_uniform(0, 0.9)}, [1, 2]])
+SPACE = {"lr": hp_log(1e-3, 1), "n": hp_int(1, 8, log=True), "drop": hp_quniform(0, 1, 0.25),
+         "decay": hp_loguniform(-4, -1.5), "optimizer": NESTED}  # fmt: skip
 
 
 @pytest.fixture
@@ -111,7 +144,7 @@ def test_factory_of_a_loaded_estimator_is_not_imported_unasked(
         nets.binary().setFactory(nets.made)
 
 
-@pytest.mark.parametrize("stage", ["model", "estimator"])
+@pytest.mark.parametrize("stage", KINDS)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -127,18 +160,70 @@ def test_forged_metadata_is_refused(
 ) -> None:
     change(forged / stage, **changes)
     with pytest.raises(StoreError, match=said):
-        (SparkModel if stage == "model" else SparkEstimator).load(str(forged / stage))
+        KINDS[stage].load(str(forged / stage))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"searcher": "os"}, "the search in .* can't be read from 'os'"),
+        ({"searcher": "Search"}, "the search in"),
+        ({"searcher": "MedianStopping"}, "the search in"),
+        ({"given": {"fit": 1}}, "an argument of the search in .* can't be read from 'fit'"),
+        ({"given": {"eta": 1}}, "can't be read from 'eta'"),
+        ({"arguments": ["_fit"]}, "can't be read from '_fit'"),
+        ({"given": {"search_space": {"lr": {"Choice": []}}}}, "an argument of .*hp_choice got"),
+        ({"given": {"search_space": {"lr": {"Uniform": {"low": 1}}}}}, "it is no search space"),
+        ({"given": {"search_space": {"lr": {"Integer": {"low": 3, "high": 1}}}}}, "low is below"),
+        ({"given": {"search_space": {"lr": 7}}}, "it is no search space"),
+        ({"given": {"stopping": {"what": 1}}}, "an argument of the search"),
+        ({"given": 3}, "given"),
+    ],
+)
+def test_a_forged_search_is_refused(forged: Path, changes: dict[str, Any], said: str) -> None:
+    change(forged / "tuned", **changes)
+    with pytest.raises(StoreError, match=said):
+        TunedEstimator.load(str(forged / "tuned"))
+
+
+def test_a_saved_search_is_loaded_as_it_was(saved: Path, tmp_path: Path) -> None:
+    estimator = TunedEstimator.load(str(saved / "tuned"))
+    assert estimator.searcher is GridSearch
+    assert estimator.getOrDefault("search_space") == SPACE
+    assert estimator.getOrDefault("stopping") == MedianStopping(2, 3)
+    assert (estimator.getNumEpochs(), estimator.getValidation()) == (1, 0.2)
+    with pytest.raises(ConfigurationError, match=r"setFactory\('tests.ml.nets:made'\)"):
+        estimator.factory()
+    given = {"search_space": SPACE, "num_models": 3, "num_epochs": 1, "store": estimator.getStore()}
+    sampled = TunedEstimator(nets.made, OptunaSearch, sampler=TPESampler(), **given)
+    with pytest.warns(UserWarning, match=r"without \['sampler'\], which only Python holds"):
+        sampled.save(str(tmp_path / "sampled"))
+    again = TunedEstimator.load(str(tmp_path / "sampled"))
+    with pytest.warns(UserWarning, match=r"without \['sampler'\]"):
+        again.save(str(tmp_path / "again"))
+    nothing: Any = None
+    with pytest.raises(ConfigurationError, match=r"without sampler.*estimator.set\(estimator.sam"):
+        TunedEstimator.load(str(tmp_path / "again")).setFactory(nets.made).fit(nothing)
+
+    class Own(GridSearch):
+        pass
+
+    own = TunedEstimator(nets.made, Own, search_space=SPACE)
+    with pytest.warns(UserWarning, match="its search, which is not of this package"):
+        own.save(str(tmp_path / "own"))
+    with pytest.raises(ConfigurationError, match="a file can't name; make it anew"):
+        TunedEstimator.load(str(tmp_path / "own")).fit(nothing)
 
 
 def test_path_without_a_stage_is_an_error_of_ours(saved: Path) -> None:
-    for kind in (SparkModel, SparkEstimator):
+    for kind in KINDS.values():
         with pytest.raises(StoreError, match=r"(can't read|there is no) .*no-such-stage"):
             kind.load(str(saved / "no-such-stage"))
 
 
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-@pytest.mark.parametrize("stage", ["model", "estimator"])
+@pytest.mark.parametrize("stage", KINDS)
 def test_damaged_metadata_is_read_or_refused_in_words(
     saved: Path, stage: str, data: st.DataObject
 ) -> None:
@@ -149,6 +234,6 @@ def test_damaged_metadata_is_read_or_refused_in_words(
     write(saved / stage, data.draw(forged))
     try:
         with contextlib.suppress(CerebroHydraError):
-            (SparkModel if stage == "model" else SparkEstimator).load(str(saved / stage))
+            KINDS[stage].load(str(saved / stage))
     finally:
         write(saved / stage, before)

@@ -14,9 +14,17 @@ import torch
 from torch import nn
 
 import cerebro_hydra
-from cerebro_hydra import LocalStore, SparkEstimator, SparkModel
+from cerebro_hydra import (
+    BOHBSearch,
+    LocalStore,
+    SparkEstimator,
+    SparkModel,
+    TunedEstimator,
+    hp_choice,
+    hp_log,
+)
 from cerebro_hydra.errors import ConfigurationError, ReplayError
-from cerebro_hydra.ml import factory_estimator
+from cerebro_hydra.ml import run_estimator
 from cerebro_hydra.shards.export.program import EXPORTED_FILES, WEIGHTS_FILE
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.testing.local_backend import LocalBackend
@@ -246,7 +254,7 @@ def test_instances_under_a_validator_regress(
     require_ready, alone = preflight.require_ready, []
 
     def checked(*given: Any) -> None:
-        alone.append(factory_estimator._one_run.locked())
+        alone.append(run_estimator.one_run.locked())
         require_ready(*given)
 
     monkeypatch.setattr(preflight, "require_ready", checked)
@@ -332,3 +340,42 @@ def test_an_estimator_whose_factory_cannot_be_imported_is_saved_with_a_warning(
     assert (again.trial_params(), again.getNumEpochs()) == ({"lr": 0.1}, 7)
     with pytest.raises(ConfigurationError, match="was saved without what builds its model"):
         again.factory()
+
+
+@pytest.mark.long
+def test_a_search_is_a_stage_that_is_saved_loaded_and_fitted(
+    df: Any, factory: Any, tmp_path: Path
+) -> None:
+    from pyspark.ml import Pipeline, PipelineModel
+
+    estimator = TunedEstimator(
+        factory,
+        BOHBSearch,
+        search_space={"lr": hp_log(1e-5, 0.1), "hidden": hp_choice([4, 8])},
+        num_models=6,
+        num_epochs=4,
+        eta=2,
+        store=LocalStore(str(tmp_path / "store")),
+        order="seeded",
+        verbose=0,
+    )
+    pipeline = Pipeline(stages=[*stages("features"), estimator])
+    fitted = pipeline.fit(df)
+    model, (run,) = fitted.stages[-1], runs_of(tmp_path / "store")
+    assert isinstance(model, SparkModel) and model.uid == estimator.uid
+    assert model.trial.trial_id == run.best_trial.trial_id and len(run.trials) == 6
+    assert {"finished", "stopped"} == {trial.status for trial in run.trials}
+    fitted.save(str(tmp_path / "fitted"))
+    rows = by_id(PipelineModel.load(str(tmp_path / "fitted")).transform(df))
+    expected = by_id(fitted.transform(df))
+    assert [row.prediction for row in rows] == [row.prediction for row in expected]
+
+    pipeline.save(str(tmp_path / "unfitted"))
+    again = Pipeline.load(str(tmp_path / "unfitted"))
+    with pytest.raises(ConfigurationError, match=r"setFactory\('nets_of_a_user:factory'\)"):
+        again.fit(df)
+    again.getStages()[-1].setFactory("nets_of_a_user:factory")
+    second = again.fit(df).stages[-1]
+    assert second.trial.params == model.trial.params, "two seeded runs"
+    ours, theirs = model.torch().state_dict(), second.torch().state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

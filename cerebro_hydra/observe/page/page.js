@@ -45,6 +45,7 @@
 
   // Draws what depends on the width.
   function fit() {
+    drawRungs();
     drawParallel();
     drawTimeline();
     document.querySelectorAll("#trials, #devices").forEach(fitTable);

@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import inf, isfinite, log10
 from random import Random
@@ -337,6 +337,52 @@ def check_space(search_space: Any) -> dict[str, Dimension]:
                 f"search_space[{name!r}] is {values!r}; write hp_choice({list(hint)!r})"
             )
     return dict(search_space)
+
+
+def space_to_json(search_space: Mapping[str, Dimension]) -> dict[str, Any]:
+    """Return a search space as JSON, which `space_from_json` reads."""
+    return {name: _dimension_to_json(each) for name, each in search_space.items()}
+
+
+def _dimension_to_json(value: Any) -> Any:
+    match value:
+        case Choice(options):
+            return {"Choice": [_dimension_to_json(option) for option in options]}
+        case Uniform() | LogUniform() | Integer():
+            return {type(value).__name__: asdict(value)}
+        case dict() if is_nested(value):
+            return {"parts": {name: _dimension_to_json(each) for name, each in value.items()}}
+    return {"value": value}
+
+
+def space_from_json(document: Mapping[str, Any]) -> dict[str, Dimension]:
+    """Return a search space from JSON that anybody may have written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return check_space({n: _dimension_from_json(each) for n, each in document.items()})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"it is no search space: {error!r}") from error
+
+
+def _dimension_from_json(document: Mapping[str, Any]) -> Any:
+    ((kind, given),) = document.items()
+    match kind:
+        case "Choice":
+            return hp_choice([_dimension_from_json(option) for option in given])
+        case "Uniform":
+            return _checked("hp_uniform", Uniform(**given))
+        case "LogUniform":
+            return hp_log(given["low"], given["high"])
+        case "Integer":
+            return hp_int(**given)
+        case "parts":
+            return {name: _dimension_from_json(each) for name, each in given.items()}
+        case "value":
+            return given
+    raise KeyError(kind)
 
 
 def grid(search_space: Mapping[str, Dimension]) -> list[dict[str, Any]]:

@@ -1,62 +1,89 @@
-"""Searches that stop early on local Spark, with two and three workers."""
+"""Every search on local Spark, with two and three workers: it ends, and every trial replays."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cerebro_hydra import SparkBackend
-from cerebro_hydra.tune import ASHASearch, HyperbandSearch, SuccessiveHalvingSearch
-from cerebro_hydra.tune.search import Search
-from tests.end_to_end.runs import assert_replays, classes, frame_of
-from tests.end_to_end.searches.early_searches import search
+from cerebro_hydra.plan.messages.events import RunSuspended, TrialForked, TrialResumed
+from cerebro_hydra.tune import (
+    ASHASearch,
+    BOHBSearch,
+    GridSearch,
+    HyperbandSearch,
+    MedianStopping,
+    RandomSearch,
+    SuccessiveHalvingSearch,
+    TPESearch,
+    hp_choice,
+)
+from tests.end_to_end.runs import Tape, assert_replays, classes, frame_of
+from tests.end_to_end.searches.early_searches import halving, modelled, search
 from tests.end_to_end.searches.populations import population
 from tests.end_to_end.searches.sampled_searches import sampled
 from tests.end_to_end.searches.shared_prefixes import steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 
+RATES = {"search_space": {"lr": hp_choice([0.1, 0.05, 1e-6])}}
+MEDIAN = {"stopping": MedianStopping(min_trials=2), "num_models": 5, "num_epochs": 3}
+
+Make = Callable[..., Any]
+SEARCHES: dict[str, tuple[Make, set[str]]] = {
+    "grid": (partial(search, GridSearch, num_epochs=1, **RATES), {"finished"}),
+    "median": (partial(search, RandomSearch, **MEDIAN), {"finished", "stopped"}),
+    "halving": (partial(search, SuccessiveHalvingSearch, num_models=6, eta=2), {"stopped"}),
+    "hyperband": (partial(search, HyperbandSearch, num_models=6, eta=2), {"stopped"}),
+    "asha": (partial(search, ASHASearch, num_models=6, eta=2), {"stopped"}),
+    "bohb": (modelled, {"stopped"}),
+    "BOHB in any order": (partial(search, BOHBSearch, num_models=8, eta=2), {"stopped"}),
+    "tpe": (partial(search, TPESearch, num_models=6, num_epochs=1), {"finished"}),
+    "optuna": (sampled, {"finished"}),
+    "population": (population, {"stopped"}),
+    "prefixes": (steps, {"finished"}),
+}
+FORKING = {"population", "prefixes"}
+
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("kind", [SuccessiveHalvingSearch, HyperbandSearch, ASHASearch])
-def test_a_search_on_spark_stops_trials_early_and_replays(
-    spark: Any, tmp_path: Path, kind: type[Search], workers: int
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_on_spark_ends_and_all_its_trials_replay(
+    spark: Any, tmp_path: Path, name: str, workers: int
 ) -> None:
+    make, statuses = SEARCHES[name]
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
-    arguments = {"backend": backend, "num_models": 6, "eta": 2}
-    result = search(kind, tmp_path, **arguments).fit(frame_of(spark, classes(120)))
-    statuses = Counter(trial.status for trial in result.trials)
-    assert statuses.keys() == {"finished", "stopped"}
+    tape = Tape()
+    searched = make(tmp_path, backend=backend, observers=[tape])
+    result = searched.fit(frame_of(spark, classes(120)))
+    found = {trial.status for trial in result.trials}
+    assert statuses <= found <= {"finished", "stopped"}
     assert result.best_trial.status == "finished"
+    assert (len(tape.of(TrialForked)) > 0) == (name in FORKING)
     assert_replays(result)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_sampler_on_spark_learns_and_replays(spark: Any, tmp_path: Path, workers: int) -> None:
-    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
-    result = sampled(tmp_path, backend=backend).fit(frame_of(spark, classes(120)))
-    assert {trial.status for trial in result.trials} == {"finished"}
-    assert_replays(result)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_population_on_spark_forks_and_replays(spark: Any, tmp_path: Path, workers: int) -> None:
-    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
-    result = population(tmp_path, backend=backend).fit(frame_of(spark, classes(120)))
-    statuses = Counter(trial.status for trial in result.trials)
-    assert statuses == {"finished": 4, "stopped": 3}
-    assert_replays(result)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_trials_that_agree_on_spark_are_trained_once_and_replay(
+def test_a_search_on_spark_that_its_target_ends_goes_on_and_its_promoted_trials_replay(
     spark: Any, tmp_path: Path, workers: int
 ) -> None:
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=workers)
-    result = steps(tmp_path, backend=backend).fit(frame_of(spark, classes(120)))
-    assert {trial.status for trial in result.trials} == {"finished"}
-    assert len({trial.history["train_loss"][0] for trial in result.trials}) == 2
+    rows, tape = frame_of(spark, classes(120)), Tape()
+    given = {"backend": backend, "order": "dynamic"}
+    begun = halving(tmp_path, target={"val_loss": 1e9}, observers=[tape], **given).fit(rows)
+    assert tape.of(RunSuspended), "the first epoch reaches it"
+    assert {"paused"} <= {trial.status for trial in begun.trials}
+    assert begun.best_trial.has_result
+    tape = Tape()
+    late = halving(tmp_path, time_budget=0.001, observers=[tape], **given)
+    assert {"paused"} <= {trial.status for trial in late.fit(rows, resume=begun.run_path).trials}
+    assert "time" in tape.of(RunSuspended)[-1].reason
+    tape = Tape()
+    result = halving(tmp_path, observers=[tape], **given).fit(rows, resume=begun.run_path)
+    assert {trial.status for trial in result.trials} == {"finished", "stopped"}
+    assert tape.of(TrialResumed), "trials were promoted after the resume"
     assert_replays(result)
