@@ -33,11 +33,11 @@ class Importance:
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
-def importance_of(view: RunView) -> Importance:
+def importance_of(view: RunView, now: bool) -> Importance:
     """Return how much of what trials have measured each parameter explains.
 
     Trials are compared by the best that they have measured within as many epochs as all of them
-    have ended, whoever has trained on.
+    have ended, whoever has trained on. That takes seconds, and is done if asked for `now`.
     """
     trials = [trial for trial in view.trials.values() if _ended(trial)]
     epochs = min((len(trial.epochs) for trial in trials), default=0)
@@ -48,6 +48,8 @@ def importance_of(view: RunView) -> Importance:
             f"How much each parameter matters is told from {FEWEST_TRIALS} trials on that have "
             f"measured {view.metric}; here {len(known)} have."
         )
+    if not now:
+        return Importance("How much each parameter matters: cerebro-hydra report tells it.")
     if find_spec("optuna") is None or find_spec("sklearn") is None:
         return Importance(
             "How much each parameter matters is told where Optuna is installed: "

@@ -144,11 +144,7 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
 def _importance(view: RunView, running: bool, asked: bool) -> Importance:
     if running:
         return Importance("How much each parameter matters is told when the run is over.")
-    if not asked and (view.seconds or 0.0) < _SHORT_RUN:
-        return Importance(
-            "How much each parameter matters, cerebro-hydra report tells of a run this short."
-        )
-    return importance_of(view)
+    return importance_of(view, asked or (view.seconds or 0.0) >= _SHORT_RUN)
 
 
 def _row(trial: TrialView, colour: int) -> dict[str, Any]:
