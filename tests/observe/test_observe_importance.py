@@ -50,8 +50,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not later.shares and "cerebro-hydra report tells it" in later.note
     same = importance_of(view_of(12, lr=1, deep=1, **{"<b>": 1}), now=True)
     assert not same.shares and "No parameter" in same.note
-    monkeypatch.setattr(
-        sys.modules["cerebro_hydra.observe.importance"], "find_spec", lambda _: None
-    )
+    monkeypatch.setattr(importance, "find_spec", lambda _: None)
     missing = importance_of(view_of(12), now=True)
     assert not missing.shares and "pip install 'cerebro-hydra[optuna]'" in missing.note
