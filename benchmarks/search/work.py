@@ -129,6 +129,7 @@ class Figures:
 
     seconds: float  # of the whole call
     curve: Sequence[Epoch]
+    again: Sequence[float] = ()  # accuracies of a grid's best point, trained again
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
@@ -138,7 +139,8 @@ class Figures:
     def read(cls, path: Path) -> Figures:
         """Read what `write` wrote."""
         read = json.loads(path.read_text())
-        return cls(read["seconds"], [Epoch(**each) for each in read["curve"]])
+        curve = [Epoch(**each) for each in read["curve"]]
+        return cls(read["seconds"], curve, read["again"])
 
     @property
     def best(self) -> float:
