@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # their numbers in glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # their numbers in glibc's malloc.h
 _LIBRARY = ctypes.CDLL(None)
 _IS_GLIBC = hasattr(_LIBRARY, "mallopt")
 
@@ -18,7 +19,18 @@ _lock = threading.Lock()
 LEAST_TRIMMED = 16 << 20
 """Freed bytes below which the heap is left alone."""
 
+TRIM_SECONDS = 0.5
+"""Seconds between two times at which gaps in the heap are given back while tasks are done."""
+
+_trimmed = 0.0  # when that was done
+
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
+
+
+def share_heap() -> None:
+    """Let threads that begin from now on use one heap, so that each one's gaps serve all."""
+    if _IS_GLIBC:
+        _LIBRARY.mallopt(_ARENA_MAX, 1)
 
 
 @contextmanager
@@ -55,3 +67,11 @@ def trim_heap(freed: int) -> None:
     """
     if freed >= LEAST_TRIMMED and _TRIM is not None:
         _TRIM(0)
+
+
+def trim_now_and_then(within: float = TRIM_SECONDS) -> None:
+    """Return free pages, unless someone has the heap kept or it was done within so many seconds."""
+    global _trimmed
+    if not _users and time.monotonic() - _trimmed >= within:
+        trim_heap(LEAST_TRIMMED)
+        _trimmed = time.monotonic()

@@ -58,7 +58,7 @@ from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, Segments, in_place, memory_of, on_host
-from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
+from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap, trim_now_and_then
 from cerebro_hydra.storage.run_document import TrialSpec
 
 Key = tuple[int, int]  # visit and shard
@@ -252,6 +252,7 @@ class Device:
                 self._fail(order.visit, task.trial, error)
         attribute_to(None)
         self._answer(Closed(order.visit, evaluation))
+        trim_now_and_then(within=0.0)
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
         """Tell of an error that only the trial's own code can have caused.
@@ -304,6 +305,7 @@ class Device:
         outside, self._outside = self._outside, []
         for work in outside:
             work()
+        trim_now_and_then()  # what tasks leave counts as the device's, too
 
     def _do_tasks(self, unit: Compute, asked: Task) -> None:
         """Do the tasks of a unit, until its visit is over."""

@@ -6,6 +6,7 @@ main thread. Else each has a process of its own, so that a crash in it ends no o
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -46,6 +47,7 @@ from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_deterministically
+from cerebro_hydra.shards.heap import share_heap
 
 _log = logging.getLogger(__name__)
 
@@ -247,6 +249,8 @@ def _limit_sends(connection: Any, seconds: float) -> None:
 def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
     """Be the process of a device until the agent closes its end, or is gone; in this group."""
     os.setpgid(0, group)
+    gc.freeze()  # a collection would write to, and so copy, each page that the server shares
+    share_heap()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     watchdog.watch_parent()
     lock = threading.Lock()

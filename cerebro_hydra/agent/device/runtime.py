@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.agent.memory.pool import BufferPool, Lease
+from cerebro_hydra.agent.memory.pool import BufferPool, Lease, private_pages
 from cerebro_hydra.shards.engine.layout import Bytes
 
 
@@ -97,7 +97,7 @@ class HostRuntime:
         self.promoting: Stream = HostStream()
         self.demoting: Stream = self.promoting
         self.computing: Stream = self.promoting
-        self._pool = BufferPool(poison)
+        self._pool = BufferPool(poison, private_pages)
 
     def empty(self, nbytes: int) -> Tensor:
         """Return bytes, warm ones of the same size if there are."""

@@ -49,16 +49,13 @@ from cerebro_hydra.shards.engine.layout import (
 from cerebro_hydra.shards.engine.microbatch import MemoryLimit
 from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
 from cerebro_hydra.shards.engine.visit_run import VisitRun
-from cerebro_hydra.shards.heap import kept_heap, trim_heap
+from cerebro_hydra.shards.heap import TRIM_SECONDS, kept_heap, trim_heap
 from cerebro_hydra.shards.mapped_memory import MappedMemory
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
 STATES_OF_A_MAPPED_STEP = 2
 """States of its largest shard that an audit in mapped files has in memory at once."""
-
-TRIM_SECONDS = 0.5
-"""Seconds between two times at which a visit gives gaps in the heap back."""
 
 
 def open_trials(

@@ -124,6 +124,12 @@ class BufferPool:
             unused -= self._free.pop(0).nbytes
 
 
+def private_pages(nbytes: int) -> Bytes:
+    """Return memory that no gap in the heap can hold on to: it goes back as soon as it is freed."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), private), np.uint8)[:nbytes]
+
+
 class Lease:
     """Is the base of every array on a piece of memory, so that it dies after the last of them.
 

@@ -1,4 +1,4 @@
-"""Cuts a list of costs into balanced groups, or the fewest that fit a device (``shards="auto"``).
+"""Cuts a list of costs into balanced groups, by seconds, or by bytes where a device has few.
 
 Shards are contiguous ranges of units, so an exact dynamic programme finds the best cut: the
 recurrence of PipeDream's partitioner (Narayanan et al., "PipeDream: Generalized Pipeline
@@ -31,7 +31,7 @@ def auto_cut(
 
     A shard fits a device if ``buffers`` times its state, its activations, and the boundary values
     that a microbatch keeps there are within the budget: while it computes, a shard of its size is
-    brought. Of the cuts with the fewest shards, the result has the shortest longest shard.
+    brought. The result is `cut_by_bytes` into the fewest shards that do.
 
     Args:
         names: what a message should call each unit.
@@ -52,9 +52,21 @@ def auto_cut(
             kept = _boundaries(units, shards)
         ends = _longest_that_fit(units, budget - kept, buffers)
         if _fewest(ends) <= shards:
-            costs = [unit.forward + unit.backward for unit in units]
-            return balance(costs, shards, partial(_is_within, ends))
+            return cut_by_bytes(units, shards, buffers)
     raise ConfigurationError(_refusal(names, units, budget, kept, buffers))
+
+
+def cut_by_bytes(units: Sequence[ShardSpec], shards: int, buffers: int = 2) -> list[range]:
+    """Return the units of each shard, where a device has less than the trial needs.
+
+    No cut into so many shards needs less for its largest one: ``buffers`` times its state, and its
+    activations. Of those that need no more, the result has the shortest longest shard.
+    """
+    needs = [_need(unit, buffers) for unit in units]
+    largest = max(sum(needs[i] for i in part) for part in balance(needs, shards))
+    ends = _longest_that_fit(units, largest, buffers)
+    seconds = [unit.forward + unit.backward for unit in units]
+    return balance(seconds, shards, partial(_is_within, ends))
 
 
 def _is_within(ends: Sequence[int], start: int, end: int) -> bool:

@@ -21,7 +21,7 @@ from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
-from cerebro_hydra.shards.admission.fit import choose_to_fit, measure_shards
+from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, staleness_of
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,
@@ -187,7 +187,10 @@ def _admit(
         """Return the first choice where no places are named, and the seconds between places."""
         if isinstance(recipe.shards, int):
             seconds = times(points)
-            return choose_by_time(points, seconds, recipe.shards), seconds
+            choice = choose_by_time(points, seconds, recipe.shards)
+            if profiler is not None:
+                choice = choose_number_to_fit(recipe, points, profiler, profiled, choice)
+            return choice, seconds
         if profiler is None:
             return choose_whole(points), ()
         return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)

@@ -1,4 +1,4 @@
-"""Chooses the fewest shards that fit a device (``shards="auto"``), by measured times of tasks."""
+"""Chooses shards for a device that has little memory, by measured bytes and times of tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.sizing.cuts import auto_cut
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec
+from cerebro_hydra.plan.sizing.cuts import auto_cut, cut_by_bytes
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
 from cerebro_hydra.shards.cut.choice import (
@@ -42,8 +43,8 @@ def choose_to_fit(
 
     Every unit is measured once, the cut is computed from that, and is measured itself before it is
     chosen. Where a unit is too large for that, no device has room for the next shard beside the
-    present one. Without a budget, and where activations are kept, there are as few shards as may
-    be, of equal times.
+    present one. Without a budget, where activations are kept, and where devices that compute at
+    once have room for it, there are as few shards as may be, of equal times.
 
     Args:
         times: returns the seconds between all places.
@@ -62,10 +63,13 @@ def choose_to_fit(
 
     if budget is None or recipe.recompute is False or not points.allowed:
         return fewest()
-    finest = profiled(points.spec(points.allowed))
-    if finest.tasks is None or finest.tasks.recompute is None:
+    if least > 1:  # for devices that compute at once, so that times decide where memory allows it
+        by_time, seconds = fewest()
+        if profiler.fits(recipe, profiled(by_time.spec), buffers=2):
+            return by_time, seconds
+    units = _units(recipe, points, profiled)
+    if units is None:
         return fewest()
-    units = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
     seconds = [unit.forward + unit.backward for unit in units]
     names = [module_of(unit) for unit in (*points.units[:1], *points.allowed)]
 
@@ -84,6 +88,40 @@ def choose_to_fit(
     with suppress(ConfigurationError):
         return fitting(buffers=2), seconds
     return fitting(buffers=1), seconds
+
+
+def choose_number_to_fit(
+    recipe: Recipe,
+    points: CutPoints,
+    profiler: TaskProfiler,
+    profiled: Callable[[CutSpec], TrialProfile],
+    by_time: CutChoice,
+) -> CutChoice:
+    """Return a choice of as many shards as one that was made by time.
+
+    It is that one if a device holds two of its shards beside the activations of one; else its
+    largest shard is as small as can be.
+    """
+    if profiler.budget is None or recipe.recompute is False or not by_time.spec.at:
+        return by_time
+    if profiler.fits(recipe, profiled(by_time.spec), buffers=2):
+        return by_time
+    units = _units(recipe, points, profiled)
+    if units is None:
+        return by_time
+    seconds = [unit.forward + unit.backward for unit in units]
+    groups = cut_by_bytes(units, len(by_time.spec.at) + 1)
+    return choose_groups(points, seconds, groups, by_time.note)
+
+
+def _units(
+    recipe: Recipe, points: CutPoints, profiled: Callable[[CutSpec], TrialProfile]
+) -> Sequence[ShardSpec] | None:
+    """Return what each unit needs that could be a shard; None if it can't be measured."""
+    finest = profiled(points.spec(points.allowed))
+    if finest.tasks is None or finest.tasks.recompute is None:
+        return None
+    return finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
 
 
 def measure_shards(

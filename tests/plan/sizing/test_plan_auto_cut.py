@@ -14,7 +14,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.human_units import bytes_text, seconds_text
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.sizing.cuts import auto_cut
+from cerebro_hydra.plan.sizing.cuts import auto_cut, cut_by_bytes
 
 MIB = 2**20
 
@@ -58,8 +58,32 @@ def cuts_of(count: int, shards: int) -> list[list[range]]:
     return [[range(a, b) for a, b in pairwise((0, *cut, count))] for cut in chosen]
 
 
+def largest(units: list[ShardSpec], cut: list[range], buffers: int) -> tuple[int, float]:
+    """Return the bytes of the largest shard, then the seconds of the longest one."""
+    shards = [shard_of([units[i] for i in part]) for part in cut]
+    nbytes = max(buffers * shard.state + shard.activations for shard in shards)
+    return nbytes, max(shard.forward + shard.backward for shard in shards)
+
+
+@given(units_of_a_model, st.integers(1, 2), st.data())
+def test_no_cut_by_bytes_has_a_smaller_largest_shard_or_an_as_small_one_and_a_shorter_longest(
+    units: list[ShardSpec], buffers: int, data: st.DataObject
+) -> None:
+    shards = data.draw(st.integers(1, len(units)))
+    cut = cut_by_bytes(units, shards, buffers)
+    others = [largest(units, other, buffers) for other in cuts_of(len(units), shards)]
+    assert largest(units, cut, buffers) == min(others)
+
+
+def test_layers_of_unlike_sizes_make_shards_of_like_ones() -> None:
+    kib = [9, 113, 113, 113, 113, 5]
+    units = [unit(state=n << 10) for n in kib]
+    parts = [sum(kib[i] for i in part) for part in cut_by_bytes(units, 4)]
+    assert parts == [122, 113, 113, 118]
+
+
 @given(units_of_a_model, st.integers(0, 120), st.booleans(), st.integers(1, 2))
-def test_no_cut_that_fits_has_fewer_shards_or_a_shorter_longest_one(
+def test_no_cut_that_fits_has_fewer_shards_or_a_smaller_largest_one(
     units: list[ShardSpec], budget: int, by_modules: bool, buffers: int
 ) -> None:
     if not by_modules:  # blocks of a model have equal boundaries; else the rule is on the safe side
@@ -70,15 +94,12 @@ def test_no_cut_that_fits_has_fewer_shards_or_a_shorter_longest_one(
         kept = sum(each.boundary for each in (units if by_modules else shards))
         return all(buffers * s.state + s.activations + kept <= budget for s in shards)
 
-    def longest(cut: list[range]) -> float:
-        return max(sum(units[i].forward + units[i].backward for i in part) for part in cut)
-
     for shards in range(1, len(units) + 1):
         fitting = [cut for cut in cuts_of(len(units), shards) if fits(cut)]
         if fitting:
             cut = cut_of(units, budget, by_modules=by_modules, buffers=buffers)
             assert len(cut) == shards and fits(cut)
-            assert longest(cut) == min(map(longest, fitting))
+            assert largest(units, cut, buffers) == min(largest(units, c, buffers) for c in fitting)
             return
     with pytest.raises(ConfigurationError, match=r"module 'block \d' needs"):
         cut_of(units, budget, by_modules=by_modules, buffers=buffers)

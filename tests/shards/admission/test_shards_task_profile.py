@@ -221,3 +221,43 @@ def test_equal_structures_share_a_profile_and_have_equal_cuts():
     assert first.profile.tasks is second.profile.tasks
     other = admit(recipe(layers=9), [EXAMPLE], 3, cache, profiler)
     assert other.profile is not None and other.profile.tasks is not first.profile.tasks
+
+
+class Table(nn.Module):
+    """Has much memory and takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(1024, SMALL_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows[0]
+
+
+class Slow(nn.Module):
+    """Has little memory and takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(SMALL_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(300):
+            with torch.no_grad():
+                self.weight @ self.weight
+        return x @ self.weight
+
+
+def test_as_many_shards_as_asked_for_have_like_bytes_where_memory_binds_and_else_like_times():
+    def cut_for(budget: int) -> tuple[list[str], int]:
+        body = [*(Table() for _ in range(4)), *(Slow() for _ in range(4))]
+        model = nn.Sequential(*body, nn.Linear(SMALL_WIDTH, 3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=2)
+        cut = admit(made, [EXAMPLE], 3, None, TaskProfiler(budget))
+        return list(cut.spec.at), max(shard.nbytes for shard in cut.layout.shards)
+
+    by_time, all_tables = cut_for(64 * PLENTY)
+    by_bytes, half_of_them = cut_for(2 * all_tables)
+    assert by_time[0] in ("5@0", "6@0", "7@0") and by_bytes == ["2@0"]
+    assert half_of_them < 0.6 * all_tables
