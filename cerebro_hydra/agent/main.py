@@ -5,6 +5,7 @@ Its main thread runs the trials' code if its device is one CPU, and else waits f
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -52,6 +53,7 @@ from cerebro_hydra.plan.messages.instructions import (
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_as
+from cerebro_hydra.shards.heap import share_heap
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.wire.address import own_host
@@ -77,11 +79,13 @@ def run_agent(spec: AgentSpec, start: AgentStart, factory: Callable[..., Any]) -
         DataError: the rows read differ from those that were prepared.
     """
     released = watchdog.watch_parent()
+    gc.freeze()  # a collection would write to, and so copy, each page that the daemon shares
     try:
         _Agent(spec, start, factory, released).run()
     except RunOver:
         pass  # started in place of a lost agent, when the run was about to end
     finally:
+        gc.unfreeze()
         released.set()
 
 
@@ -124,6 +128,8 @@ class _Agent:
             planner.rule,
             double_buffering=not resources.computes_in_place,
         )
+        if not resources.computes_in_place:
+            share_heap()  # else each thread that fetches keeps what it read last
         slabs = Slabs() if resources.has_own_processes else None
         segments = SegmentStore(
             resources.host_memory or budget_of(0),
@@ -246,6 +252,7 @@ class _Agent:
                 slabs,
                 self._control.send,
                 limits=spec.limits,
+                budget=resources.device_memory,
             )
         return cpu_starts(
             resources.devices,

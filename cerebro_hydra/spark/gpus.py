@@ -11,19 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cerebro_hydra.agent.device.visible_gpus import BY_BUS, ORDER, VISIBLE
+from cerebro_hydra.agent.device.visible_gpus import BY_BUS, LEAST_RESERVED, ORDER, VISIBLE, reserved
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.places import environment
 
 # What this process's CUDA was started with by an earlier agent; it can't be started again.
 _started_with: str | None = None
-
-RESERVED_SHARE = 0.1
-"""The share of a GPU that is left for what kernels take and for gaps between tensors."""
-
-LEAST_RESERVED = 1 << 30
-"""Bytes that are left for that on any GPU."""
 
 _REMEDY = "see nvidia-smi there, and install a torch that is built for its CUDA"
 _SECONDS = 120.0  # in which torch is loaded and CUDA started, on a machine with much to do
@@ -144,7 +138,7 @@ def ask(addresses: Sequence[str], allowed: str | None) -> GpuFacts:
 
 def usable(free: int, total: int) -> int:
     """Return the bytes of a GPU that shards and tasks may have, where CUDA has been started."""
-    return max(0, free - max(LEAST_RESERVED, int(total * RESERVED_SHARE)))
+    return max(0, free - reserved(total))
 
 
 def check_gpu_facts(workers: Sequence[GpuFacts]) -> Iterator[Finding]:

@@ -417,6 +417,7 @@ def gpu_starts(
     slabs: Slabs,
     on_said: Callable[[Mapping[str, Any]], object],
     limits: LossLimits = DEFAULT_LIMITS,
+    budget: int | None = None,
 ) -> Sequence[DeviceStart]:
     """Return what starts each GPU in a process of its own, whose end gives all its memory back.
 
@@ -427,10 +428,11 @@ def gpu_starts(
         make_opener: makes what opens visits on `THE_GPU` of a process.
         limits: for how long a process may be silent.
         on_said: takes what code in another process prints and logs.
+        budget: the bytes that each has for shards and tasks; None is all of them.
     """
-    context = fork_server()
+    context, memory = fork_server(), partial(gpu_memory, budget=budget)
     settings = [
-        DeviceSettings(context, make_opener, True, gpu_memory, partial(show_gpu, gpu), limits)
+        DeviceSettings(context, make_opener, True, memory, partial(show_gpu, gpu), limits)
         for gpu in gpus
     ]
     return [partial(DeviceProcess, each, slabs, on_said) for each in settings]
@@ -449,6 +451,6 @@ def _numeric_here(threads: int) -> Mapping[str, Any]:
     return numeric_fingerprint(THE_GPU.type)
 
 
-def gpu_memory(poison: bool = False) -> DeviceMemory:
-    """Return the memory of the GPU that this process sees."""
-    return DeviceMemory(poison, CudaRuntime(THE_GPU))
+def gpu_memory(poison: bool = False, budget: int | None = None) -> DeviceMemory:
+    """Return the memory of the GPU that this process sees; see `CudaRuntime` for the budget."""
+    return DeviceMemory(poison, CudaRuntime(THE_GPU, budget))

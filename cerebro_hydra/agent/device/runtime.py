@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cerebro_hydra.agent.device.visible_gpus import reserved
 from cerebro_hydra.agent.memory.pool import BufferPool, Lease, private_pages
 from cerebro_hydra.shards.engine.layout import Bytes
 
@@ -148,10 +149,18 @@ class CudaRuntime:
     Torch's allocator keeps what slots had, apart from what tasks use: it belongs to the stream that
     promotes. So a slot gets the memory of one of its size before, and what tasks lack is taken from
     what no slot has.
+
+    Args:
+        budget: the bytes for shards and tasks. This process gets these and what is left to kernels,
+            beyond which torch says that it is out of memory; None is all of the GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, budget: int | None = None) -> None:
         self._device = device
+        if budget is not None:
+            _, total = torch.cuda.mem_get_info(device)
+            share = min(1.0, (budget + reserved(total)) / total)
+            torch.cuda.set_per_process_memory_fraction(share, device)
         self._copies_in = torch.cuda.Stream(device)
         self.promoting: Stream = CudaStream(self._copies_in)
         self.demoting: Stream = CudaStream(torch.cuda.Stream(device))

@@ -16,8 +16,19 @@ BY_BUS = "PCI_BUS_ID"
 _ALLOCATOR, _OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _WITHOUT_GAPS = "expandable_segments:True"
 
+RESERVED_SHARE = 0.1
+"""The share of a GPU that is left for what kernels take and for gaps between tensors."""
+
+LEAST_RESERVED = 1 << 30
+"""Bytes that are left for that on any GPU."""
+
 THE_GPU = torch.device("cuda", 0)
 """The only one that a process sees after `show_gpu`."""
+
+
+def reserved(total: int) -> int:
+    """Return the bytes that are left to kernels and gaps of a GPU with so many."""
+    return max(LEAST_RESERVED, int(total * RESERVED_SHARE))
 
 
 def show_gpu(name: str) -> None:

@@ -57,6 +57,12 @@ class FakeCuda:
             cudaHostUnregister=lambda at: self._note(("unpin", at)),
         )
 
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 30 << 30, 40 << 30
+
+    def set_per_process_memory_fraction(self, share: float, device: torch.device) -> None:
+        self.calls.append(("share", share))
+
     def empty_cache(self) -> None:
         self.calls.append("release")
 
@@ -99,6 +105,14 @@ def test_each_way_has_a_stream_and_is_waited_for_by_its_event(
     assert cuda.calls == [("record", "default"), "wait"]
     runtime.release()
     assert cuda.calls[-1] == "release"
+
+
+@pytest.mark.parametrize(("budget", "share"), [(6, (6 + 4) / 40), (39, 1.0), (None, None)])
+def test_a_process_gets_its_budget_of_a_gpu_and_what_kernels_need(
+    cuda: FakeCuda, budget: int | None, share: float | None
+) -> None:
+    CudaRuntime(torch.device("cpu"), None if budget is None else budget << 30)
+    assert cuda.calls == ([] if share is None else [("share", share)])
 
 
 def test_a_slab_is_unpinned_before_it_is_unmapped(cuda: FakeCuda, runtime: CudaRuntime) -> None:

@@ -69,10 +69,11 @@ def test_the_process_of_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_gpu_of_a_worker_has_a_process_that_sees_it() -> None:
-    starts: list[Any] = [*gpu_starts(("5", "GPU-ab"), visible_here, Slabs(), print)]
+    starts: list[Any] = [*gpu_starts(("5", "GPU-ab"), visible_here, Slabs(), print, budget=7)]
     given = [start.args[0] for start in starts]  # each is a DeviceProcess to be
     assert [settings.prepare.args for settings in given] == [("5",), ("GPU-ab",)]
-    assert {settings.make_memory for settings in given} == {gpu_memory}
+    (memory,) = {settings.make_memory for settings in given}
+    assert memory.func is gpu_memory and memory.keywords == {"budget": 7}
 
 
 @pytest.mark.parametrize(

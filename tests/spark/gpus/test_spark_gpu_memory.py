@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.spark.gpus import LEAST_RESERVED, GpuFacts, ask, check_gpu_facts, usable
+from cerebro_hydra.agent.device.visible_gpus import LEAST_RESERVED
+from cerebro_hydra.spark.gpus import GpuFacts, ask, check_gpu_facts, usable
 
 GIB = 1 << 30
 TORCH = """
