@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra import GridSearch, LocalStore, SparkEstimator, hp_choice
-from cerebro_hydra.observe.records import AgentStarted, Decision, TrialAdmitted
+from cerebro_hydra.observe.records import AgentStarted, Decision
 from cerebro_hydra.plan.messages.events import SubEpochDone, WorkerJoined
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
@@ -29,10 +27,10 @@ EVERY_SECONDS = 0.05
 BATCH, STEPS, FEATURES, CLASSES = 16, 2, 48, 5
 MIB = 1 << 20
 FACTOR, BESIDE = 1.15, 32 * MIB
-"""Of all budgets, and beside these: what the processes of a worker may have above their baseline."""
+"""Of all budgets, and beside these: what a worker's processes may have above their baseline."""
 
-FROM, TO = 5, 200
-"""The sub-epochs between which memory may not grow."""
+FIRST = 5
+"""The sub-epoch from which on memory may not grow."""
 
 
 def pss_of(pid: int) -> int:
@@ -58,9 +56,9 @@ def of_worker(agent: int) -> dict[int, int]:
         return {}
 
 
-class Block(nn.TransformerEncoderLayer):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 4, 4 * width, 0.1, batch_first=True)
+def block(width: int) -> nn.Module:
+    """Return a layer of the net."""
+    return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, batch_first=True)
 
 
 class Net(nn.Module):
@@ -69,11 +67,12 @@ class Net(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES // 8, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(block(width) for _ in range(layers)))
         self.last = nn.Linear(width, CLASSES)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.last(self.blocks(self.first(features.unflatten(1, (8, -1)))).mean(1))
+        tokens = self.blocks(self.first(features.unflatten(1, (8, -1))))
+        logits: torch.Tensor = self.last(tokens.mean(1))
         return logits
 
 
@@ -108,8 +107,6 @@ class Watch:
     devices: int
     baseline: dict[int, int] = field(default_factory=dict)  # by process
     peaks: list[int] = field(default_factory=list)  # of all processes, above it, by sub-epoch
-    idle: int = 0  # above it, at the end
-    state: int = 0
     _agent: int = 0
     _peak: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -118,8 +115,6 @@ class Watch:
     def on_record(self, record: object) -> None:
         if isinstance(record, AgentStarted):
             self._agent = record.pid
-        elif isinstance(record, TrialAdmitted):
-            self.state = record.spec.nbytes
         elif isinstance(record, Decision) and isinstance(record.event, WorkerJoined):
             self._wait_for_devices()  # the run goes on after this
             threading.Thread(target=self._sample, daemon=True).start()
@@ -153,77 +148,108 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Holds what a run showed, in MiB."""
+class Sizes:
+    """Says what is measured.
 
-    cut: str
-    trials: int
-    devices: int
+    Args:
+        share: of a trial's training state, the part that the budget of a device is one of.
+        host: host_memory, in such states.
+    """
+
+    trials: int = 3
+    devices: int = 2
+    share: int = 4
+    host: float = 2.0
+    sub_epochs: int = 20
+    width: int = 256
+    layers: int = 12
+    cut: str = "modules"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Holds what a run showed, in MiB.
+
+    Args:
+        promised: FACTOR x (devices x device_memory + host_memory) + BESIDE.
+        baseline: of each process, the agent's first.
+        peak: of all processes above that, in the first 20 sub-epochs.
+        early: in the 5th and some after it.
+        late: in as many at the end.
+    """
+
+    sizes: Sizes
     state: float
     device_memory: float
     host_memory: float
-    promised: float  # FACTOR x (devices x device_memory + host_memory) + BESIDE
-    baseline: list[float]  # of each process, the agent's first
-    peak_of_20: float  # of all processes above it, over the first 20 sub-epochs
-    peak_of_5: float  # in the 5th and those around it
-    peak_of_last: float  # in as many at the end
-    sub_epochs: int
+    promised: float
+    baseline: list[int]
+    peak: float
+    early: float
+    late: float
 
 
-def measured(asked: argparse.Namespace) -> Figures:
+def measured(sizes: Sizes, parent: str | None = None, verbose: int = 0) -> Figures:
+    """Train the trials on one worker; files lie in a folder of the parent meanwhile."""
     random = np.random.default_rng(3)
-    rows = BATCH * STEPS
-    features = random.normal(size=(rows + BATCH, FEATURES)).astype(np.float32)
-    data = Arrays({"features": features, "label": random.integers(0, CLASSES, len(features))})
-    watch = Watch(asked.devices)
-    state = state_bytes(asked.width, asked.layers)
-    device_memory, host_memory = state // asked.share, int(asked.host * state)
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+    rows = BATCH * (STEPS + 1)
+    features = random.normal(size=(rows, FEATURES)).astype(np.float32)
+    data = Arrays({"features": features, "label": random.integers(0, CLASSES, rows)})
+    watch = Watch(sizes.devices)
+    state = state_bytes(sizes.width, sizes.layers)
+    device_memory, host_memory = state // sizes.share, int(sizes.host * state)
+    net = {"width": sizes.width, "layers": sizes.layers, "cut": sizes.cut}
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         search = GridSearch(
             backend=LocalBackend(
-                1, devices_per_worker=asked.devices,
-                device_memory=device_memory, host_memory=host_memory,
+                1,
+                devices_per_worker=sizes.devices,
+                device_memory=device_memory,
+                host_memory=host_memory,
             ),
             store=LocalStore(f"{folder}/store"),
-            estimator_gen_fn=partial(make, width=asked.width, layers=asked.layers, cut=asked.cut),
-            search_space={"lr": hp_choice([1e-4 * (n + 1) for n in range(asked.trials)])},
-            num_epochs=math.ceil(asked.sub_epochs / asked.trials),
+            estimator_gen_fn=partial(make, **net),
+            search_space={"lr": hp_choice([1e-4 * (n + 1) for n in range(sizes.trials)])},
+            num_epochs=math.ceil(sizes.sub_epochs / sizes.trials),
             evaluation_metric="accuracy",
-            validation=BATCH / len(features),
+            validation=BATCH / rows,
             seed=5,
-            verbose=asked.verbose,
+            verbose=verbose,
             observers=[watch],
-        )  # fmt: skip
+        )
         search.fit(data)  # type: ignore[arg-type]  # what LocalBackend takes for a DataFrame
-    if asked.verbose: print([round(p/MIB) for p in watch.peaks])
-    around = 2 * asked.trials  # whichever of them is under way
-    promised = FACTOR * (asked.devices * device_memory + host_memory) + BESIDE
-    agent = [pss for _, pss in sorted(watch.baseline.items())]
+    around = 3 * sizes.trials  # whichever of them are under way
+    promised = FACTOR * (sizes.devices * device_memory + host_memory) + BESIDE
+
+    def most(peaks: list[int]) -> float:
+        return round(max(peaks) / MIB, 1)
+
     return Figures(
-        asked.cut, asked.trials, asked.devices,
-        *(round(n / MIB, 1) for n in (state, device_memory, host_memory, promised)),
-        [round(n / MIB, 1) for n in agent],
-        *(round(max(peaks) / MIB, 1) for peaks in (
-            watch.peaks[:20], watch.peaks[FROM - 1 : FROM - 1 + around], watch.peaks[-around:])),
-        len(watch.peaks),
-    )  # fmt: skip
+        sizes,
+        state=round(state / MIB, 1),
+        device_memory=round(device_memory / MIB, 1),
+        host_memory=round(host_memory / MIB, 1),
+        promised=round(promised / MIB, 1),
+        baseline=[round(pss / MIB) for _, pss in sorted(watch.baseline.items())],
+        peak=most(watch.peaks[:20]),
+        early=most(watch.peaks[FIRST - 1 : FIRST - 1 + around]),
+        late=most(watch.peaks[-around:]),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (
-        ("trials", 3), ("devices", 2), ("share", 4), ("sub-epochs", 20), ("width", 256),
-        ("layers", 12), ("verbose", 0),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--host", type=float, default=2.0, help="host_memory, in states")
-    parser.add_argument("--cut", default="modules")
+    for each in fields(Sizes):
+        kind = type(each.default)
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default)
+    parser.add_argument("--verbose", type=int, default=0)
     parser.add_argument("--folder", help="where store and scratch lie; default: temporary files")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: a small net")
     asked = parser.parse_args()
+    sizes = Sizes(**{each.name: getattr(asked, each.name) for each in fields(Sizes)})
     if asked.quick:
-        asked.trials, asked.width, asked.layers, asked.sub_epochs = 2, 64, 4, 4
-    print(json.dumps(asdict(measured(asked)), indent=1))
+        sizes = Sizes(trials=2, share=1, width=64, layers=4, sub_epochs=8)
+    print(json.dumps(asdict(measured(sizes, asked.folder, asked.verbose)), indent=1))
 
 
 if __name__ == "__main__":

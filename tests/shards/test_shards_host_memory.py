@@ -100,3 +100,40 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No space left|File too large"):
         memory.allocate(1 << 60)
     assert not list(tmp_path.iterdir())
+
+
+THREADS = """
+import threading
+from pathlib import Path
+import numpy as np
+from cerebro_hydra.shards.heap import share_heap
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
+
+if {shared}:
+    share_heap()
+np.ones(16 << 20, np.uint8)  # from now on the heap has blocks of this size
+begun, over = threading.Barrier(9), threading.Event()
+
+def work():
+    np.ones(6 << 20, np.uint8)
+    begun.wait()
+    over.wait()
+
+before = resident()
+for _ in range(8):
+    threading.Thread(target=work).start()
+begun.wait()
+print(resident() - before)
+over.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone has a heap for each thread")
+def test_threads_that_share_a_heap_leave_their_gaps_to_one_another() -> None:
+    apart, shared = (
+        int(run_python("-c", THREADS.format(shared=shared)).stdout) for shared in (False, True)
+    )
+    assert shared <= 20 < 30 < apart

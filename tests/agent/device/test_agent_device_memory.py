@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -13,6 +15,7 @@ from cerebro_hydra.shards.engine.layout import Segments
 from tests.agent.device.device_memory_promises import DeviceMemoryPromises
 from tests.agent.device.late_runtime import LateRuntime, late_memory
 from tests.examples import examples
+from tests.processes import run_python
 
 SIZES = (64, 64, 1000)
 
@@ -120,3 +123,30 @@ def test_a_wait_that_is_left_out_is_seen(
         getattr(worked.runtime, name).wait()
     right = worked.seen(0) == bytes([1] * 64) and worked.seen(1) == bytes([1] * 64)
     assert right is (stream is None)
+
+
+SLOTS = """
+from pathlib import Path
+import numpy as np
+from cerebro_hydra.agent.device.runtime import HostRuntime
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
+
+np.ones(16 << 20, np.uint8)  # from now on the heap has blocks of this size
+before, runtime, between = resident(), HostRuntime(), []
+for _ in range(20):
+    slot = runtime.empty(3 << 20).fill_(1)
+    between += [slot, np.ones(100_000, np.uint8)]
+print(resident() - before)
+del slot, between[::2]
+runtime.release()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is resident")
+def test_slots_that_are_given_back_leave_no_gaps_between_other_memory() -> None:
+    with_slots, without = map(int, run_python("-c", SLOTS).stdout.split())
+    assert without < 8 < 55 < with_slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import queue
 import resource
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -77,5 +78,30 @@ def test_a_device_lets_go_of_the_slabs_that_its_agent_has_no_more() -> None:
         gc.collect()
         begin(1)
         assert mapped(device.pid) == 0
+    finally:
+        device.close()
+
+
+def private_pages() -> int:
+    """Return the MiB of this process that no other one shares."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) >> 10
+
+
+def collects() -> ByteTrials:
+    before = private_pages()
+    gc.collect()
+    print(f"copied {private_pages() - before} MiB")
+    return ByteTrials((64,))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which pages are shared")
+def test_a_collection_in_a_device_copies_none_of_what_its_server_shares() -> None:
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    settings = DeviceSettings(fork_server(["transformers.modeling_utils"]), collects)
+    device = DeviceProcess(settings, Slabs(), said.put, lambda *_: None, lambda _: None)
+    try:
+        line = said.get(timeout=SECONDS)["output"]["line"]
+        assert int(line.split()[1]) < 8, line
     finally:
         device.close()
