@@ -198,7 +198,7 @@ def measured(sizes: Sizes, parent: str | None = None, verbose: int = 0) -> Figur
     watch = Watch(sizes.devices)
     state = state_bytes(sizes.width, sizes.layers)
     device_memory, host_memory = state // sizes.share, int(sizes.host * state)
-    net = {"width": sizes.width, "layers": sizes.layers, "cut": sizes.cut}
+    net: dict[str, Any] = {"width": sizes.width, "layers": sizes.layers, "cut": sizes.cut}
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         search = GridSearch(
             backend=LocalBackend(

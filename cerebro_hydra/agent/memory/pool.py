@@ -125,9 +125,16 @@ class BufferPool:
 
 
 def private_pages(nbytes: int) -> Bytes:
-    """Return memory that no gap in the heap can hold on to: it goes back as soon as it is freed."""
+    """Return memory that no gap in the heap can hold on to: it goes back as soon as it is freed.
+
+    Raises:
+        MemoryError: the system has not so much.
+    """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), private), np.uint8)[:nbytes]
+    try:
+        return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), private), np.uint8)[:nbytes]
+    except OSError as error:
+        raise MemoryError(f"can't take {nbytes} bytes of memory: {error}") from error
 
 
 class Lease:
