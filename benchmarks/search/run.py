@@ -176,15 +176,15 @@ def lines(found: dict[str, dict[int, Figures]]) -> Iterator[str]:
     """Yield a line for each part, and for each claim that what was measured says something of."""
     for part, seeds in found.items():
         if seeds:
-            bests = described([each.best for each in seeds.values()], 4)
+            accuracy = described([each.best for each in seeds.values()], 4)
             seconds = described([each.seconds for each in seeds.values()], 1)
             epochs = described([each.epochs for each in seeds.values()], 0)
-            yield f"{part}: accuracy {bests}; {epochs} epochs; {seconds} s"
+            yield f"{part}: accuracy {accuracy}; {epochs} epochs; {seconds} s"
     both = found["trivial"].keys() & found["ray-trivial"].keys()
     overheads = [found["trivial"][s].seconds / found["ray-trivial"][s].seconds for s in both]
     yield from compared("trivial: seconds / ray-trivial's", 1.0, overheads)
     grids = [each.best for each in found["grid"].values()]
-    again = [accuracy for each in found["grid"].values() for accuracy in each.again]
+    again = [value for each in found["grid"].values() for value in each.again]
     if not again:
         return
     target = statistics.median(again)

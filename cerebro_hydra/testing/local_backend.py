@@ -123,7 +123,7 @@ class LocalBackend:
     def check_factory(self, factory: Factory) -> None:
         """Refuse a factory that is no module's function, nor a partial of one."""
         function = factory.func if isinstance(factory, partial) else factory
-        if "<" in getattr(function, "__qualname__", "<"):  # a lambda, or within a function
+        if "<" in getattr(function, "__qualname__", ""):  # a lambda, or within a function
             raise ConfigurationError(
                 f"estimator_gen_fn is {factory!r}, which agents can't import; give a function of a "
                 "module"
