@@ -140,3 +140,36 @@ def test_a_scale_that_falls_for_ever_fails_the_trial_in_the_words_of_plain_train
     with pytest.raises(NonFiniteLoss) as plainly:
         reference.train(windows)
     assert str(ours.value) == str(plainly.value)
+
+
+class SpoiltWeight(nn.Module):
+    """Its weight's gradient is NaN once `armed`; what it passes back is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * NaNGradient.apply(self.weight)
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_a_gradient_of_any_shard_that_overflows_lets_all_skip_the_step(
+    place: int, armed: Any
+) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+        layers.insert(place, SpoiltWeight())
+        return nn.Sequential(*layers, nn.Linear(8, 3))
+
+    def recipe() -> Recipe:
+        return make(64.0, model=model, shards=["2", "4"], cut="modules")
+
+    trial = start(recipe(), VECTORS[0])
+    reference = PlainTrainer(recipe(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    armed()
+    assert trial.train(VECTORS[0]).loss_sum == reference.train(VECTORS[0])[0]
+    assert_same_state(trial.tensors(), reference)
+    assert reference.scaling is not None and reference.scaling.skipped == reference.steps > 0
+    assert trial.cursor(2)["scaler"] == reference.scaling.state()
