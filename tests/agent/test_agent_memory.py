@@ -126,8 +126,9 @@ class Run:
 def spec_of(trial: int) -> Any:
     """Describe a trial as far as queues ask."""
     return SimpleNamespace(
-        trial=trial, shards=[None], batch_size=5, accumulate=1, recompute=None, schedule="sharp"
-    )
+        trial=trial, shards=[None], batch_size=5, accumulate=1, recompute=None, schedule="sharp",
+        staleness=(),
+    )  # fmt: skip
 
 
 class Agent:

@@ -150,6 +150,7 @@ def spec_of(
         accumulate=window,
         recompute=recompute,
         schedule="sequential",
+        staleness=(),
         tasks=None,
     )
 
