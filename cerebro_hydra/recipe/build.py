@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 
 _HOOKS_FOR_ALL = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
@@ -103,7 +104,7 @@ def build_recipe(
 
     def build() -> Recipe:
         torch.manual_seed(seed)
-        with _no_hooks_for_all():
+        with _no_hooks_for_all(), torch_settings_kept("estimator_gen_fn"):
             return recipe_of(factory(dict(params)))
 
     recipe = build()

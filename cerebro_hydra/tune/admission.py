@@ -50,6 +50,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.recipe.numerics import mkl_mode
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.admission.admit import (
     AdmittedCut,
@@ -372,7 +373,8 @@ class Admission:
         key = admission_key(recipe, examples)
         if key is not None and (key, least) in self._cuts:
             return self._cuts[key, least]
-        cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least)
+        with torch_settings_kept():
+            cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
             self._cuts[key, least] = cut

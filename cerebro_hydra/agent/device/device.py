@@ -54,6 +54,7 @@ from cerebro_hydra.errors import Cancelled, StepDiffers
 from cerebro_hydra.foreign_text import error_text, traceback_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -222,7 +223,8 @@ class Device:
         trial = order.trial.trial
         self._run_code_of(trial, order.attempt)
         try:
-            profile = self._opener.profile(order.trial)
+            with torch_settings_kept():
+                profile = self._opener.profile(order.trial)
         except (Exception, SystemExit) as error:
             self._fail(None, trial, error)
         else:
@@ -231,7 +233,8 @@ class Device:
     def _open(self, order: VisitOrder) -> None:
         self._run_code_of(order.task.trial, order.task.attempt)
         try:
-            self._visits[order.visit] = self._opener.open(order)
+            with torch_settings_kept():
+                self._visits[order.visit] = self._opener.open(order)
         except (Exception, SystemExit) as error:
             self._fail(order.visit, order.task.trial, error)
         self._answer(Opened(order.visit))
@@ -246,7 +249,8 @@ class Device:
             return
         evaluation = None
         try:
-            evaluation = None if visit is None else visit.close()
+            with torch_settings_kept():
+                evaluation = None if visit is None else visit.close()
         except (Exception, SystemExit) as error:
             if task is not None:
                 self._fail(order.visit, task.trial, error)
@@ -311,7 +315,8 @@ class Device:
         """Do the tasks of a unit, until its visit is over."""
         try:
             while unit.visit in self._live and (task := self._next_task()) is not None:
-                done = self._perform(task)
+                with torch_settings_kept():
+                    done = self._perform(task)
                 self._end_task(done)
         except Cancelled:
             pass  # its last words were heard before

@@ -19,6 +19,7 @@ from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import BatchTensors, Evaluation, RunningEvaluation
 from cerebro_hydra.recipe.randomness import generator_states
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
@@ -110,7 +111,7 @@ class ShardEvaluation:
                 assert then is not None, "a resident visit needs to know where its tasks come from"
                 return self._in_one_call(batch, task, then)
             self._shards.begin_batch()
-            self._next = self._paused.begin(partial(self._shards.run, batch))
+            self._next = self._paused.begin(partial(torch_settings_kept()(self._shards.run), batch))
         if self._next != ("F", k) or number != self._number:
             raise ValueError(f"{task} can't come now; the batch is before {self._next}")
         self._next = self._paused.advance()

@@ -13,6 +13,7 @@ import torch
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Window
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
@@ -352,6 +353,7 @@ class VisitRun:
         batch.looks, batch.idle = in_last_step or window == 0, self._sub_epoch.idle
         return batch, batches[place].rows
 
+    @torch_settings_kept()  # some are a thread's own
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
         if self._limit is None:
             self._tasks.run(batch, reach)

@@ -1,4 +1,4 @@
-"""Factories of trials that end, lock or hang their agent's process."""
+"""Factories of trials that end, lock or hang their agent's process, or change its settings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.observe import OutputLine
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.wire.shards import ShardServer
 from tests.end_to_end.models import counting, feed_forward
 from tests.end_to_end.runs import Tape
+from tests.end_to_end.trials.hooked_models import FIRST_LATE, Counted
 
 LAST_WORDS = "here it comes"
 
@@ -101,3 +102,39 @@ class Interrupter:
     def _interrupt(self) -> None:
         self.interrupted = time.monotonic()
         os.kill(os.getpid(), self._number)
+
+
+class Depends(nn.Module):
+    """Gives other numbers in double precision, and where subnormal numbers are zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiny = torch.tensor(1e-39, dtype=torch.float32) * torch.tensor(1.0, dtype=torch.float32)
+        return x * (torch.tensor(1.0) / 3 + (tiny != 0)).to(x.dtype)
+
+
+class Changes(Counted):
+    """Changes a setting late, or in evaluation."""
+
+    what = "nothing"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.steps.item() >= FIRST_LATE:
+            if self.what == "flushes":
+                torch.set_flush_denormal(True)
+            elif self.what == "double" or (self.what == "evaluates" and not self.training):
+                torch.set_default_dtype(torch.float64)
+        return x
+
+
+def settings(params: dict[str, Any]) -> Recipe:
+    """A small net; `what` is what it does: nothing, or a change in factory or forward."""
+    if params["what"] == "factory":
+        torch.set_default_dtype(torch.float64)
+    recipe = feed_forward({"lr": 0.01, "dropout": 0.2})
+    first = Changes(16, 32)
+    first.what = params["what"]
+    recipe.model[0] = first
+    recipe.model.insert(1, Depends())
+    recipe.optimizer = torch.optim.AdamW(recipe.model.parameters(), lr=0.01)
+    return recipe

@@ -1,4 +1,7 @@
-"""Trials that end, lock or hang their agents fail alone, and others keep every bit."""
+"""Trials that end, lock or hang their agents, or set torch otherwise, fail alone.
+
+Others keep every bit.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import cerebro_hydra
 from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper import coordinator
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
@@ -20,7 +24,7 @@ from cerebro_hydra.observe import SlowBatch
 from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.wire.control import ControlServer
 from tests.end_to_end.runs import Tape, assert_equal_bits, classes, search, statuses
-from tests.end_to_end.trials.lethal_models import Interrupter, lethal
+from tests.end_to_end.trials.lethal_models import Interrupter, lethal, settings
 from tests.end_to_end.trials.memory_groups import memory_group
 
 pytestmark = pytest.mark.slow
@@ -209,3 +213,32 @@ def test_whatever_ends_or_stops_a_process_is_told_as_what_it_was_and_is_no_slow_
             assert "its code ended the process of a device 3 times" in mine.error
             assert mine.error.count(ENDINGS[fault][1]) == 3
         assert "batch_seconds" not in (mine.error or "")
+
+
+CHANGES_OF_SETTINGS = {
+    "factory": "estimator_gen_fn changes torch.set_default_dtype",
+    "double": "code of the trial changes torch.set_default_dtype",
+    "flushes": "code of the trial changes torch.set_flush_denormal",
+    "evaluates": "code of the trial changes torch.set_default_dtype",
+}
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [{}, pytest.param({"devices_per_worker": 2, "device_memory": 40_000}, marks=LONG)],
+    ids=["alone", "small devices"],
+)
+def test_trials_beside_those_that_change_a_setting_train_as_alone(
+    tmp_path: Path, resources: dict[str, int]
+) -> None:
+    what = ["nothing", *CHANGES_OF_SETTINGS, "nothing"]
+    result = search(
+        tmp_path, settings, {"what": what}, classes(), resources=resources, order="seeded",
+        audit_share=0.0,
+    )  # fmt: skip
+    assert statuses(result) == ["finished", *["failed"] * len(CHANGES_OF_SETTINGS), "finished"]
+    for trial, sentence in zip(result.trials[1:-1], CHANGES_OF_SETTINGS.values(), strict=True):
+        assert sentence in trial.error
+    for trial in (result.trials[0], result.trials[-1]):
+        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
+        assert report.identical, str(report)

@@ -1,0 +1,95 @@
+"""Keeps the settings of torch that all trials of a process share, and on which bits depend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from cerebro_hydra.errors import Cancelled, ConfigurationError
+
+_SUBNORMAL, _ONE = np.float32(1e-39), np.float32(1.0)
+_IN_OLDER_WORDS: dict[tuple[str, ...], str] = {
+    ("ieee", "ieee"): "highest", ("tf32", "tf32"): "high", ("tf32", "bf16"): "medium",
+}  # fmt: skip
+
+
+def _default_device() -> torch.device | None:
+    # What torch.get_default_device() makes a tensor for, which takes longer than all others here.
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _matmul_backends() -> tuple[Any, Any]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _matmul_precision() -> tuple[str, ...]:
+    # torch.get_float32_matmul_precision() raises where they were set one by one.
+    return tuple(each.fp32_precision.replace("none", "ieee") for each in _matmul_backends())
+
+
+def _set_matmul_precision(value: tuple[str, ...]) -> None:
+    torch.set_float32_matmul_precision(_IN_OLDER_WORDS.get(value, "highest"))
+    if value not in _IN_OLDER_WORDS:
+        for each, precision in zip(_matmul_backends(), value, strict=True):
+            each.fp32_precision = precision
+
+
+def _flushes_subnormals() -> bool:
+    return not _SUBNORMAL * _ONE
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "set_default_device": (_default_device, torch.set_default_device),
+    "use_deterministic_algorithms": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "set_float32_matmul_precision": (_matmul_precision, _set_matmul_precision),
+    "set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "set_flush_denormal": (_flushes_subnormals, torch.set_flush_denormal),
+}
+"""The function of torch that sets each, with what reads and what writes it."""
+
+
+@contextmanager
+def torch_settings_kept(who: str = "code of the trial") -> Iterator[None]:
+    """Give the settings back after the body, which must leave them as they were.
+
+    Args:
+        who: the subject of the sentence that tells of a change.
+
+    Raises:
+        ConfigurationError: the body changed one. An error of the body's own gets a note of it.
+    """
+    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    try:
+        yield
+    except Cancelled:  # in the middle of the trial's code, which might have given them back
+        _give_back(before, who)
+        raise
+    except BaseException as error:
+        if change := _give_back(before, who):
+            error.add_note(change)
+        raise
+    if change := _give_back(before, who):
+        raise ConfigurationError(change)
+
+
+def _give_back(before: dict[str, Any], who: str) -> str | None:
+    changes = []
+    for name, (read, write) in _SETTINGS.items():
+        if (now := read()) != before[name]:
+            write(before[name])
+            changes.append(f"torch.{name} (from {before[name]} to {now})")
+    if not changes:
+        return None
+    return (
+        f"{who} changes {', '.join(changes)}, which other trials of the process would have, too; "
+        "set it at the top of the factory's module, for all trials, or set it back at once"
+    )

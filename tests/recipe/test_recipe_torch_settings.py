@@ -1,0 +1,81 @@
+"""Settings of torch that trials of a process share stay as they are; who changes one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.errors import Cancelled, ConfigurationError
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from tests.recipe.small_recipes import recipe_of
+
+
+def seen() -> tuple[Any, ...]:
+    """Return what tensors show of the settings."""
+    tiny = torch.tensor(1e-39, dtype=torch.float32) * torch.tensor(1.0, dtype=torch.float32)
+    made = torch.ones(1, requires_grad=True) * 2
+    return (
+        made.dtype, made.device, made.requires_grad, bool(tiny != 0),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
+    "set_default_device": lambda: torch.set_default_device("meta"),
+    "use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "set_flush_denormal": lambda: torch.set_flush_denormal(True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_factory_that_changes_a_setting_of_torch_is_refused_and_it_is_given_back(
+    name: str,
+) -> None:
+    def factory(params: Mapping[str, Any]) -> Recipe:
+        CHANGES[name]()
+        return recipe_of(nn.Linear(3, 1))
+
+    before = seen()
+    with pytest.raises(ConfigurationError, match=rf"estimator_gen_fn changes torch\.{name} \(from"):
+        build_recipe(factory, {}, 0, Columns(("x",), ("y",)))
+    assert seen() == before
+
+
+def test_an_error_of_code_that_changes_a_setting_has_a_note_of_it() -> None:
+    before = seen()
+    with pytest.raises(ValueError, match="mine") as raised, torch_settings_kept():
+        torch.set_default_dtype(torch.float64)
+        raise ValueError("mine")
+    assert "code of the trial changes torch.set_default_dtype" in raised.value.__notes__[0]
+    with pytest.raises(Cancelled), torch_settings_kept():
+        torch.set_default_dtype(torch.float64)
+        raise Cancelled("in the middle")
+    assert seen() == before
+
+
+def test_settings_that_are_set_to_what_they_are_are_no_change() -> None:
+    before = seen()
+    with torch_settings_kept():
+        torch.set_float32_matmul_precision("highest")  # it is "none" until the first time
+        torch.use_deterministic_algorithms(False)
+        torch.set_flush_denormal(False)
+    assert seen() == before
+
+
+def test_precisions_that_have_no_common_name_are_given_back() -> None:
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    try:
+        cpu.fp32_precision = "bf16"
+        with pytest.raises(ConfigurationError, match="matmul"), torch_settings_kept():
+            torch.set_float32_matmul_precision("high")
+        assert (cuda.fp32_precision, cpu.fp32_precision) == ("ieee", "bf16")
+    finally:
+        torch.set_float32_matmul_precision("highest")
