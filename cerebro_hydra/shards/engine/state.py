@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe.grad_scaling import GradScaling
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
@@ -427,3 +427,70 @@ def decode(value: Any) -> Any:
             return Counter({decode(k): decode(v) for k, v in value["of"]})
         case _:
             return {decode(k): decode(v) for k, v in value["of"]}
+
+
+class EarlyGradients:
+    """Finds gradients that a forward gives itself, where they would be lost, or added elsewhere.
+
+    A shard that leaves after its forward leaves its gradients behind, which only backward changes.
+
+    Attributes:
+        resting: the shards whose gradients stay at their parameters, so that a forward may add.
+
+    Args:
+        params: the parameters of each shard that was here.
+    """
+
+    def __init__(self, params: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        self.resting: set[int] = set()
+        self._params = params
+        self._runs = self._follows = False
+        self._noted: dict[int, dict[str, tuple[Tensor, int]]] = {}
+
+    def begin(self, here: Iterable[int], follows: bool) -> None:
+        """Note the gradients before a forward, which may follow others of its window."""
+        self._runs, self._follows = True, follows
+        for k in here:
+            self.note(k)
+
+    def note(self, k: int) -> None:
+        """Note the gradients of a shard as they are, while a forward runs."""
+        if self._runs:
+            self._noted[k] = self._found(k)
+
+    def forget(self, k: int) -> None:
+        """Refer to no gradient of a shard any more."""
+        self._noted.pop(k, None)
+
+    def check(self, step: int, k: int, memory: Memory | None) -> None:
+        """Check a shard that comes, leaves or gets memory for its gradients.
+
+        Raises:
+            StepDiffers: the forward gave one of its parameters a gradient.
+        """
+        if not self._runs or not (memory is not None or self._follows) or k in self.resting:
+            return
+        noted = self._noted.get(k, {})
+        for name, (gradient, version) in self._found(k).items():
+            before = noted.get(name)
+            if before is None or before[0] is not gradient or before[1] != version:
+                raise StepDiffers(
+                    f"in step {step}, the forward gives parameter {name!r} a gradient, while those "
+                    "of its shard are elsewhere; it takes gradients itself, or assigns them"
+                )
+
+    def end(self, step: int, memory: Mapping[int, Memory | None]) -> None:
+        """End the forward, after a check of the shards that have no memory for gradients."""
+        for k in (k for k, each in memory.items() if each is None):
+            self.check(step, k, None)
+        self._runs = False
+        self._noted.clear()
+
+    def end_backward(self, k: int, memory: Memory | None) -> None:
+        """Note that gradients of a shard stay where they are, if they have no other memory."""
+        if memory is None:
+            self.resting.add(k)
+
+    def _found(self, k: int) -> dict[str, tuple[Tensor, int]]:
+        gradients = ((name, p.grad) for name, p in self._params.get(k, {}).items())
+        return {name: (each, each._version) for name, each in gradients if each is not None}

@@ -37,6 +37,7 @@ from cerebro_hydra.shards.engine.microbatch import Places
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
 from cerebro_hydra.shards.engine.state import (
+    EarlyGradients,
     ShardState,
     WeightVersions,
     beside_state_dict,
@@ -87,6 +88,7 @@ class SubEpoch:
         self._beside: dict[int, dict[str, Any]] = {}  # the schedulers' state that does not hop
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
+        self._early = EarlyGradients(self._params)
         self._updated: set[int] = set()  # in this window
         self._trainable: dict[int, Memory] = {}
         self._sampled: dict[int, tuple[Tensor, Sequence[str]]] = {}  # which words of each shard
@@ -219,16 +221,22 @@ class SubEpoch:
         step = max(self._reading, self._steps[k]) - self._start_step
         self._versions[k].read(max(0, step - self._staleness[k]))
 
-    def begin_microbatch(self, step: int, shard: int | None = None) -> None:
+    def begin_microbatch(
+        self, step: int, shard: int | None = None, follows: bool | None = None
+    ) -> None:
         """Hold copies, from now on, of what is read while its shard is away.
 
         Args:
             step: the optimizer step of the microbatch.
             shard: the one whose tasks come, which alone is held; None if those of all come.
+            follows: whether the model's own forward begins behind another one of its window, None
+                if there is none.
         """
         self._reading = step
         for k in self._versions.keys() & (self._versions if shard is None else {shard}):
             self._read(k)
+        if follows is not None:
+            self._early.begin(self._states, follows)
         self._holding = range(self._cut_model.num_shards) if shard is None else (shard,)
         for k in self._states.keys() & self._holding:
             self._hold(self._states[k])
@@ -249,6 +257,14 @@ class SubEpoch:
         if self._bound is not None:
             self._bound.end_copies(self._held.copies)
         self._held.copies.clear()
+
+    def end_forward(self) -> None:
+        """End a microbatch's forward, whose gradients must not be lost; see `EarlyGradients`."""
+        self._early.end(self.step, self._gradients)
+
+    def end_backward(self, k: int) -> None:
+        """Note where gradients of a shard are now."""
+        self._early.end_backward(k, self._gradients.get(k))
 
     def _hold(self, state: ShardState) -> None:
         assert self._held is not None
@@ -285,6 +301,7 @@ class SubEpoch:
         gradients: Memory | None = None,
     ) -> None:
         """Bind a shard to memory, in which it is trained until it is released."""
+        self._early.check(self.step, k, self._gradients.get(k))
         returns = k in self._marks and k not in self._updated
         if returns and self._bound is not None:
             self._bound.collect_written()  # such as a buffer in the place of its copy
@@ -312,6 +329,7 @@ class SubEpoch:
         self._gradients[k] = gradients
         if gradients is not None:
             GradientLayout.of(shard).load(gradients, state.params)
+        self._early.note(k)
         if k in self._holding:
             self._hold(state)
 
@@ -322,8 +340,10 @@ class SubEpoch:
             state.complete(segments["trainable"], segments["optimizer"])
             state.load_optimizer(self._optimizers[k][0])
         if gradients is not None and self._gradients[k] is None:
+            self._early.check(self.step, k, self._gradients.get(k))
             self._gradients[k] = gradients
             GradientLayout.of(shard).load(gradients, state.params)
+            self._early.note(k)
 
     def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:
         mine = {self._original[name]: p for name, p in self._params[k].items()}
@@ -373,8 +393,11 @@ class SubEpoch:
         self._write_back(state)
         if k not in self._updated:
             self._barrier.note(k, state.params, self._scalings[k])
+        self._early.check(self.step, k, self._gradients.get(k))
         gradients = self._gradients.pop(k)
+        self._early.resting.discard(k)
         if gradients is not None or not needed:  # else they wait at the parameters for the shard
+            self._early.forget(k)
             GradientLayout.of(self._layout.shards[k]).store(gradients, state.params)
         if self._bound is not None:
             if last:

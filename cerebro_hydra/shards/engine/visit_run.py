@@ -283,10 +283,14 @@ class VisitRun:
         """Do F or B of a microbatch, which the model's own forward and backward make."""
         if task.kind is ActionKind.F and task.shard == 0:
             batch, rows = self._made(number)
-            self._begin_microbatch(number)
+            self._begin_microbatch(number, follows=number % self._accumulate > 0)
             self._next = self._paused.begin(partial(self._run, batch, number, rows))
         self._check_next(task, number)
+        if task.kind is ActionKind.B and task.shard == self._last:
+            self._sub_epoch.end_forward()
         self._next = self._paused.advance()
+        if task.kind is ActionKind.B:
+            self._sub_epoch.end_backward(task.shard)
         self._end_microbatch()
 
     def _pass_graph(self, passes: GraphPasses, task: Action, number: int) -> None:
@@ -317,8 +321,8 @@ class VisitRun:
             return ("F", k + 1) if k < self._last else ("B", k)
         return ("B", k - 1) if k > 0 else None
 
-    def _begin_microbatch(self, number: int) -> None:
-        self._sub_epoch.begin_microbatch(self._step_of(number))
+    def _begin_microbatch(self, number: int, follows: bool | None = None) -> None:
+        self._sub_epoch.begin_microbatch(self._step_of(number), follows=follows)
         self._number = number
 
     def _check_next(self, task: Action, number: int) -> None:

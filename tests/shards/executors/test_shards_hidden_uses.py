@@ -419,3 +419,48 @@ def test_numbers_that_a_backward_draws_are_those_of_plain_training(
     reference = PlainTrainer(made(NoisyBackward)(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
     reference.train(WINDOWS)
     assert_same_state(trial.tensors(), reference)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+class GivesToItsOwn(zoo.Net):
+    """Takes gradients in the forward, of a loss that it keeps to itself."""
+
+    def add(self):
+        self.own = nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = self.b(self.a(x).tanh()).tanh()
+        if self.training:
+            self.own(x.detach()).pow(2).mean().backward()
+        return self.c(x)
+
+
+class AssignsToTheLast(zoo.Net):
+    def forward(self, x):
+        if self.training:
+            self.c.weight.grad = torch.ones_like(self.c.weight)
+        return super().forward(x)
+
+
+GIVES = {GivesToItsOwn: "own.weight", AssignsToTheLast: "c.weight"}
+PAIRS = [zoo.vectors(8, 8), zoo.vectors(8, 8, seed=1)]
+
+
+@pytest.mark.parametrize("model", GIVES)
+def test_a_gradient_that_a_forward_gives_trains_as_in_plain_pytorch_or_is_found(
+    model: type[nn.Module],
+) -> None:
+    make = made(model, shards=["b"], accumulate=2)
+    reference = PlainTrainer(make(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    reference.train(PAIRS)
+    trial = start(make(), PAIRS)
+    assert trial.cut_model.num_shards == 2, trial.admission.report.text()
+    trial.mode = "keep"
+    with pytest.raises(StepDiffers, match=rf"gives parameter '{GIVES[model]}' a gradient"):
+        train_alone(trial, [shard_run(trial, PAIRS)], PAIRS)
+    trial = start(make(), PAIRS)
+    trial.mode = "keep"
+    trial.train(PAIRS)
+    assert_same_state(trial.tensors(), reference)
