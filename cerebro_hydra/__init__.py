@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         hp_quniform,
         hp_uniform,
     )
-    from cerebro_hydra.tune.saved_model import load_model
+    from cerebro_hydra.tune.model import load_model
     from cerebro_hydra.verification import verify
     from cerebro_hydra.wire.credentials import TLS
 
@@ -117,7 +117,7 @@ _HOMES = {
     "hp_qloguniform": "cerebro_hydra.tune",
     "hp_quniform": "cerebro_hydra.tune",
     "hp_uniform": "cerebro_hydra.tune",
-    "load_model": "cerebro_hydra.tune.saved_model",
+    "load_model": "cerebro_hydra.tune.model",
     "local_spark": "cerebro_hydra.spark",
     "verify": "cerebro_hydra.verification",
 }

@@ -17,6 +17,7 @@ from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
 from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
 from cerebro_hydra.recipe.objective.step_module import ConfiguredSchedule, StepModule
+from cerebro_hydra.recipe.recipe import WarmStart
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -91,7 +92,7 @@ class SparkEstimator(TrialEstimator):
         ema: float | None = None,
         early_stopping: int | None = None,
         collate: Callable[..., Any] | None = None,
-        warm_start: Mapping[str, torch.Tensor] | str | None = None,
+        warm_start: WarmStart | None = None,
         cut: str | None = None,
         schedule: str = "sequential",
         recompute: bool | str = "auto",

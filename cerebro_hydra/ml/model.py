@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from pyspark.ml import Model
@@ -21,11 +20,12 @@ from cerebro_hydra.documents import part_of
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.ml.metadata import StageMetadata
 from cerebro_hydra.ml.params import OutputParams
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.shards.export.archive import ModelArchive
 from cerebro_hydra.spark import hadoop_files, outputs
 from cerebro_hydra.spark.outputs import Outputs, RawOutputs
-from cerebro_hydra.spark.transform import Inference
-from cerebro_hydra.tune.saved_model import PredictionKind, SavedModel
+from cerebro_hydra.tune.model import TrainedModel
+from cerebro_hydra.tune.weights import ArchiveWeights
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
     from torch import nn
 
-    from cerebro_hydra.tune.model import TrainedModel
     from cerebro_hydra.tune.trial import History, Trial
 
 
@@ -44,16 +43,18 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
     stands alone: it needs neither the run, nor the store, nor the source of the network.
 
     Attributes:
+        trained: the model without its columns of Spark ML; it predicts without Spark, and gives
+            its state dict.
         trial: the trial that it comes from, with its parameters, history and visit log.
         run_path: the folder of the run, which `cerebro_hydra.replay` takes while it exists.
     """
 
-    def __init__(self, network: TrainedNetwork, trial: Trial, run_path: str) -> None:
+    def __init__(self, trained: TrainedModel) -> None:
         """Use an estimator's `fit`, or `SparkModel.load`."""
         super().__init__()
-        self.network = network
-        self.trial = trial
-        self.run_path = run_path
+        self.trained = trained
+        self.trial: Trial = trained.trial
+        self.run_path = trained.run_path
 
     @property
     def history(self) -> History:
@@ -68,7 +69,7 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
         Raises:
             ReplayError: a fitted model's factory can't be found any more.
         """
-        return self.network.torch()
+        return self.trained.torch()
 
     def write(self) -> MLWriter:
         """Return what saves it: graph and weights as data, with Spark's metadata."""
@@ -83,87 +84,18 @@ class SparkModel(Model, OutputParams, MLWritable, MLReadable["SparkModel"]):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         batch_size = self.getTransformBatchSize()
-        return self.network.inference.transform(dataset, self._outputs(), batch_size)
+        return self.trained.inference.transform(dataset, self._outputs(), batch_size)
 
     def _outputs(self) -> Outputs:
-        kind, prediction = self.network.kind(self.getOutput()), self.getPredictionCol()
+        kind, prediction = self.trained.kind(self.getOutput()), self.getPredictionCol()
         if kind == PredictionKind.NUMBER:
             return EvaluatorOutputs(kind, prediction)
         if kind.has_classes:
             probability, raw = self.getProbabilityCol(), self.getRawPredictionCol()
             return EvaluatorOutputs(kind, prediction, probability, raw)
-        count = len(self.network.inference.sample)
+        count = len(self.trained.inference.sample)
         several = tuple(f"{prediction}_{i}" for i in range(count))
         return RawOutputs((prediction,) if count == 1 else several)
-
-
-class RunNetwork:
-    """The network of a finished trial, with the weights that lie in the run's folder."""
-
-    def __init__(self, trained: TrainedModel) -> None:
-        self._trained = trained
-
-    @property
-    def inference(self) -> Inference:
-        """Return what predicts on executors, with the weights as they were when first read."""
-        return self._inference_and_loss[0]
-
-    @cached_property
-    def _inference_and_loss(self) -> tuple[Inference, Any]:
-        recipe = self._trained.recipe()
-        return self._trained.inference(recipe), recipe.loss
-
-    def torch(self) -> nn.Module:
-        """Return the module that the factory builds, with the trained weights."""
-        return self._trained.torch()
-
-    def kind(self, output: str | None) -> PredictionKind:
-        """Return what `output` asks for; if it is None, what the loss says."""
-        inference, loss = self._inference_and_loss
-        return PredictionKind.choose(output, loss, _shapes(inference))
-
-    def archive(self) -> ModelArchive:
-        """Return what a saved model consists of.
-
-        Raises:
-            ConfigurationError: the network can't do without its source; the message says why.
-        """
-        return self._trained.archive()
-
-
-class ExportedNetwork:
-    """Holds the network of a saved model."""
-
-    def __init__(self, saved: SavedModel) -> None:
-        self._saved = saved
-        self._kind = saved.kind
-
-    @property
-    def inference(self) -> Inference:
-        """Return what predicts on executors."""
-        return self._saved.inference
-
-    def torch(self) -> nn.Module:
-        """Return the exported graph."""
-        return self._saved.torch()
-
-    def kind(self, output: str | None) -> PredictionKind:
-        """Return what `output` asks for; if it is None, what the model was saved with."""
-        # The loss is not saved, so what it said of classes is kept.
-        if output is None or (output == "classification" and self._kind.has_classes):
-            return self._kind
-        return PredictionKind.choose(output, None, _shapes(self.inference))
-
-    def archive(self) -> ModelArchive:
-        """Return what it was loaded from."""
-        return self._saved.archive
-
-
-TrainedNetwork = RunNetwork | ExportedNetwork
-
-
-def _shapes(inference: Inference) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in inference.sample]
 
 
 @dataclass(frozen=True)
@@ -227,7 +159,7 @@ class ModelWriter(MLWriter):
             raise ConfigurationError(
                 f"{path!r} exists; choose another path, or write().overwrite().save(path)"
             )
-        self._archive = self._model.network.archive()
+        self._archive = self._model.trained.archive()
         super().save(path)
 
     def saveImpl(self, path: str) -> None:
@@ -251,5 +183,5 @@ class ModelReader(MLReader[SparkModel]):
         )
         where = f"the metadata of {path!r}"
         stage: StageMetadata = part_of(StageMetadata, dict(archive.metadata), where)
-        saved = SavedModel(archive, path)
-        return stage.restore(SparkModel(ExportedNetwork(saved), saved.trial, saved.run_path), where)
+        trained = TrainedModel(ArchiveWeights(archive, path))
+        return stage.restore(SparkModel(trained), where)

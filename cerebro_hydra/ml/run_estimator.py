@@ -109,14 +109,14 @@ class RunEstimator(Estimator["SparkModel"], RunParams, OutputParams, MLWritable)
     def _model(
         self, trained: TrainedModel | None, trial: Trial, result: SearchResult
     ) -> SparkModel:
-        from cerebro_hydra.ml.model import RunNetwork, SparkModel
+        from cerebro_hydra.ml.model import SparkModel
 
         if trained is None:
             raise TrialFailed(
                 f"{trial.trial_id} with {trial.params} is {trial.status}; the other trials are in "
                 f"{result.run_path}\n\n{trial.error or ''}"
             )
-        model = SparkModel(RunNetwork(trained), trial, result.run_path)
+        model = SparkModel(trained)
         return self._copyValues(model._resetUid(self.uid))
 
 

@@ -9,20 +9,17 @@ archive/              for mlflow.pyfunc: what cerebro_hydra.load_model takes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from cerebro_hydra import __version__
+from cerebro_hydra.data.given_rows import feature_tensors
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.documents import decode
-from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.export.archive import ModelArchive
-from cerebro_hydra.shards.export.program import torch_program
+from cerebro_hydra.shards.export.formats import write_torch
 
 _ROWS = 3  # with one row, torch.export would fix their number
 
@@ -36,8 +33,7 @@ def write_mlflow_model(archive: ModelArchive, folder: Path) -> None:
         torch.zeros((_ROWS, *spec.shape), dtype=getattr(torch, spec.dtype))
         for spec in _columns(archive)
     ]
-    (folder / "data").mkdir(parents=True)
-    torch.export.save(torch_program(archive.module(), zeros), folder / "data" / "model.pt2")
+    write_torch(archive.module(), zeros, folder / "data" / "model.pt2")
     for name, content in archive.files().items():
         file = folder / "archive" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,31 +65,13 @@ class _Predictor:
         """Return an array of predictions, rows first; of several outputs a dictionary of arrays.
 
         Raises:
-            ConfigurationError: a feature column is missing.
+            DataError: a feature column is missing, or has another type or shape.
         """
-        predictions = self._model(*[self._feature(data, spec) for spec in self._columns])
+        predictions = self._model(*feature_tensors(data, self._columns))
         arrays = [prediction.numpy() for prediction in predictions]
         if len(arrays) == 1:
             return arrays[0]
         return {f"output_{number}": array for number, array in enumerate(arrays)}
-
-    def _feature(self, data: Any, spec: ColumnSpec) -> Tensor:
-        if isinstance(data, np.ndarray) and len(self._columns) == 1:
-            values = data
-        elif isinstance(data, Mapping) or hasattr(data, "columns"):
-            if spec.name not in data:
-                raise ConfigurationError(
-                    f"the data has no column {spec.name!r}; the model takes "
-                    f"{[each.name for each in self._columns]}"
-                )
-            values = np.stack([np.asarray(value) for value in data[spec.name]])
-        else:
-            raise ConfigurationError(
-                f"the data is a {type(data).__name__}; give a pandas DataFrame or a dictionary "
-                f"with the columns {[each.name for each in self._columns]}"
-            )
-        shaped = values.astype(spec.dtype).reshape(len(values), *spec.shape)
-        return torch.from_numpy(np.ascontiguousarray(shaped))
 
 
 def _columns(archive: ModelArchive) -> list[ColumnSpec]:

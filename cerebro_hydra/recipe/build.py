@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.batch.columns import Columns
-from cerebro_hydra.recipe.recipe import Recipe
+from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 
 _HOOKS_FOR_ALL = (
@@ -145,16 +145,17 @@ def build_keeping_random_state(
         return build_recipe(factory, params, seed, columns)
 
 
-def load_warm_start(model: nn.Module, given: Mapping[str, Tensor] | str) -> None:
+def load_warm_start(model: nn.Module, given: WarmStart) -> None:
     """Copy a state dict into a model; its names and shapes must be the model's own.
 
     Args:
-        given: the state dict, or the path of a safetensors file. Tied tensors may come once.
+        given: the state dict; what has one, such as a trained model or a module; or the path of a
+            safetensors file. Tied tensors may come once.
 
     Raises:
         ConfigurationError: the file can't be read, or a name or shape differs.
     """
-    state = given if isinstance(given, Mapping) else _read(given)
+    state = _state_of(given)
     own = model.state_dict(keep_vars=True)
     covered = {id(own[name]) for name in state if name in own}
     missing = [name for name, tensor in own.items() if id(tensor) not in covered]
@@ -173,6 +174,19 @@ def load_warm_start(model: nn.Module, given: Mapping[str, Tensor] | str) -> None
                     f"{tuple(own[name].shape)}"
                 )
             own[name].copy_(tensor)
+
+
+def _state_of(given: WarmStart) -> Mapping[str, Tensor]:
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, str):
+        return _read(given)
+    if callable(getattr(given, "state_dict", None)) and not isinstance(given, type):
+        return given.state_dict()
+    raise ConfigurationError(
+        f"warm_start is {given!r}; give a trained model or a module, their state dict, or the path "
+        "of a safetensors file with one"
+    )
 
 
 def _check_kind(name: str, given: Any, own: Tensor) -> None:

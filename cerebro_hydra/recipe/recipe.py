@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,16 @@ CUTS = ("export", "modules")
 """The ways to cut a model that a user may ask for."""
 
 
+class HasState(Protocol):
+    """Describes what has a state dict: a trained model, or a module."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+WarmStart = Mapping[str, Tensor] | HasState | str
+"""What a model begins with: a state dict, what has one, or the path of a safetensors file."""
+
+
 @dataclass(eq=False)  # a recipe is itself alone: tensors have no one answer to ==
 class Recipe:
     """Holds a model with everything that its training needs.
@@ -103,7 +113,8 @@ class Recipe:
             returns one with the same names (padding, augmentation) or with others: those of
             forward's arguments, and what forward doesn't take are labels. Its random numbers must
             come from torch.
-        warm_start: a state dict, or the path of a safetensors file with one, to begin with.
+        warm_start: what to begin with: a trained model, such as `result.get_best_model()`, or a
+            module; a state dict; or the path of a safetensors file with one.
         cut: "modules" lets the model's own forward run and stops it between modules; "export" cuts
             the graph of `torch.export`, or by modules where that can't be had. None is "export" for
             a schedule that has several microbatches under way, which needs a graph, and "modules"
@@ -142,7 +153,7 @@ class Recipe:
     ema: float | None = None
     early_stopping: int | None = None
     collate: Collate | None = None
-    warm_start: Mapping[str, Tensor] | str | None = None
+    warm_start: WarmStart | None = None
     cut: str | None = None
     schedule: str = "sequential"
     recompute: bool | str = "auto"

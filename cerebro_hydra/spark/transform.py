@@ -118,6 +118,42 @@ class Inference:
         with explained_java(df.sparkSession.sparkContext, "adding predictions to a DataFrame"):
             return self._transformed(df, outputs, batch_size)
 
+    def predict(self, features: Sequence[Tensor], batch_size: int | None = None) -> list[Tensor]:
+        """Return the predictions for rows at hand, which this process computes on its CPU.
+
+        Args:
+            features: a tensor per feature column, with at least one row.
+            batch_size: rows per forward pass instead of the model's own.
+
+        Raises:
+            ConfigurationError: the weights don't fit, or predictions have no rows, or other shapes
+                in each batch.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        batches = [
+            _checked(self._here, tuple(column[first : first + size] for column in features))
+            for first in range(0, len(features[0]), size)
+        ]
+        joined = []
+        for parts in zip(*batches, strict=True):
+            shapes = {tuple(part.shape[1:]) for part in parts}
+            if len(shapes) > 1:
+                raise ConfigurationError(
+                    f"predictions have the shapes {sorted(shapes)} per row, which differ by batch; "
+                    f"give batch_size={len(features[0])} to have one batch"
+                )
+            joined.append(torch.cat(parts))
+        return joined
+
+    @cached_property
+    def _here(self) -> Predict:
+        return self._predictor.load(torch.device("cpu"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies what belongs to this process."""
+        own = {name: each for name, each in vars(self).items() if name not in ("_here", "sample")}
+        return own | {"_broadcast": None}
+
     def _transformed(self, df: DataFrame, outputs: Outputs, batch_size: int | None) -> DataFrame:
         taken = [name for name in outputs.names if matching_columns(df, name)]
         _check_output_names(outputs.names, taken)

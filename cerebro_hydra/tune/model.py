@@ -1,70 +1,51 @@
-"""The trained model of one trial gives its history, its weights and its predictions."""
+"""A trained model gives its history, weights and predictions, and is saved and exported."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from functools import cached_property
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.preparation.prepared import find_prepared
-from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
-from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
-from cerebro_hydra.recipe.objective.step_module import StepModule
-from cerebro_hydra.replay.record import result_state
-from cerebro_hydra.replay.states import load_model, read_saved
-from cerebro_hydra.shards.export.archive import ModelArchive, archived
-from cerebro_hydra.shards.export.program import save_exported
-from cerebro_hydra.spark.launcher import pickle_factory
+from cerebro_hydra.data.given_rows import feature_tensors
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
+from cerebro_hydra.shards.export.archive import ModelArchive
+from cerebro_hydra.shards.export.formats import write_onnx, write_torch
+from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.outputs import RawOutputs
-from cerebro_hydra.spark.transform import BuiltPredictor, Inference, feature_specs
-from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
-from cerebro_hydra.storage.run_folder import read_document
-from cerebro_hydra.tune.example_batches import ExampleBatches
-from cerebro_hydra.tune.saved_model import (
-    ModelFacts,
-    PredictionKind,
-    SavedModel,
-    checked_outputs,
-    output_names,
-    write_archive,
-)
+from cerebro_hydra.spark.transform import Inference
+from cerebro_hydra.storage.store import explained
 from cerebro_hydra.tune.trial import History, Trial
+from cerebro_hydra.tune.weights import ArchiveWeights, Weights
 
 if TYPE_CHECKING:
-    pass
+    from torch import nn
 
 
 class TrainedModel:
-    """The model of a finished trial, which reads its weights when they are asked for."""
+    """The model of one trial, whether it is taken from its run or was saved.
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        document: RunDocument,
-        spec: TrialSpec,
-        trial: Trial,
-        factory: Callable[[], estimator_factories.Factory],
-        sourceless: bool,
-    ) -> None:
-        """Use `SearchResult.get_best_model`, `get_model` or `get_all_models`.
+    Weights are read when they are asked for.
 
-        `sourceless` says whether the run's archive may take the place of an unknown factory.
-        """
-        self._folder = folder
-        self._document = document
-        self._spec = spec
-        self._trial = trial
-        self._find_factory = factory
-        self._sourceless = sourceless
-        self._output_columns = output_names(document.label_columns)
+    Attributes:
+        trial: the trial that it comes from, with its parameters, history and visit log.
+        run_path: the folder of the run, which `cerebro_hydra.replay` takes while it exists.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        """Use `SearchResult.get_best_model`, `get_model`, or `cerebro_hydra.load_model`."""
+        self._weights = weights
+        self.trial: Trial = weights.trial
+        self.run_path: str = weights.run_path
+        self._output_columns = output_names(weights.label_columns)
 
     def __repr__(self) -> str:
         return f"TrainedModel({self.trial_id!r}, {self.params})"
@@ -72,22 +53,29 @@ class TrainedModel:
     @property
     def trial_id(self) -> str:
         """Return the id of the trial, such as "trial-000"."""
-        return self._spec.trial_id
+        return self.trial.trial_id
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters that the factory was called with."""
-        return dict(self._spec.params)
+        return dict(self.trial.params)
 
-    def get_history(self) -> History:
+    @property
+    def history(self) -> History:
         """Return measured values by name, one per epoch."""
-        return self._trial.history
+        return self.trial.history
+
+    @property
+    def feature_columns(self) -> list[str]:
+        """Return the names of the columns that the model takes, in its order."""
+        return list(self._weights.feature_columns)
 
     def torch(self) -> nn.Module:
         """Return the model with its trained weights, in eval mode.
 
-        It is what the factory builds. Where the factory is unknown, it is the graph of the archive
-        that the run keeps of its best model, whose forward gives the tuple of predictions.
+        It is what the factory builds. Of a saved model, and where a run's factory is unknown, it is
+        a graph of known operators, which can't be trained: it takes every feature column, rows
+        first, and gives the tuple of predictions.
 
         Raises:
             ConfigurationError: the factory is known only by the name that the run records, and the
@@ -95,20 +83,73 @@ class TrainedModel:
             ReplayError: its factory can't be found; says how to give it.
             StoreError: a file of its weights is missing or damaged.
         """
-        kept = self._kept
-        if kept is not None:
-            return kept.torch()
-        model = self.recipe().model
-        return model.module() if isinstance(model, StepModule) else model
+        return self._weights.torch()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the trained parameters and buffers by name, for which no source is needed.
+        """Return the trained parameters and buffers by their names, in the model's order.
+
+        No source is needed. Without it and without an archive, as of a run's other models than the
+        best, they come in the order of the shards, tied ones once, and buffers that are no part of
+        a state dict among them.
 
         Raises:
             StoreError: a file of its weights is missing or damaged.
         """
-        tensors = saved_tensors(self._folder, self._spec.trial)
-        return {name.partition(":")[2]: tensor for name, tensor in tensors.items()}
+        return self._weights.state_dict()
+
+    def predict(
+        self, rows: Any, batch_size: int | None = None
+    ) -> NDArray[Any] | tuple[NDArray[Any], ...]:
+        """Return what the model gives for rows at hand, computed here on the CPU, without Spark.
+
+        Args:
+            rows: a pandas DataFrame; a dict of arrays, tensors or lists by feature column, rows
+                first; a list of dicts, one per row; or the array or tensor of the only feature
+                column, of shape (rows, *shape of a row). Other columns are left out. What `collate`
+                does in evaluation is done to them.
+            batch_size: rows per forward pass; None takes the trial's.
+
+        Returns:
+            An array of shape (rows, ...) as the model gives it, so logits stay logits; the tuple of
+            arrays if it gives several. bfloat16 becomes float32.
+
+        Raises:
+            DataError: a column is missing, or has another type or shape than in training.
+            ConfigurationError: batch_size is no whole number from 1; or as `torch` raises.
+            ReplayError, StoreError: as `transform` raises.
+        """
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+            raise ConfigurationError(f"batch_size is {batch_size!r}; it is a whole number from 1")
+        inference = self._weights.inference
+        predictions = inference.predict(feature_tensors(rows, inference.specs), batch_size)
+        arrays = tuple(_array(tensor) for tensor in predictions)
+        return arrays[0] if len(arrays) == 1 else arrays
+
+    def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
+        """Name the columns that `transform` adds, one per label column; returns itself.
+
+        A model that was trained without labels has one for each tensor that forward gives.
+
+        Raises:
+            ConfigurationError: they are not as many as label columns.
+        """
+        self._output_columns = checked_outputs(output_columns, self._weights.label_columns)
+        return self
+
+    def transform(self, df: Any) -> Any:
+        """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
+
+        A table of pandas or polars is predicted in this process, and comes back as such a table,
+        with its index; a path is read by Spark.
+
+        Raises:
+            ConfigurationError: an output column is there already, or the factory is known only by
+                the name that the run records.
+            DataError: a feature column is missing, or has another type than in training.
+            ReplayError: the factory can't be found; says how to give it.
+            StoreError: the prepared data is gone, whose manifest says what the columns hold.
+        """
+        return self._weights.inference.transform(df, RawOutputs(tuple(self._output_columns)))
 
     def save(self, path: str, overwrite: bool = False) -> None:
         """Save the model so that it loads without its source and its run, and without pickle.
@@ -128,175 +169,150 @@ class TrainedModel:
         """
         write_archive(self.archive(), path, overwrite)
 
-    def archive(self) -> ModelArchive:
-        """Return what `save` writes; raises as it does."""
-        if (kept := self._kept) is not None:
-            return kept.archive
-        recipe, features = self.recipe(), self.batch().features
-        if len(features[0]) < 2:
-            features = tuple(torch.cat([column, column]) for column in features)
-        try:
-            with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
-                save_exported(recipe, features, folder, collated=False)
-                return ModelArchive.of(self._facts(recipe, features).metadata(), folder)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"{error}; keep its source, and load it from its run: SearchResult.open("
-                f"{self._folder.path!r}, factory=estimator_gen_fn).torch({self.trial_id!r})"
-            ) from error
+    def export(self, path: str, format: str = "torch") -> None:
+        """Write the model to a file that other programs load, without its source and without us.
 
-    def _facts(self, recipe: Recipe, features: Sequence[Tensor]) -> ModelFacts:
-        given, _ = recipe.collated(_two_of(features), (), None)
-        with torch.no_grad(), recipe.precision():
-            predictions = recipe.predictions(recipe.call(recipe.model, given))
-        shapes = [tuple(tensor.shape) for tensor in predictions]
-        return ModelFacts(
-            head=PredictionKind.choose(None, recipe.loss, shapes),
-            columns=tuple(feature_specs(self._manifest().columns, self._document.feature_columns)),
-            label_columns=self._document.label_columns,
-            batch_size=recipe.batch_size,
-            trial=self._trial,
-            run_path=self._folder.path,
-        )
-
-    @cached_property
-    def _kept(self) -> SavedModel | None:
-        """Return the archive of the run, if it has one and must do for an unknown factory."""
-        try:
-            self._find_factory()
-        except (ConfigurationError, ReplayError) as error:
-            if not self._sourceless:
-                raise
-            archive = archived(self._folder, self.trial_id)
-            if archive is None:
-                said = (
-                    f"the run keeps no archive of {self.trial_id}, so it needs its source: {error}"
-                )
-                raise type(error)(said) from error
-            return SavedModel(archive, f"{self._folder.path}/models/{self.trial_id}")
-        return None
-
-    def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
-        """Name the columns that `transform` adds, one per label column; returns itself.
-
-        A model that was trained without labels has one for each tensor that forward gives.
-
-        Raises:
-            ConfigurationError: they are not as many as label columns.
-        """
-        self._output_columns = checked_outputs(output_columns, self._document.label_columns)
-        return self
-
-    def transform(self, df: Any) -> Any:
-        """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
-
-        A table of pandas or polars is predicted in this process, and comes back as such a table,
-        with its index; a path is read by Spark.
-
-        Raises:
-            ConfigurationError: an output column is there already, or the factory is known only by
-                the name that the run records.
-            DataError: a feature column is missing, or has another type than in training.
-            ReplayError: the factory can't be found; says how to give it.
-            StoreError: the prepared data is gone, whose manifest says what the columns hold.
-        """
-        return self._inference.transform(df, RawOutputs(tuple(self._output_columns)))
-
-    @cached_property
-    def _inference(self) -> Inference:
-        """Return what predicts, kept so that a second transform neither reads nor sends weights."""
-        kept = self._kept
-        return self.inference() if kept is None else kept.inference
-
-    def inference(self, recipe: Recipe | None = None) -> Inference:
-        """Return what predicts on executors; raises as `transform` does.
+        It takes the feature columns, with any number of rows, as training had them: what `collate`
+        does in evaluation is a part of it. It is compared with torch's own predictions before the
+        file is there, on three numbers of rows: rows of its training, or zeros and random numbers
+        where its run is not at hand.
 
         Args:
-            recipe: the result of `recipe()`, if it is at hand.
-        """
-        recipe = recipe or self.recipe()
-        predictor = BuiltPredictor(
-            factory=pickle_factory(self._find_factory()),
-            params=self.params,
-            seed=self._document.seed,
-            columns=Columns.of(self._document),
-            state={"model": weights_file(recipe.model)},
-        )
-        specs = feature_specs(self._manifest().columns, self._document.feature_columns)
-        return Inference(
-            predictor, specs, recipe.batch_size, lambda: _two_of(self.batch().features)
-        )
-
-    def recipe(self) -> Recipe:
-        """Build the trial with its trained weights, in eval mode.
+            path: a file on this machine, whose parents are made; a file there is replaced.
+            format: "torch" writes an archive of `torch.export` (.pt2), which gives equal bits and
+                takes the columns by position; "onnx" writes an ONNX model, within 1e-4 of the
+                largest prediction, whose inputs are named as the feature columns and whose outputs
+                are those of `transform`. It needs `cerebro-hydra[onnx]`.
 
         Raises:
-            ConfigurationError: the factory is known only by the name that the run records.
-            ReplayError: its factory can't be found; says how to give it.
+            ConfigurationError: there is no such format, or the model can't be written in it.
+            SetupError: a package is missing.
+            ReplayError, StoreError: as `save` raises.
         """
-        return trained_recipe(self._folder, self._document, self._spec, self._find_factory())
+        if format not in ("torch", "onnx"):
+            raise ConfigurationError(f"format is {format!r}; choose 'torch' or 'onnx'")
+        model, rows = self.archive().module(), self._weights.rows()
+        with explained("write", path):
+            if format == "torch":
+                write_torch(model, rows, Path(path))
+            else:
+                outputs = self._outputs(len(model(*rows)))
+                write_onnx(model, rows, Path(path), self.feature_columns, outputs)
 
-    def batch(self) -> Batch:
-        """Return the first rows that it was trained on, as many as its batches have.
+    def _outputs(self, count: int) -> list[str]:
+        """Return a name for each prediction."""
+        if count == len(self._output_columns):
+            return self._output_columns
+        return [f"output_{number}" for number in range(count)]
+
+    def archive(self) -> ModelArchive:
+        """Return what `save` writes; raises as it does."""
+        return self._weights.archive()
+
+    @property
+    def inference(self) -> Inference:
+        """Return what predicts on executors; raises as `transform` does."""
+        return self._weights.inference
+
+    def kind(self, output: str | None = None) -> PredictionKind:
+        """Return what its predictions are: what `output` asks for; if it is None, as its loss says.
 
         Raises:
-            StoreError: the prepared data is gone.
+            ConfigurationError: its predictions can't be what `output` asks for.
         """
-        columns = Columns.of(self._document)
-        examples = ExampleBatches(self._manifest(), self._folder.store, columns)
-        return examples.batches(self._spec.batch_size)[0]
-
-    def _manifest(self) -> Manifest:
-        manifest = find_prepared(self._folder.store, self._document.fingerprint)
-        if manifest is None:
-            raise StoreError(
-                f"the prepared data {self._document.fingerprint} of run {self._folder.path!r} is "
-                "gone from its store; restore it from a copy"
-            )
-        return manifest
+        return self._weights.kind(output)
 
 
-def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the first two rows; of a single one, two copies."""
-    return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
+def _array(prediction: Tensor) -> NDArray[Any]:
+    if prediction.dtype == torch.bfloat16:  # which numpy does not know
+        prediction = prediction.float()
+    return np.asarray(prediction.numpy())
 
 
-def trained_recipe(
-    folder: RunFolder, document: RunDocument, spec: TrialSpec, factory: Callable[[Any], Any]
-) -> Recipe:
-    """Build a trial and load its result into the model: moving averages, where they are kept.
+def load_model(path: str) -> TrainedModel:
+    """Load a model that `save` wrote, where neither its source nor its run is known.
 
-    The model is in eval mode. The caller's random numbers go on as if nothing had been built.
+    Nothing of it is executed. What `SparkModel.save` wrote can be loaded, too.
+
+    Args:
+        path: the folder on this machine; or a URL of any file system that Spark knows, for which a
+            Spark session must be active.
 
     Raises:
-        ReplayError: the factory builds another model than the run trained.
-        StoreError: a file of the result is missing or damaged.
+        ConfigurationError: another version wrote it, or it is something else.
+        StoreError: a file is missing, or not as it was written.
+        SetupError: the path is a URL, and there is no Spark session.
     """
-    recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
-    where = f"{spec.trial_id} of run {folder.path!r}"
-    load_model(recipe.model, saved_tensors(folder, spec.trial), where)
-    recipe.model.eval()
-    return recipe
+    return TrainedModel(ArchiveWeights(read_archive(str(path)), str(path)))
 
 
-def saved_tensors(folder: RunFolder, trial: int) -> dict[str, Tensor]:
-    """Return `param:NAME` and `buffer:NAME` of the result, as evaluation used them."""
-    run_id = read_document(folder).run_id
-    tensors = read_saved(folder, trial, result_state(folder, trial), run_id).tensors
-    tensors |= {
-        f"param:{name.removeprefix('ema:')}": t
-        for name, t in tensors.items()
-        if name.startswith("ema:")
-    }
-    return {name: t for name, t in tensors.items() if name.startswith(("param:", "buffer:"))}
+def read_archive(path: str) -> ModelArchive:
+    """Read a saved model; raises as `load_model`."""
+    if (folder := _on_this_machine(path)) is None:
+        context = hadoop_files.active_context(path)
+        return ModelArchive.read(lambda n: hadoop_files.read_file(context, f"{path}/{n}"), path)
+
+    def read(name: str) -> bytes:
+        with explained("read", f"{folder}/{name}"):
+            return Path(folder, name).read_bytes()
+
+    return ModelArchive.read(read, path)
 
 
-def weights_file(model: nn.Module) -> bytes:
-    """Return the model's `state_dict` as one safetensors file, tied tensors once."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach().contiguous().clone()
-    return bytes(safetensors.torch.save(tensors))
+def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
+    """Write the files of a model to a folder that is there as a whole or not at all.
+
+    Raises:
+        ConfigurationError: `path` exists and may not be overwritten.
+        StoreError: it can't be written.
+        SetupError: the path is a URL, and there is no Spark session.
+    """
+    path = str(path).rstrip("/")
+    if (folder := _on_this_machine(path)) is None:
+        context = hadoop_files.active_context(path)
+        hadoop_files.write_folder(context, path, archive.files(), overwrite)
+        return
+    if not overwrite and os.path.exists(folder):
+        raise ConfigurationError(
+            f"{path!r} exists; choose another path, or save(path, overwrite=True)"
+        )
+    with explained("write", path):
+        unfinished = Path(f"{folder}.unfinished-{uuid.uuid4().hex[:8]}")
+        try:
+            for name, content in archive.files().items():
+                file = unfinished / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            if os.path.exists(folder):
+                shutil.rmtree(folder)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _on_this_machine(path: str) -> str | None:
+    """Return the path of a folder of this machine; None for the URL of another file system."""
+    path = path.removeprefix("file://")
+    return None if "://" in path else os.path.abspath(path)
+
+
+def output_names(labels: Sequence[str]) -> list[str]:
+    """Return how output columns are called by default; without labels there is one."""
+    return [f"{name}__output" for name in labels] or ["output"]
+
+
+def checked_outputs(output_columns: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """Return the names of output columns, one per label column, or any number without labels.
+
+    Raises:
+        ConfigurationError: they are not as many.
+    """
+    given = 0 if isinstance(output_columns, str) else len(output_columns)
+    if not given or (labels and given != len(labels)):
+        per_label = f"{len(labels)} names, one for each of {list(labels)}"
+        per_tensor = "names, one for each tensor that forward gives"
+        raise ConfigurationError(
+            f"output_columns is {output_columns!r}; give a list of "
+            f"{per_label if labels else per_tensor}"
+        )
+    return list(output_columns)

@@ -23,9 +23,9 @@ from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.replay.replay_trial import replay
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.names import checked_trial_id
-from cerebro_hydra.tune.model import TrainedModel
-from cerebro_hydra.tune.saved_model import checked_outputs
+from cerebro_hydra.tune.model import TrainedModel, checked_outputs
 from cerebro_hydra.tune.trial import History, Trial, reason
+from cerebro_hydra.tune.weights import RunWeights
 
 if TYPE_CHECKING:
     import pandas
@@ -170,7 +170,7 @@ class SearchResult:
         return self.best_trial.history
 
     def get_history(self) -> History:
-        """Return the history of the best trial, as a model's method of this name does."""
+        """Return the history of the best trial; Cerebro calls it so."""
         return self.get_best_model_history()
 
     def get_all_model_history(self) -> dict[str, History]:
@@ -241,7 +241,7 @@ class SearchResult:
         numbers = {each.trial_id: each.trial for each in self._view.trials.values()}
         spec = self._folder.read_trial(numbers[trial.trial_id], self.document.run_id)
         model = TrainedModel(
-            self._folder, self.document, spec, trial, self._factory, self._sourceless
+            RunWeights(self._folder, self.document, spec, trial, self._factory, self._sourceless)
         )
         if self._output_columns is not None:
             model.set_output_columns(self._output_columns)

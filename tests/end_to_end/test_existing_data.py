@@ -34,7 +34,7 @@ def test_what_cerebro_prepared_is_trained_on_and_replays(tmp_path: Path) -> None
     for trial in result.trials:
         assert sorted(trial.visit_log) == [(e, p) for e in range(2) for p in range(3)]
     assert_replays(result)
-    assert len(result.get_best_model().get_history()["val_accuracy"]) == 2
+    assert len(result.get_best_model().history["val_accuracy"]) == 2
     # Nothing was copied: the data's folder has a manifest, and Cerebro's files are all there.
     data = [path.name for path in (tmp_path / "store" / "data").rglob("*") if path.is_file()]
     assert data == ["manifest.json"]

@@ -11,13 +11,14 @@ from torch import nn
 
 from cerebro_hydra import SparkEstimator, SparkModel
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.ml.model import ExportedNetwork
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.shards.export.archive import ModelArchive
 from cerebro_hydra.shards.export.program import save_exported
 from cerebro_hydra.testing.local_backend import Arrays
-from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
+from cerebro_hydra.tune.model import TrainedModel
 from cerebro_hydra.tune.trial import Trial
+from cerebro_hydra.tune.weights import ArchiveWeights, ModelFacts
 
 
 def binary(**arguments: Any) -> SparkEstimator:
@@ -56,4 +57,4 @@ def saved_model(
     columns = (ColumnSpec("features", "float32", tuple(batch.shape[1:])),)
     told = ModelFacts(kind, columns, ("label",), 16, trial, "run")
     archive = ModelArchive.of(told.metadata(), folder)
-    return SparkModel(ExportedNetwork(SavedModel(archive, "here")), trial, "run")
+    return SparkModel(TrainedModel(ArchiveWeights(archive, "here")))

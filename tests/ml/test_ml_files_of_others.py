@@ -31,9 +31,9 @@ from cerebro_hydra import (
     hp_uniform,
 )
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.storage.digest import encode_document
 from cerebro_hydra.tune import MedianStopping
-from cerebro_hydra.tune.saved_model import PredictionKind
 from tests.examples import examples
 from tests.forgeries import digested, forged_bytes, forged_json
 from tests.ml import nets

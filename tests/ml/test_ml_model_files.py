@@ -13,10 +13,11 @@ from torch import nn
 from cerebro_hydra import SparkModel
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.shards.export.archive import FORMAT, METADATA_FILE
 from cerebro_hydra.shards.export.program import EXPORTED_FILES, GRAPH_FILE
 from cerebro_hydra.storage.digest import decode_format, encode_format
-from cerebro_hydra.tune.saved_model import PredictionKind, load_model
+from cerebro_hydra.tune.model import load_model
 from tests.ml import nets
 from tests.shards.export import forged_archives
 

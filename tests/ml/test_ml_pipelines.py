@@ -276,7 +276,7 @@ def test_instances_under_a_validator_regress(
     assert by_id(loaded.transform(prepared)) == rows
     renamed = loaded.copy({loaded.predictionCol: "other", loaded.output: "raw"})
     assert renamed.transform(prepared).columns[-1] == "other"
-    assert renamed.network is loaded.network  # and with it what executors hold
+    assert renamed.trained is loaded.trained  # and with it what executors hold
 
     with pytest.warns(UserWarning, match=f"{estimator.uid} is saved without what builds its model"):
         fitted.save(str(tmp_path / "fitted"))

@@ -12,10 +12,11 @@ from pyspark.sql.types import DoubleType
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.ml.model import EvaluatorOutputs, ExportedNetwork
+from cerebro_hydra.ml.model import EvaluatorOutputs
+from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.shards.export.archive import ModelArchive
-from cerebro_hydra.tune.saved_model import ModelFacts, PredictionKind, SavedModel
 from cerebro_hydra.tune.trial import Trial
+from cerebro_hydra.tune.weights import ArchiveWeights, ModelFacts
 
 RAW, NUMBER, SOFTMAX, SIGMOID, PROBABILITY = PredictionKind
 
@@ -87,5 +88,5 @@ def test_a_loaded_model_that_is_asked_for_classes_keeps_what_its_loss_said(
 ) -> None:
     trial = Trial("trial-000", {}, "finished", {}, [])
     facts = ModelFacts(kind, (), ("label",), 8, trial, "run")
-    saved = SavedModel(ModelArchive(facts.metadata(), {}), "here")  # a probability may be a score
-    assert ExportedNetwork(saved).kind("classification") == kind
+    weights = ArchiveWeights(ModelArchive(facts.metadata(), {}), "here")
+    assert weights.kind("classification") == kind  # a probability may be a score

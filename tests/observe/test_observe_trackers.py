@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cerebro_hydra import MLflowTracker, TensorBoardTracker
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import DataError
 from cerebro_hydra.observe import Decision, RunEnded
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan.messages import events as ev
@@ -187,7 +187,7 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
     predictor = mlflow.pyfunc.load_model(location)
     for data in (features, {"features": features}, pd.DataFrame({"features": list(features)})):
         assert np.array_equal(predictor.predict(data), expected.numpy())
-    with pytest.raises(ConfigurationError, match="no column 'features'"):
+    with pytest.raises(DataError, match="no column 'features'"):
         predictor.predict(pd.DataFrame({"pixels": list(features)}))
     assert not [each for each in Path(location).rglob("*") if each.suffix in (".pkl", ".pth")]
     report = flow.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))

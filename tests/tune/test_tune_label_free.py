@@ -76,7 +76,7 @@ def test_a_search_without_labels_hops_goes_on_and_replays(tmp_path: Path) -> Non
         assert report.identical, str(report)
         assert len(trial.history["val_largest"]) == 2
     best = result.get_best_model()
-    history = best.get_history()
+    history = best.history
     assert history["val_mse"][-1] < history["val_mse"][0]
     best.save(str(tmp_path / "model"))
     x = torch.from_numpy(data.arrays["features"][:5])

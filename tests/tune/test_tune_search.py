@@ -217,7 +217,7 @@ def test_models_of_finished_trials_know_their_history_and_weights(result: Search
     finished = [trial for trial in result.trials if trial.status == "finished"]
     models = result.get_all_models()
     assert [model.trial_id for model in models] == [trial.trial_id for trial in finished]
-    assert [model.get_history() for model in models] == [trial.history for trial in finished]
+    assert [model.history for model in models] == [trial.history for trial in finished]
     best, trial = result.get_best_model(), result.best_trial
     assert (best.trial_id, best.params) == (trial.trial_id, trial.params)
     torch.manual_seed(5)

@@ -109,6 +109,21 @@ def _within_rounding(found: Outputs, expected: Outputs) -> bool:
     )
 
 
+def beyond(found: Outputs, expected: Outputs, tolerance: float) -> str | None:
+    """Return in words how far predictions are apart; None if they are within the tolerance.
+
+    Args:
+        tolerance: relative to the largest prediction.
+    """
+    forms = [[(tensor.dtype, tensor.shape) for tensor in each] for each in (found, expected)]
+    if forms[0] != forms[1]:
+        return f", of the forms {forms[0]} in place of {forms[1]}"
+    within = all(
+        _largest(a, b) <= tolerance * _size(b) for a, b in zip(found, expected, strict=True)
+    )
+    return None if within else _by(found, expected)
+
+
 def _largest(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors of one form; infinite if one is no number."""
     one, other = _wide(one), _wide(other)

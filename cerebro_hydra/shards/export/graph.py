@@ -20,7 +20,7 @@ An exported program is written as such a document, with its tensors apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,8 @@ class StoredGraph:
     tensors: tuple[StoredTensor, ...]
     regions: tuple[Region, ...]
     outputs: tuple[Ref, ...]
+    state: tuple[tuple[str, int], ...]
+    """The names of the original model's state dict, in its order, with the tensor of each."""
 
 
 def read_graph(document: Any) -> StoredGraph:
@@ -148,7 +150,7 @@ def read_graph(document: Any) -> StoredGraph:
     Raises:
         InvalidGraph: it has anything that the grammar does not allow.
     """
-    fields = _fields(document, "the graph", "features", "tensors", "regions", "outputs")
+    fields = _fields(document, "the graph", "features", "tensors", "regions", "outputs", "state")
     features = tuple(
         tuple(_size(size, f"features[{i}]") for size in _list(sizes, f"features[{i}]"))
         for i, sizes in enumerate(_list(fields["features"], "features"))
@@ -172,7 +174,8 @@ def read_graph(document: Any) -> StoredGraph:
     )
     if not features or not outputs:
         raise InvalidGraph("it has no features or no outputs")
-    return StoredGraph(features, tensors, tuple(regions), outputs)
+    state = tuple(_state(each, tensors, "state") for each in _list(fields["state"], "state"))
+    return StoredGraph(features, tensors, tuple(regions), outputs, state)
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -308,6 +311,14 @@ def _tensor(given: Any, where: str) -> StoredTensor:
     )
 
 
+def _state(given: Any, tensors: Sequence[StoredTensor], where: str) -> tuple[str, int]:
+    fields = _fields(given, where, "name", "tensor")
+    number = _count(fields["tensor"], where)
+    if number >= len(tensors):
+        raise InvalidGraph(f"{where} refers to tensor {number}, and there are {len(tensors)}")
+    return _text(fields["name"], where), number
+
+
 def _fields(given: Any, where: str, *names: str) -> dict[str, Any]:
     if not isinstance(given, dict) or given.keys() != set(names):
         raise InvalidGraph(f"{where} must have exactly the fields {', '.join(names)}")
@@ -356,16 +367,25 @@ class GraphDocument:
     descriptions: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    state: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
 
     @classmethod
-    def of(cls, program: ExportedProgram, prefix: str, autocast: str | None) -> GraphDocument:
+    def of(
+        cls,
+        program: ExportedProgram,
+        prefix: str,
+        autocast: str | None,
+        state: Mapping[str, Tensor],
+    ) -> GraphDocument:
         """Write a program that takes tensors and returns a tuple of tensors.
 
         Args:
             program: exported on the CPU.
             prefix: what the name of every weight begins with, and is left out.
             autocast: the precision of the whole program, or None.
+            state: the model's state dict, tied tensors as one; what the program doesn't read of it
+                is written, too.
 
         Raises:
             InvalidGraph: the program has something that a document can't say.
@@ -374,6 +394,7 @@ class GraphDocument:
         module = program.module(check_guards=False)
         inline_regions(module)
         document._write(module, autocast)
+        document._write_state(state)
         return document
 
     def fields(self) -> dict[str, Any]:
@@ -383,6 +404,7 @@ class GraphDocument:
             "tensors": self.descriptions,
             "regions": self.regions,
             "outputs": self.outputs,
+            "state": self.state,
         }
 
     def _write(self, module: Any, autocast: str | None) -> None:
@@ -409,23 +431,43 @@ class GraphDocument:
         for number, tensor in enumerate(self.tensors):
             if tensor is found:
                 return {"tensor": number}
-        kind = "buffer" if target in self.weights else "constant"
-        if isinstance(found, nn.Parameter) and kind == "buffer":
+        is_weight = target in self.weights
+        name = target.removeprefix(self.prefix) if is_weight else target
+        return {"tensor": self._store(name, found, is_weight)}
+
+    def _write_state(self, state: Mapping[str, Tensor]) -> None:
+        """Say which tensor each entry of the state dict is, and store those that no call reads."""
+        numbers = {
+            each["name"]: number
+            for number, each in enumerate(self.descriptions)
+            if each["kind"] != "constant"
+        }
+        stored = {id(tensor): numbers[name] for name, tensor in state.items() if name in numbers}
+        for name, tensor in state.items():
+            if id(tensor) not in stored:
+                stored[id(tensor)] = self._store(name, tensor, True)
+            self.state.append({"name": name, "tensor": stored[id(tensor)]})
+
+    def _store(self, name: str, found: Tensor, is_weight: bool) -> int:
+        """Describe a tensor and return its number."""
+        kind = "buffer" if is_weight else "constant"
+        if isinstance(found, nn.Parameter) and is_weight:
             kind = "parameter" if found.requires_grad else "frozen"
-        order = sorted(range(found.dim()), key=lambda dim: -found.stride(dim))
-        if dense_strides(found.shape, order) != found.stride():
+        strides = found.stride()
+        order = sorted(range(found.dim()), key=lambda dim: -strides[dim])
+        if dense_strides(found.shape, order) != strides:
             order = list(range(found.dim()))
         self.tensors.append(found)
         self.descriptions.append(
             {
-                "name": target if kind == "constant" else target.removeprefix(self.prefix),
+                "name": name,
                 "kind": kind,
                 "dtype": _name(found.dtype),
                 "shape": list(found.shape),
                 "order": order,
             }
         )
-        return {"tensor": len(self.tensors) - 1}
+        return len(self.tensors) - 1
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any], autocast: str | None) -> Any:
         target: Any = node.target

@@ -52,7 +52,7 @@ WEIGHTS_FILE = "weights.safetensors"
 CONSTANTS_FILE = "constants.safetensors"
 EXPORTED_FILES = (GRAPH_FILE, WEIGHTS_FILE, CONSTANTS_FILE)
 
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST_GRAPH = 64 * 2**20
 _MODEL = "model."  # the wrapper's attribute, which begins the name of each weight in the graph
 
@@ -175,10 +175,12 @@ def _export(
 def _document(recipe: Recipe, program: ExportedProgram) -> GraphDocument:
     """Return a program's document, which can be read again."""
     reason: InvalidGraph | None = None
+    state = recipe.model.state_dict(keep_vars=True).items()
+    own = {name: tensor for name, tensor in state if isinstance(tensor, Tensor)}
     # Another pass of torch.export makes plain operators of what torch.vmap leaves in a graph.
     for passes in (lambda: program, lambda: program.run_decompositions({})):
         try:
-            document = GraphDocument.of(passes(), _MODEL, recipe.autocast)
+            document = GraphDocument.of(passes(), _MODEL, recipe.autocast, own)
             read_graph(document.fields())
             return document
         except InvalidGraph as error:
@@ -281,6 +283,7 @@ class ExportedModel(nn.Module):
                 own, tensor = owner._parameters, nn.Parameter(tensor, requires_grad=trains)
             own[stored.name] = tensor
             self._tensors.append((own, stored.name))
+        self._state = graph.state
         self._plan = _Plan(graph)
         super().train(False)
 
@@ -297,6 +300,11 @@ class ExportedModel(nn.Module):
     def tensors(self) -> list[Tensor]:
         """Return weights and constants, in the order in which `compute` takes them."""
         return [own[name] for own, name in self._tensors]
+
+    def original_state(self) -> dict[str, Tensor]:
+        """Return the state dict of the model that was saved, under its names and in its order."""
+        tensors = self.tensors()
+        return {name: tensors[number].detach() for name, number in self._state}
 
     def compute(self, features: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the predictions with other tensors in the place of its own; checks nothing."""

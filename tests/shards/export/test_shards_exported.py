@@ -235,8 +235,8 @@ def test_one_flipped_bit_is_an_error_wherever_it_is(tmp_path, name):
 
 def test_a_file_of_another_format_says_so(tmp_path):
     save_exported(recipe_of(zoo.mlp()), zoo.vectors(4)[0].features, tmp_path)
-    (tmp_path / GRAPH_FILE).write_bytes(encode_format({}, 3))
-    with pytest.raises(ConfigurationError, match="has format 3, and this version loads 2"):
+    (tmp_path / GRAPH_FILE).write_bytes(encode_format({}, 2))
+    with pytest.raises(ConfigurationError, match="has format 2, and this version loads 3"):
         load_exported(tmp_path)
     with open(tmp_path / GRAPH_FILE, "r+b") as file:
         file.truncate(65 * 2**20)

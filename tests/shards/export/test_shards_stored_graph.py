@@ -69,6 +69,7 @@ GRAPH: dict[str, Any] = {
         ]},
     ],
     "outputs": [{"call": 13}, X],
+    "state": [{"name": "tied", "tensor": 0}, {"name": "a", "tensor": 0}],
 }  # fmt: skip
 
 
@@ -77,6 +78,11 @@ TENSORS = (torch.arange(6.0).reshape(3, 2).T, torch.ones(2))
 
 def run(graph: Any) -> tuple[torch.Tensor, ...]:
     return ExportedModel(read_graph(graph), TENSORS)(torch.ones(4, 3))
+
+
+def test_a_graph_has_the_state_dict_of_its_model():
+    state = ExportedModel(read_graph(document()), TENSORS).original_state()
+    assert list(state) == ["tied", "a"] and torch.equal(state["tied"], state["a"])
 
 
 def test_a_graph_with_every_form_of_value_runs():
@@ -149,6 +155,10 @@ FORGERIES: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a large order": (("tensors", 0, "order"), [0, 7], "its order"),
     "a kind of nothing": (("tensors", 0, "kind"), "script", "none of parameter"),
     "no outputs": (("outputs",), [], "no outputs"),
+    "a state of nothing": (("state", 0, "tensor"), 2, "there are 2"),
+    "a tensor by its name": (("state", 0, "tensor"), "a", "in place of a number"),
+    "no name in the state": (("state", 0, "name"), None, "in place of a text"),
+    "a state of names": (("state", 0), "a", "exactly the fields"),
     "no features": (("features",), [], "no earlier Tensor"),
 }  # fmt: skip
 
@@ -179,7 +189,7 @@ def sealed(folder, graph: dict[str, Any], **tensors: Any) -> None:
     """Write a folder as somebody would who knows the format and means harm."""
     written(folder, "", **tensors)
     digests = {name: file_digest(folder / name) for name in (WEIGHTS_FILE, CONSTANTS_FILE)}
-    (folder / GRAPH_FILE).write_bytes(encode_format({"files": digests, **graph}, 2))
+    (folder / GRAPH_FILE).write_bytes(encode_format({"files": digests, **graph}, 3))
 
 
 def test_a_sealed_forgery_is_refused_when_it_is_loaded(tmp_path):
@@ -191,7 +201,7 @@ def test_a_sealed_forgery_is_refused_when_it_is_loaded(tmp_path):
         load_exported(tmp_path)
     for digests in ({}, {GRAPH_FILE: "0"}, None, {"../../x": "0", WEIGHTS_FILE: "0"}):
         sealed(tmp_path, document())
-        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 2))
+        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 3))
         with pytest.raises(ConfigurationError, match="files must be the digests of"):
             load_exported(tmp_path)
 
@@ -232,7 +242,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
         (tmp_path / WEIGHTS_FILE).write_bytes(content)
         names = (WEIGHTS_FILE, CONSTANTS_FILE)
         digests = {name: file_digest(tmp_path / name) for name in names}
-        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 2))
+        (tmp_path / GRAPH_FILE).write_bytes(encode_format({"files": digests, **document()}, 3))
         with pytest.raises(ConfigurationError, match="is no safetensors file"):
             load_exported(tmp_path)
 

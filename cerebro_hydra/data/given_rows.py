@@ -1,0 +1,105 @@
+"""Turns rows that a user has at hand into tensors: a pandas DataFrame, a dict, dicts, an array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cerebro_hydra.data.decoder import UNFIT, convert, dtype_from_numpy, faulty, misshapen
+from cerebro_hydra.data.manifest import ColumnSpec
+from cerebro_hydra.errors import DataError
+
+
+def feature_tensors(rows: Any, specs: Sequence[ColumnSpec]) -> tuple[Tensor, ...]:
+    """Return a tensor of shape (rows, *shape of a row) per feature column; none shares memory.
+
+    Args:
+        rows: a pandas DataFrame; a mapping of columns; a list of mappings, one per row; or the
+            array or tensor of the only feature column. Other columns are left out.
+        specs: what the model was trained with, in the order in which it takes them.
+
+    Raises:
+        DataError: a column is missing, or has another type or shape, or there are no rows.
+    """
+    columns = _columns(rows, [spec.name for spec in specs])
+    tensors = tuple(_tensor(column, spec) for column, spec in zip(columns, specs, strict=True))
+    counts = {spec.name: len(tensor) for spec, tensor in zip(specs, tensors, strict=True)}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"columns have different numbers of rows: {counts}; give as many of each")
+    if not len(tensors[0]):
+        raise DataError("there are no rows; give at least one")
+    return tensors
+
+
+def _columns(rows: Any, names: list[str]) -> list[Any]:
+    if isinstance(rows, np.ndarray | Tensor):
+        if len(names) > 1:
+            raise DataError(
+                f"rows is one array of shape {tuple(rows.shape)}, and the model takes the columns "
+                f"{names}; give a dict or a pandas DataFrame with them"
+            )
+        return [rows]
+    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+        for number, row in enumerate(rows):
+            _check_names(row, names, f"row {number}")
+        return [[row[name] for row in rows] for name in names]
+    if hasattr(rows, "sparkSession"):
+        raise DataError("rows is a DataFrame of Spark; use transform(df) for it")
+    if not isinstance(rows, Mapping) and not hasattr(rows, "columns"):
+        raise DataError(
+            f"rows is a {type(rows).__name__}; give a pandas DataFrame, a dict of arrays or a list "
+            f"of dicts with the columns {names}"
+        )
+    _check_names(rows if isinstance(rows, Mapping) else list(rows.columns), names, "the data")
+    return [rows[name] for name in names]
+
+
+def _check_names(given: Mapping[str, Any] | Sequence[str], names: list[str], what: str) -> None:
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise DataError(
+            f"{what} has no column {missing[0]!r}; the model takes {names}, and there are "
+            f"{list(given)}"
+        )
+
+
+def _tensor(column: Any, spec: ColumnSpec) -> Tensor:
+    values = _numbers(column, spec.name)
+    found = dtype_from_numpy(values.dtype)
+    if found != spec.dtype and (found, spec.dtype) != ("int64", "float32"):
+        raise DataError(
+            f"column {spec.name!r} holds {values.dtype}, and the model was trained with "
+            f"{spec.dtype} of shape {spec.shape} per row; cast it to that"
+        )
+    if values.ndim == 0 or values.shape[1:] != spec.shape:
+        raise misshapen(spec.name, values.shape[1:], spec.shape)
+    flat, unfit = convert(values.reshape(-1), spec.dtype)
+    if len(unfit):
+        row = int(unfit[0]) // max(math.prod(spec.shape), 1)
+        raise faulty(spec.name, UNFIT[spec.dtype], f"row {row}")
+    return torch.from_numpy(np.array(flat, copy=True).reshape(values.shape))
+
+
+def _numbers(column: Any, name: str) -> NDArray[Any]:
+    """Return a column as one array; cells may be arrays, lists, tensors or vectors of Spark ML."""
+    if isinstance(column, Tensor):
+        column = column.detach().cpu()
+        return (column.float() if column.dtype == torch.bfloat16 else column).numpy()
+    values = np.asarray(column) if hasattr(column, "dtype") else None
+    if values is None or values.dtype == object:
+        cells = [
+            cell.toArray() if hasattr(cell, "toArray") else np.asarray(cell) for cell in column
+        ]
+        shapes = {cell.shape for cell in cells}
+        if len(shapes) > 1:
+            raise DataError(
+                f"rows of column {name!r} have the shapes {sorted(shapes)}; give all rows one shape"
+            )
+        values = np.stack(cells) if cells else np.empty(0, np.float32)
+    return values
