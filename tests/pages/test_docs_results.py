@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -24,11 +25,15 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "df": data,
         "estimator_gen_fn": tune_models.small,
         "features": torch.from_numpy(data.arrays["features"]),
+        "array": data.arrays["features"],
+        "pandas_df": pd.DataFrame({"features": list(data.arrays["features"])}),
         "prepared": search.backend.prepare(search.store, data, search.data_spec),
     }
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 8
     for example in examples:
+        if "warm_start" in example:  # test_tune_trained_model.py trains a winner on
+            continue
         exec(example, names)
     assert names["best"].result_epoch == 1
     assert torch.equal(names["outputs"][0], names["module"](names["features"]))
