@@ -203,8 +203,6 @@ def test_what_cant_be_exported_says_why_and_leaves_no_file(
     with pytest.raises(ConfigurationError, match="format is 'pickle'; choose 'torch' or 'onnx'"):
         loaded.export(str(tmp_path / "model"), format="pickle")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(
-        SetupError, match=r"needs onnx\w*; .*pip install 'cerebro-hydra\[onnx\]'"
-    ):
+    with pytest.raises(SetupError, match=r"needs onnx\w*; .*pip install 'cerebro-hydra\[onnx\]'"):
         loaded.export(str(tmp_path / "model"), format="onnx")
     assert not list(tmp_path.iterdir())
