@@ -180,6 +180,7 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
             )
             for what, weight in WARM_STARTS.items()
         },
+        "a warm start of a number": partial(load_warm_start, nn.Linear(3, 1), 3),
     }
     found = {what: refusal(use) for what, use in uses.items()}
     assert_golden(Path(__file__).with_name("golden") / "refused_recipes.txt", found)
