@@ -134,8 +134,8 @@ NOTHING: Any = None
         ),
         (lambda: made_of("lr", num_epoch=3), "did you mean 'num_epochs'"),
         (
-            lambda: SparkEstimator(NOTHING, NOTHING),  # type: ignore[call-arg]
-            "missing 1 required positional argument: 'loss'",
+            lambda: SparkEstimator(net := nn.Linear(2, 2), torch.optim.SGD(net.parameters())),
+            "loss is None",
         ),
         (lambda: nets.binary(num_epochs="many"), "num_epochs"),
         (lambda: nets.binary(store="/tmp/x"), "store is '/tmp/x', a str; give a store"),
@@ -187,7 +187,7 @@ def test_a_number_in_which_param_groups_differ_does_not_vary() -> None:
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
     optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.5)
-    numbers = optimizer_numbers(optimizer)
+    numbers = optimizer_numbers(Recipe(model, optimizer, nn.functional.mse_loss))
     assert "lr" not in numbers and numbers["momentum"] == 0.5
 
 
