@@ -114,7 +114,8 @@ class Inference:
             from pyspark.sql import SparkSession
 
             df = tables.dataframe_of(df, SparkSession.getActiveSession)
-        require_dataframe("transform", df)
+        if not hasattr(df, "sparkSession"):  # columns would ask Java, which may have ended
+            require_dataframe("transform", df)
         with explained_java(df.sparkSession.sparkContext, "adding predictions to a DataFrame"):
             return self._transformed(df, outputs, batch_size)
 

@@ -75,10 +75,10 @@ def long_skips(params: dict[str, Any]) -> Recipe:
     )
 
 
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of each token from those before it."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1])
-    return nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
+    return nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1))
 
 
 def counting(loss: Callable[[int, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

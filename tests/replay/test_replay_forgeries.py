@@ -109,7 +109,7 @@ for name in sys.argv[2:]:
     result = SearchResult.open(path)
     best = result.get_best_model()
     replay = lambda: cerebro_hydra.replay(path, "trial-000")
-    for use in (replay, result.torch, best.torch, best.inference):
+    for use in (replay, result.torch, best.torch, lambda: best.inference):
         try:
             use()
         except ConfigurationError as error:

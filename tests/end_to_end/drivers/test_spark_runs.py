@@ -62,10 +62,10 @@ def test_a_grid_on_spark_replays_and_transforms(spark: Any, df: Any, tmp_path: P
     with torch.no_grad():
         expected = model(features)
     assert np.allclose(np.stack(out.prediction), expected.numpy(), atol=1e-5)
-    sent = result._transforming._inference._broadcast
+    sent = result._transforming.inference._broadcast
     renamed = result.set_output_columns(["other"]).transform(df)
     assert renamed.columns[-1] == "other"
-    assert result._transforming._inference._broadcast is sent, "the weights were sent again"
+    assert result._transforming.inference._broadcast is sent, "the weights were sent again"
     best = max(trial.result_metrics["val_accuracy"] for trial in result.trials)
     assert max(result.get_best_model_history()["val_accuracy"]) == best
 

@@ -31,9 +31,9 @@ BLOCKS = {
 """How the blocks of a model are named, and how many there are."""
 
 
-def class_loss(outputs: Tensor, tokens: Tensor) -> Tensor:
+def class_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of the class of a row's first token."""
-    return nn.functional.cross_entropy(outputs, tokens[:, 0] % CLASSES)
+    return nn.functional.cross_entropy(outputs, labels[:, 0] % CLASSES)
 
 
 class Scaled(nn.Module):
