@@ -60,6 +60,7 @@ class Spec:
     accumulate: int = 1
     recompute: bool = True  # so that each task of a shard is a unit
     schedule: str = "sequential"
+    staleness: tuple[int, ...] = ()
 
 
 class Span:

@@ -197,6 +197,7 @@ class _Spec:
     accumulate: int = WINDOW
     recompute: bool = True
     schedule: str = "sequential"
+    staleness: tuple[int, ...] = ()
 
 
 def _train(worker: QueueWorker, trials: range) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,11 +189,17 @@ def _admit(
             seconds = times(points)
             choice = choose_by_time(points, seconds, recipe.shards)
             if profiler is not None:
-                choice = choose_number_to_fit(recipe, points, profiler, profiled, choice)
+                with suppress(StepDiffers):  # the comparison finds it again, and tries fewer
+                    choice = choose_number_to_fit(recipe, points, profiler, profiled, choice)
             return choice, seconds
         if profiler is None:
             return choose_whole(points), ()
-        return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)
+        try:
+            return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)
+        except StepDiffers as error:
+            reason = f"training differs from the uncut model: {error}"
+            attempts.append(FailedAttempt(f"by {points.mode}", reason))
+            return choose_whole(points), ()
 
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()

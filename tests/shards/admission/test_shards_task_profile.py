@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, profile
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
+from tests.end_to_end.trials.hooked_models import foreseeing
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import mlp_recipe, resnet_recipe
@@ -261,3 +263,12 @@ def test_as_many_shards_as_asked_for_have_like_bytes_where_memory_binds_and_else
     by_bytes, half_of_them = cut_for(2 * all_tables)
     assert by_time[0] in ("5@0", "6@0", "7@0") and by_bytes == ["2@0"]
     assert half_of_them < 0.6 * all_tables
+
+
+@pytest.mark.parametrize("shards", [2, 3, "auto"])
+def test_a_write_that_measuring_meets_leads_to_one_shard(shards):
+    made = replace(foreseeing({"writes": "to a buffer", "from_the_start": True}), shards=shards)
+    batch = (torch.randn(8, 16),), (torch.randint(0, 4, (8,)),)
+    cut = admit(made, [batch], 3, None, TaskProfiler(2_600 if shards == "auto" else 36_000))
+    assert shards_of(cut) == 1
+    assert "was written to before its shard had come" in str(cut.report)
