@@ -81,7 +81,8 @@ class LateEffects:
             return
         (before, of_optimizer), after = self._before, self._read()
         found = changed(before, after)
-        found -= {path for path in have_grown(found, before, after) if _is_shared(path)}
+        may = have_grown(found, before, after) | {p for p in found if before.get(p) == after.get(p)}
+        found -= {path for path in may if _is_shared(path)}
         for optimizer in optimizers:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
         if late := sorted(path for path in found if not self._known.covers(path)):

@@ -15,6 +15,7 @@ import torch
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
+_OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
 
@@ -70,6 +71,19 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Return the names in code, attributes among them, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return frozenset(code.co_names).union(*map(attribute_names, inner))
+
+
+@functools.lru_cache(4096)
+def environment_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of environment variables that code may read or write, also in inner code."""
+    names: set[str] = set()
+    uses = not _OF_ENVIRONMENT.isdisjoint(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(environment_names(constant))
+        elif uses and isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return tuple(sorted(names))
 
 
 def functions_of(value: Any) -> tuple[types.FunctionType, ...]:

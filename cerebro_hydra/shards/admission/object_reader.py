@@ -16,6 +16,8 @@ import contextvars
 import ctypes
 import functools
 import itertools
+import operator
+import os
 import random
 import sys
 import threading
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.named_by_code import (
     attribute_names,
+    environment_names,
     functions_of,
     global_names,
     is_installed,
@@ -75,6 +78,7 @@ _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "
 """Modules of what is no state of training, whether or not pickle would copy it."""
 
 _GLOBAL, _OF_CLASS = "global variable ", " of class "
+_OF_ENVIRONMENT = "environment variable "
 
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
@@ -158,6 +162,9 @@ class ObjectReader:
                     if (id(variables), name) not in read:
                         read.add((id(variables), name))
                         self._read_global(name, module, variables[name])
+                for name in environment_names(code.__code__):
+                    path = f"{_OF_ENVIRONMENT}{name!r} that {code.__module__} names"
+                    self.found[path] = _short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
 
     def _read_global(self, name: str, module: str, value: Any) -> None:
@@ -510,7 +517,7 @@ def _slots(kind: type) -> tuple[tuple[type, str], ...]:
 def is_of_process(path: str) -> bool:
     """Return whether a value belongs to its process, so that other trials may change it, too."""
     name = name_of(path)
-    return name.startswith(_GLOBAL) or _OF_CLASS in name
+    return name.startswith((_GLOBAL, _OF_ENVIRONMENT)) or _OF_CLASS in name
 
 
 def name_of(path: str) -> str:
@@ -525,10 +532,25 @@ def told(path: str) -> str:
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    """Return the paths of values that were made, deleted or changed between two readings."""
-    if before == after:
-        return set()
-    return {path for path, _ in before.items() ^ after.items()}
+    """Return the paths of values that were made, deleted or changed between two readings.
+
+    A dict has changed, too, if entries that it had and has stand in another order.
+    """
+    found = set() if before == after else {path for path, _ in before.items() ^ after.items()}
+    if all(map(operator.eq, before, after)):  # what only grew at its end has the old order
+        return found
+    was, now = _orders(before, after), _orders(after, before)
+    return found | {path for path, entries in was.items() if entries != now[path]}
+
+
+def _orders(reading: Mapping[str, str], other: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return each dict's entries that are in both readings, in their order in this one."""
+    orders: dict[str, list[str]] = {}
+    for path in reading:
+        container, _, part = path.rpartition(PART)
+        if part.startswith("[") and path in other and not is_of_process(path):
+            orders.setdefault(container, []).append(part)
+    return orders
 
 
 class KnownChanges:
@@ -591,7 +613,8 @@ def _opened(path: str, before: str | None, after: str | None) -> set[str]:
     container, _, part = path.rpartition(PART)
     if container and part.startswith(("[", "{")) and None in (before, after):
         opened.add(container)
-    if any(text is not None and text.startswith(_CONTAINER) for text in (before, after)):
+    texts = (before, after)
+    if before != after and any(text and text.startswith(_CONTAINER) for text in texts):
         opened.add(path)
     return opened
 

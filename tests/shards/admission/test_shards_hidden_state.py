@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ LATE = threading.Event()
 def early() -> Iterator[None]:
     yield
     LATE.clear()
+    os.environ.pop("HYDRA_GAIN", None)
 
 
 gain = 1.0
@@ -146,6 +148,14 @@ def in_a_closure() -> nn.Module:
     return InAClosure()
 
 
+class InTheEnvironment(Keeps):
+    def act(self):
+        os.environ["HYDRA_GAIN"] = "0.9"
+
+    def factor(self):
+        return float(os.environ.get("HYDRA_GAIN", "1.0"))
+
+
 class InASlot(Keeps):
     __slots__ = ("share",)
 
@@ -240,6 +250,13 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an array of ctypes": (
         holding(lambda: (ctypes.c_double * 1)(1.0), damped), "attribute 'held' of the model"
     ),
+    "the order of a dict": (
+        holding(lambda: {"a": 0.5, "b": 1.0}, lambda held: held.update(a=held.pop("a"))),
+        "attribute 'held' of the model",
+    ),
+    "an environment variable": (
+        InTheEnvironment, "environment variable 'HYDRA_GAIN' that tests.* names"
+    ),
     "a hook on a gradient": (Hooked, "a gradient hook of parameter 'b.weight'"),
 }  # fmt: skip
 
@@ -333,3 +350,19 @@ def test_a_cache_of_the_process_may_grow_and_what_each_forward_sets_anew_may_cha
     trial = start(made(Caches, shards=1)(), BATCHES)
     trial.train(BATCHES)
     trial.train(zoo.singly(zoo.vectors(5)))
+
+
+def test_a_cache_that_trials_share_may_change_its_order() -> None:
+    class Recent(Collate):
+        def __init__(self) -> None:
+            self.kept = {8: 1.0, 5: 1.0}
+
+        def __call__(self, batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+            if LATE.is_set():
+                self.kept[8] = self.kept.pop(8)
+            return batch
+
+    trial = start(made(zoo.Net, shards=1, collate=Recent())(), BATCHES)
+    trial.train(BATCHES)
+    LATE.set()
+    trial.train(BATCHES)
