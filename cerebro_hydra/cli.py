@@ -13,6 +13,8 @@ from cerebro_hydra.errors import CerebroHydraError, StoreError
 from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.kernels import KERNELS
 
+_WIDEST = 10_000  # characters of a line
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0 for success, 1 for failure, 2 for wrong use."""
@@ -262,7 +264,8 @@ def _runs(arguments: argparse.Namespace) -> int:
 
     from cerebro_hydra.tune.store import print_contents
 
-    print_contents(Console(), arguments.store)
+    # A pipe or file has no width of its own, and what reads it wants whole words and lines.
+    print_contents(Console(width=None if sys.stdout.isatty() else _WIDEST), arguments.store)
     return 0
 
 

@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,13 +52,14 @@ from cerebro_hydra.observe.view import RunView, TrialView
 from cerebro_hydra.plan.messages.events import Event, SearchClosed, WorkerLost
 from cerebro_hydra.plan.messages.instructions import EndEpoch, FinishTrial, Instruction, Redo
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.waits import give_screen
 
 _WIDE = 120
 _LOGGER = logging.getLogger("cerebro_hydra.trials")
 
 _SECONDS_BETWEEN_FRAMES = 0.1
-_OTHER_LINES = 8
-"""Lines of a frame beside the trials: a heading, the bar, the totals, empty ones."""
+_OTHER_LINES = 9
+"""Lines of a frame beside the trials: a heading, the bar, the totals, a wait, empty ones."""
 
 _FEWEST_TRIALS = 3
 _BAR = 20
@@ -165,10 +167,8 @@ class PlainLines:
                 )
             case FinishTrial(index):
                 trial = self.view.trials[index]
-                if trial.stopped_early:
-                    self._print(f"{trial.trial_id} {trial.reason}")
-                elif trial.status != "finished":
-                    self._print(f"{trial.trial_id} {trial.status}: {trial.reason.rstrip()}")
+                if trial.reason:
+                    self._print(f"{trial.trial_id} {trial.stage}: {trial.reason.rstrip()}")
             case Redo(index, reason=reason):
                 trial = self.view.trials[index]
                 self._print(f"{trial.trial_id} repeats sub-epochs: {reason}")
@@ -252,8 +252,8 @@ def _devices(view: RunView, most: int) -> list[str]:
     devices = [view.devices[key] for key in sorted(view.devices)]
     workers = [list(group) for _, group in groupby(devices, lambda each: each.worker)]
     if len(workers) > most:
-        return [f"{len(workers)} workers: {devices_text(devices)}"]
-    return [f"worker {group[0].worker}: {devices_text(group)}" for group in workers]
+        return [f"{len(workers)} workers: {devices_text(view, devices)}"]
+    return [f"worker {group[0].worker}: {devices_text(view, group)}" for group in workers]
 
 
 def _bar(view: RunView) -> Text:
@@ -457,6 +457,36 @@ def screen_of(console: Console) -> Screen:
     return NotebookScreen(console.width) if console.is_jupyter else TerminalScreen(console)
 
 
+class WaitingFrame:
+    """Draws a frame, and below it what is waited for. Thread-safe."""
+
+    def __init__(self, draw: Callable[[RenderableType], None]) -> None:
+        """Take the lines of waits over."""
+        self._draw, self._lock = draw, threading.Lock()
+        self._frame: RenderableType = ""
+        self._line = ""
+        give_screen(self._wait)
+
+    def show(self, frame: RenderableType) -> None:
+        """Draw a frame in the place of the one before."""
+        with self._lock:
+            self._frame = frame
+            self._redraw()
+
+    def close(self) -> None:
+        """Leave the lines of waits to the terminal again."""
+        give_screen(None)
+
+    def _wait(self, line: str) -> None:
+        with self._lock:
+            self._line = line
+            self._redraw()
+
+    def _redraw(self) -> None:
+        below = Text(f" {self._line}", style="dim", no_wrap=True, overflow="ellipsis")
+        self._draw(Group(self._frame, below) if self._line else self._frame)
+
+
 class TerminalScreen:
     """Redraws a terminal; what `console` prints meanwhile scrolls by above the frame."""
 
@@ -464,14 +494,16 @@ class TerminalScreen:
         """Hide the cursor."""
         # Frames are drawn by records, so that no other thread reads the view.
         self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._frame = WaitingFrame(lambda frame: self._live.update(frame, refresh=True))
         self._live.start()
 
     def show(self, frame: RenderableType) -> None:
         """Redraw the frame."""
-        self._live.update(frame, refresh=True)
+        self._frame.show(frame)
 
     def close(self) -> None:
         """Take the frame off the screen and give the cursor back."""
+        self._frame.close()
         self._live.stop()
 
 
@@ -485,13 +517,17 @@ class NotebookScreen:
         self._html, self._width = HTML, width
         self._handle = DisplayHandle()
         self._handle.display(HTML(""))
+        self._frame = WaitingFrame(
+            lambda frame: self._handle.update(self._html(html(frame, self._width)))
+        )
 
     def show(self, frame: RenderableType) -> None:
         """Put a frame into the display."""
-        self._handle.update(self._html(html(frame, self._width)))
+        self._frame.show(frame)
 
     def close(self) -> None:
         """Empty the display."""
+        self._frame.close()
         self._handle.update(self._html(""))
 
 

@@ -107,7 +107,6 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
     begun = None
     if timeline.begin is not None:
         begun = f"{datetime.fromtimestamp(timeline.begin, UTC):%Y-%m-%d %H:%M} UTC"
-    span = max(timeline.end - timeline.first_task, 1e-9) * max(sum(timeline.devices.values()), 1)
     return {
         "view": view,
         "document": view.document,
@@ -127,7 +126,6 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "leader": leader,
         "leader_params": _cells(leader.params) if leader else {},
         "begun": begun,
-        "busy": sum(bar.work_seconds for bar in timeline.tasks) / span,
         "devices": sorted(
             (lane.totals for lane in timeline.lanes.values()), key=lambda each: each.worker
         ),
@@ -151,7 +149,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
     return {
         "id": trial.trial_id,
         "params": _cells(trial.params),
-        "status": "stopped early" if trial.stopped_early else trial.status,
+        "status": trial.stage,
         "error": trial.reason.strip(),
         "uncut_because": trial.uncut_because,
         "recut": f"{trial.shards} shards instead of {trial.shards_before}"

@@ -186,21 +186,20 @@ def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
     audits = "" if not view.audits else f"; {audited(view.audits)}"
-    devices = f"; {devices_text([*view.devices.values()])}" if view.devices else ""
+    devices = f"; {devices_text(view, [*view.devices.values()])}" if view.devices else ""
     saved = f"; {saved}" if (saved := saved_work(view)) else ""
     return f"{counted(view)}{took}{saved}; {view.totals}{devices}{audits}"
 
 
-def devices_text(devices: Sequence[DeviceTotals]) -> str:
+def devices_text(view: RunView, devices: Sequence[DeviceTotals]) -> str:
     """Return how busy devices were, how full the fullest was, and what was moved, in one line."""
     computing = [each for each in devices if not each.is_dram]
-    seconds = sum(each.seconds for each in computing)
-    busy = sum(each.computing for each in computing) / seconds if seconds else 0.0
     fullest = max(computing or devices, key=lambda each: each.peak / (each.budget or math.inf))
     disk = sum(each.spilled for each in devices if each.is_dram)
     return (
-        f"{len(computing)} device{'s' if len(computing) > 1 else ''} {busy:.0%} busy, peak "
-        f"{memory(fullest)}, {human_bytes(sum(each.promoted for each in computing))} promoted, "
+        f"{len(computing)} device{'s' if len(computing) > 1 else ''} "
+        f"{view.busy(devices):.0%} busy, peak {memory(fullest)}, "
+        f"{human_bytes(sum(each.promoted for each in computing))} promoted, "
         f"{human_bytes(sum(each.spilled for each in computing))} spilled"
         + (f", {human_bytes(disk)} to disk" if disk else "")
     )
@@ -217,7 +216,7 @@ def counted(view: RunView) -> str:
     ends = Counter(trial.status for trial in view.trials.values())
     others = (f", {ends[end]} {end}" for end in _OTHER_ENDS if ends[end])
     so_far = "" if view.closed or view.seconds is not None else " so far"
-    return f"{ends['finished']} of {len(view.trials)} trials{so_far} finished{''.join(others)}"
+    return f"{view.finished} of {len(view.trials)} trials{so_far} finished{''.join(others)}"
 
 
 def saved_work(view: RunView) -> str:
@@ -245,7 +244,7 @@ def audited(steps: int) -> str:
 
 def status_text(trial: TrialView) -> Text:
     """Return a status in its colour; at the end with the best epoch, if its state was kept."""
-    words = trial.status + (" early" if trial.stopped_early else "")
+    words = trial.stage
     if trial.status in ("finished", "stopped") and trial.best_epoch is not None:
         words += f", best {trial.best_epoch + 1}"
     return Text(words, style=STYLES[trial.status])

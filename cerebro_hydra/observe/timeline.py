@@ -127,7 +127,7 @@ class DeviceLane:
 
     def add(self, work: DeviceWork, seconds: float, now: float) -> None:
         """Add what it did in the seconds until now."""
-        self.totals.add(work, seconds)
+        self.totals.add(work)
         self.told.append((now, replace(self.totals, peak=work.peak)))
         for lane, spans in ((self.tasks, work.tasks), (self.moves, work.moves)):
             for *ends, did in spans:

@@ -6,7 +6,7 @@ and what is returned cannot differ. It knows no clock but the times in the recor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ class RunView:
         """States that were made again after a resume, with other bytes than before."""
         self.seconds: float | None = None
         """Wall-clock seconds of the whole run, or of its journal if it was read from a folder."""
+        self.working_seconds = 0.0
+        """From the run's first task to its last decision, without the time before a resume."""
         self.rows: dict[tuple[str, int], int] = {}
         """Rows of each ("train" or "val", partition) that a task has gone through."""
         self.closed = False
@@ -62,6 +64,9 @@ class RunView:
         self.suspended = ""
         """Why the run has ended for now, if it may go on."""
         self._tasks: dict[int, Task] = {}
+        self._latest: float | None = None  # when the last decision was taken, since the first task
+        self._num_devices: dict[int, int] = {}  # of every worker that ever joined
+        self._work_seconds = 0.0  # for which devices computed for tasks that ended
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> RunView:
@@ -84,6 +89,7 @@ class RunView:
                 self._event(record.event)
                 for instruction in record.instructions:
                     self._instruction(instruction)
+                self._pass_time(record)
             case Progress():
                 trial = self.trials[record.trial]
                 if trial.status == "training" and trial.worker == record.worker:
@@ -93,6 +99,31 @@ class RunView:
                 for trial in self.trials.values():
                     if not trial.over:
                         trial.status = "paused" if self.suspended else "interrupted"
+
+    @property
+    def finished(self) -> int:
+        """Return how many trials finished, early ones too."""
+        return sum(trial.status == "finished" for trial in self.trials.values())
+
+    def _pass_time(self, decision: Decision) -> None:
+        """Count the time since the decision before, unless no driver was at work meanwhile."""
+        before, self._latest = self._latest, decision.time
+        if before is not None and not isinstance(decision.event, events.RunResumed):
+            self.working_seconds += max(0.0, decision.time - before)  # clocks may be set back
+        elif before is None and not self._tasks:
+            self._latest = None
+
+    def busy(self, devices: Sequence[DeviceTotals] = ()) -> float:
+        """Return the share of `working_seconds` in which devices computed, all or only these.
+
+        A device of a worker that comes later or is lost computes nothing meanwhile.
+        """
+        devices = [each for each in devices or self.devices.values() if not each.is_dram]
+        computing = sum(each.computing for each in devices)
+        count = len(devices)
+        if not devices:  # workers without shard queues tell of their tasks alone
+            computing, count = self._work_seconds, sum(self._num_devices.values())
+        return min(1.0, computing / (count * self.working_seconds)) if self.working_seconds else 0.0
 
     @property
     def share_done(self) -> float:
@@ -222,7 +253,7 @@ class RunView:
         left = sum(
             max(0, whole - len(trial.epochs))
             for trial in self.trials.values()
-            if trial.status in ("stopped", "paused") or trial.stopped_early
+            if trial.status in ("stopped", "paused") or trial.finished_early
         )
         shared = sum(trial.base for trial in self.trials.values()) // self.document.num_partitions
         return left + shared
@@ -266,6 +297,7 @@ class RunView:
             case events.WorkerJoined():
                 self._lose(self.workers.get(event.worker, ""))
                 self.workers[event.worker] = event.incarnation
+                self._num_devices[event.worker] = event.devices
             case events.WorkerLost():
                 self._lose(event.incarnation)
             case events.RunSuspended(reason):
@@ -353,6 +385,7 @@ class RunView:
             return
         trial, (partition,) = self.trials[task.trial], task.partitions
         trial.seconds += event.hop.seconds + event.seconds
+        self._work_seconds += event.work_seconds
         if isinstance(event, events.SubEpochDone):
             trial.sub_epochs += 1
             trial.loss = event.loss_sum / event.rows
@@ -369,7 +402,7 @@ class RunView:
         for worker, incarnation in self.workers.items():
             for work in event.devices if incarnation == event.incarnation else ():
                 key = worker, work.device
-                self.devices.setdefault(key, DeviceTotals(*key)).add(work, event.seconds)
+                self.devices.setdefault(key, DeviceTotals(*key)).add(work)
 
     @staticmethod
     def _rest(trial: TrialView, attempt: int | None) -> None:
@@ -431,7 +464,7 @@ class TrialView:
     rungs: list[int] = field(default_factory=list)
     """After how many epochs its search has compared it with others, ascending."""
     reason: str = ""
-    """Why it ended: a failed trial's traceback, or why a trial stopped early."""
+    """Why it ended: a failed trial's traceback, or why a trial finished early or was stopped."""
     uncut_because: str = ""
     """What an audit found to differ, so that it is trained again in one piece."""
     epoch: int = 0
@@ -495,9 +528,14 @@ class TrialView:
         self.shards, self.shards_before = change.shards, change.shards_before
 
     @property
-    def stopped_early(self) -> bool:
+    def finished_early(self) -> bool:
         """Return whether it finished before its last epoch because it had stopped improving."""
         return self.status == "finished" and self.reason != ""
+
+    @property
+    def stage(self) -> str:
+        """Return its status as tables show it: "finished early" where it did that."""
+        return "finished early" if self.finished_early else self.status
 
     @property
     def result_epoch(self) -> int | None:
@@ -582,8 +620,6 @@ class DeviceTotals:
     """The bytes that may be in use at once; None if there is no limit."""
     peak: int = 0
     """The most bytes that were in use at once."""
-    seconds: float = 0.0
-    """The time that was told of."""
     computing: float = 0.0
     copying: float = 0.0
     promoted: int = 0
@@ -599,20 +635,9 @@ class DeviceTotals:
         """Return whether it is no device, but the worker's memory, whose transfers are to disk."""
         return self.device == HOST
 
-    @property
-    def utilisation(self) -> float:
-        """Return the share of the time in which it computed."""
-        return self.computing / self.seconds if self.seconds else 0.0
-
-    @property
-    def idle(self) -> float:
-        """Return the seconds in which it did not compute, whatever was copied."""
-        return max(0.0, self.seconds - self.computing)
-
-    def add(self, work: DeviceWork, seconds: float) -> None:
-        """Count what it did in these seconds."""
+    def add(self, work: DeviceWork) -> None:
+        """Count what it did."""
         self.budget, self.peak = work.budget, max(self.peak, work.peak)
-        self.seconds += seconds
         self.computing += work.computing
         self.copying += work.copying
         self.promoted += work.promoted

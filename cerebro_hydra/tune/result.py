@@ -86,8 +86,8 @@ class SearchResult:
             return cls(folder, view, find, factory is None and not trust)
 
     def __repr__(self) -> str:
-        finished = sum(trial.status == "finished" for trial in self.trials)
-        return f"SearchResult({finished} of {len(self.trials)} trials finished, {self.run_path!r})"
+        finished = f"{self._view.finished} of {len(self.trials)} trials finished"
+        return f"SearchResult({finished}, {self.run_path!r})"
 
     def _repr_html_(self) -> str:
         table = self.to_pandas()
@@ -99,7 +99,8 @@ class SearchResult:
         """Return the trials as a pandas DataFrame.
 
         Args:
-            per_epoch: False gives one row per trial: trial_id, status, a column `param_NAME` per
+            per_epoch: False gives one row per trial: trial_id, status, finished_early (whether
+                it stopped improving before its last epoch), a column `param_NAME` per
                 parameter, the metrics of its result, epochs (ended ones), rung (the epochs after
                 which its search compared it last, or missing), result_epoch (from 1), seconds,
                 error. True gives one row per trial and ended epoch: trial_id, epoch (from

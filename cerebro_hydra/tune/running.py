@@ -37,7 +37,7 @@ from cerebro_hydra.tune.admission import MemoryBill
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.trial import all_failed
 from cerebro_hydra.tune.trials import SearchTrials
-from cerebro_hydra.waits import Waiting
+from cerebro_hydra.waits import Waiting, to_nobody, to_stdout
 
 _WAITING = "worked on the same run: looking for {:g} seconds at most whether it still does"
 
@@ -51,11 +51,10 @@ class Surroundings:
     verbose: int = 1
     observers: Sequence[Observer] = ()
 
-    def report(self, line: str) -> None:
-        """Print a line, unless nothing is to be shown."""
-        if self.verbose:
-            with suppress(OSError):  # the terminal may be closed
-                print(line, flush=True)
+    @property
+    def report(self) -> Callable[[str], None]:
+        """Return what prints a line, unless nothing is to be shown."""
+        return to_stdout if self.verbose else to_nobody
 
     @property
     def memory_bill(self) -> MemoryBill:

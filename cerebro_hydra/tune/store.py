@@ -31,7 +31,7 @@ def print_contents(console: Console, prefix: str) -> None:
     """Print the runs and the data of a store, with what each takes.
 
     Raises:
-        StoreError: there is no store.
+        StoreError: there is no store, or nothing of one in that folder.
     """
     contents, now = StoreContents.of(Store.at(prefix)), time.time()
     runs = _table("run", "status", "age", "size", "finished", "winner")
@@ -44,7 +44,7 @@ def print_contents(console: Console, prefix: str) -> None:
         count = f"{len(each.needed_by)} run{'' if len(each.needed_by) == 1 else 's'}"
         age, size = _age(each.modified, now), human_bytes(each.bytes)
         console.print(Text(f"{each.fingerprint}  {age}, {size}, needed by {count}"), soft_wrap=True)
-        console.print(Padding(Text(each.text), (0, 0, 0, 4)))
+        console.print(Padding(Text(each.text), (0, 0, 0, 4), expand=False))
 
 
 def clean(
@@ -138,9 +138,15 @@ class StoreContents:
 
     @classmethod
     def of(cls, store: Store) -> StoreContents:
-        """Read a store; what can't be read is listed as such."""
+        """Read a store; what can't be read is listed as such.
+
+        Raises:
+            StoreError: there is nothing of a store in that folder.
+        """
         runs = tuple(_run(RunFolder(store, name)) for name in store.list(f"{store.prefix}/runs"))
         data = store.list(f"{store.prefix}/data")
+        if not runs and not data:
+            raise StoreError(f"{store.prefix!r} holds neither runs nor data; give a store's folder")
         return cls(runs, tuple(_data(store, fingerprint, runs) for fingerprint in data))
 
 
@@ -160,7 +166,7 @@ def _run(folder: RunFolder) -> StoredRun:
         view = RunView.of_run(folder)
     except CerebroHydraError:
         return StoredRun(*named, "unreadable", *usage, fingerprint=fingerprint)
-    finished = sum(trial.status == "finished" for trial in view.trials.values())
+    finished = view.finished
     if claimed:
         status = "running"
     elif not all(trial.over for trial in view.trials.values()):
@@ -210,8 +216,6 @@ class Cleaning:
         """
         store = Store.at(prefix)
         contents = StoreContents.of(store)
-        if not contents.runs and not contents.data:
-            raise StoreError(f"{prefix!r} holds neither runs nor data; give a store's folder")
         known = {run.run_id: run for run in contents.runs}
         sets = {each.fingerprint: each for each in contents.data}
         for kind, names, there in (("run", runs, known), ("data", data, sets)):

@@ -42,6 +42,7 @@ class Trial:
     on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
     best or its last, as the search keeps; None before the first has ended. `rung` is the number of
     epochs after which its search compared it last with others; None if it never did.
+    It `finished_early` if it finished before its last epoch because it had stopped improving.
     It `rests` if its run has ended for now and keeps what it has reached; it is "paused" then.
     `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
@@ -56,6 +57,7 @@ class Trial:
     seconds: float = 0.0
     rung: int | None = None
     rests: bool = False
+    finished_early: bool = False
 
     @property
     def has_result(self) -> bool:
@@ -85,6 +87,7 @@ class Trial:
             view.seconds,
             view.rung,
             view.rests,
+            view.finished_early,
         )
 
 
@@ -96,6 +99,7 @@ def by_trial(trials: Iterable[Trial]) -> pd.DataFrame:
         {
             "trial_id": trial.trial_id,
             "status": trial.status,
+            "finished_early": trial.finished_early,
             **_params(trial),
             **trial.result_metrics,
             "epochs": len(next(iter(trial.history.values()), ())),

@@ -34,6 +34,7 @@ from cerebro_hydra.observe.text import duration, summary
 from cerebro_hydra.observe.view import human_bytes
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.waits import to_stdout
 from tests.golden import assert_golden
 from tests.observe.conftest import CRASHES, Simulate, begin, fold
 from tests.observe.consoles import GOLDEN, crowd, drawn, page, pipe, printed, terminal
@@ -247,3 +248,17 @@ def test_tables_have_a_column_of_rungs_where_trials_were_compared() -> None:
         assert "27" in row.split()
         assert "paused" in row.split()
         assert "rung" in drawn(table, 200)
+
+
+def test_a_live_table_shows_below_itself_what_is_waited_for(simulate) -> None:
+    screen = terminal()
+    table = LiveTable(screen)
+    for record in simulate(2)[1][:5]:
+        table.on_record(record)
+    assert to_stdout.rewrite("starting 2 workers (3 s)")
+    assert "starting 2 workers (3 s)" in printed(screen)
+    count = printed(screen).count("starting")
+    assert to_stdout.rewrite("")
+    assert printed(screen).count("starting") == count
+    table.close()
+    assert not to_stdout.rewrite("nobody shows this")

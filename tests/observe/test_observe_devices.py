@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def test_what_was_told_is_added_up_and_lanes_never_overlap() -> None:
     device = view.devices[0, 1]
     found = device.promoted, device.spilled, device.peak, device.budget
     assert found == (10_002, 6_000, 801, 1000)
-    assert (device.utilisation, device.idle) == (5.0 / 8.0, 3.0)
+    assert view.working_seconds == pytest.approx(8.0)
+    assert view.busy([device]) == view.busy() == pytest.approx(5.0 / 8.0)
     for lane in timeline.lanes.values():
         for spans in (lane.tasks, lane.moves):
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
@@ -98,6 +100,27 @@ def test_bars_of_a_clock_that_was_set_back_stay_within_the_run() -> None:
         timeline.apply(Decision(seq, 3.0 * seq, event, ()))
     spans = timeline.lanes[0, 0].tasks + timeline.lanes[0, 0].moves
     assert all(0.0 <= begin <= end <= 3.0 for begin, end, _ in spans)
+
+
+@pytest.mark.parametrize("queues", [True, False])
+def test_busy_is_one_share_wherever_it_is_told(tmp_path: Path, queues: bool) -> None:
+    kept = [d for d in decisions() if queues or not isinstance(d.event, ev.DevicesWorked)]
+    told_of = [replace(each, seq=seq) for seq, each in enumerate(kept)]
+    view = fold([*begin(2), *told_of])
+    share = f"{view.busy():.0%}"
+    assert share == ("62%" if queues else "38%")  # 10 of 16 s, or as their sub-epochs tell
+    page = render(written(tmp_path, begin(2), told_of))
+    assert f"Devices busy</dt><dd>{share[:-1]} %" in page
+    if queues:
+        assert f"2 devices {share} busy" in summary(view)
+        assert page.count(f">{share[:-1]} %</td>") == 2
+
+
+def test_no_device_is_busy_or_idle_while_no_driver_is_at_work() -> None:
+    *before, last = decisions()
+    resumed = replace(last, seq=last.seq + 1, time=last.time + 1000, event=ev.RunResumed())
+    view = fold([*begin(2), *before, last, resumed])
+    assert view.working_seconds == pytest.approx(8.0)
 
 
 def test_the_summary_says_how_busy_devices_were_and_what_went_to_disk() -> None:

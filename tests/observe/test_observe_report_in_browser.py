@@ -88,6 +88,12 @@ def test_a_click_sorts_and_what_has_no_number_comes_last(page: Any) -> None:
     assert known == sorted(known)
     assert len(known) >= 2
     assert falling == [*reversed(rising[: len(known)]), *rising[len(known) :]]
+    page.locator("#trials thead th:first-child button").focus()
+    for key, sort in (("Enter", "ascending"), ("Space", "descending")):
+        page.keyboard.press(key)
+        assert page.locator(f"#trials thead th[aria-sort={sort}]").inner_text()[:5] == "Trial"
+        assert column(page, 1) == sorted(column(page, 1), reverse=sort == "descending")
+    page.keyboard.press("Enter")
 
 
 def test_pointing_tells_values_and_a_drag_zooms(page: Any, result: SearchResult) -> None:
@@ -160,9 +166,29 @@ def outside(page: Any) -> list[str]:
         const { left, right, width } = each.getBoundingClientRect();
         return width > 0 && (left < 0 || right > innerWidth + 0.5);
     }).map((each) => each.textContent)""",
-        "main :is(h1, h2, p, dd, pre, summary, svg text), #trials :is(button, td)",
+        "main :is(h1, h2, p, dd, pre, summary, svg text), #trials.cards :is(button, td)",
     )
     return found
+
+
+LEFT_OF_CELLS = """all => all.map((each) => Math.round(each.getBoundingClientRect().left))"""
+
+
+def stays_first(page: Any, table: str) -> bool:
+    """Scroll a table to its end and return whether its first column stayed at its left."""
+    box, cells = page.locator(f".scroll:has({table})"), page.locator(f"{table} tr > :first-child")
+    before = cells.evaluate_all(LEFT_OF_CELLS)
+    moved: int = box.evaluate("(box) => { box.scrollLeft = 9999; return box.scrollLeft; }")
+    last = page.locator(f"{table} tbody tr:first-child td:last-child").bounding_box()
+    assert last["x"] + last["width"] <= page.viewport_size["width"], "all can be scrolled to"
+    after = cells.evaluate_all(LEFT_OF_CELLS)
+    at_the_first = """(cell) => {
+        const { left, top, height } = cell.getBoundingClientRect();
+        return cell.contains(document.elementFromPoint(left + 20, top + height / 2));
+    }"""
+    cells.last.scroll_into_view_if_needed()
+    assert cells.last.evaluate(at_the_first), "nothing lies over it"
+    return moved > 0 and before == after
 
 
 @pytest.mark.parametrize("width", [390, 800, 1280])
@@ -216,13 +242,17 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
     assert sizes_told in many.locator("main").inner_text()
     assert page.locator("#parallel").count() == 0, "four trials need none"
     lines_of_numbers = """() => [...document.querySelectorAll("#trials tbody td:is(.num, .param)")]
-        .filter((each) => each.getBoundingClientRect().height > 30).length"""
+        .filter((each) => each.getBoundingClientRect().height > 45).length"""
     for width in (390, 800, 1280):
         many.set_viewport_size({"width": width, "height": 900})
         many.reload()
         assert many.locator("#parallel [data-line]").count() == 10
         assert outside(many) == []
         assert many.evaluate(lines_of_numbers) == 0, "a number is on one line"
+        assert many.locator("#trials.cards").count() == (width < 900)
+    for width in (901, 1280):
+        many.set_viewport_size({"width": width, "height": 900})
+        assert stays_first(many, "#trials")
     many.close()
 
 

@@ -123,7 +123,7 @@ def test_a_trial_that_keeps_its_best_epoch_counts_by_it(simulate, losses) -> Non
     assert [len(t.epochs) for t in view.trials.values()] == [2, 3, 1]
     assert [t.result_state for t in view.trials.values()] == [2, 6, 2]
     assert [t.result for t in simulation.state.trials.values()] == [2, 6, 2]
-    assert [t.stopped_early for t in view.trials.values()] == [True, False, True]
+    assert [t.finished_early for t in view.trials.values()] == [True, False, True]
     assert [t.trial for t in view.best_first()] == [1, 0, 2]
     assert view.score(view.trials[0]) == 0.5
 
@@ -132,7 +132,7 @@ def test_the_best_epoch_counts_without_patience_too(simulate) -> None:
     view = fold(simulate(3, keep="best", loss=lambda t, e: LOSSES[t][e])[1])
     assert [t.result_state for t in view.trials.values()] == [2, 6, 4]
     assert [t.result_epoch for t in view.trials.values()] == [0, 2, 1]
-    assert [t.stopped_early for t in view.trials.values()] == [False] * 3
+    assert [t.finished_early for t in view.trials.values()] == [False] * 3
     assert view.winner is view.trials[2]
 
 

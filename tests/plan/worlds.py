@@ -272,10 +272,10 @@ def expected_result(config: HopConfig, trial: TrialProgress) -> tuple[int, str]:
     early = patience is not None and waited >= patience and len(trial.history) < trial.budget
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
-        why = f"stopped early: {config.metric} was not finite in {epochs}"
+        why = f"{config.metric} was not finite in {epochs}"
         return last, why if early else ""
     why = (
-        f"stopped early: {config.metric} was best after epoch {best[0] + 1} ({best[1]:.4g}) "
+        f"{config.metric} was best after epoch {best[0] + 1} ({best[1]:.4g}) "
         f"and not better for {epochs}"
     )
     return (best[0] + 1) * config.partitions if keeps_best else last, why if early else ""

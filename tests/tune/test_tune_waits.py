@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -12,7 +16,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import estimator_factories
 from cerebro_hydra.tune import GridSearch
-from cerebro_hydra.waits import FIRST_LINE_SECONDS, Waiting
+from cerebro_hydra.waits import FIRST_LINE_SECONDS, Waiting, give_screen, to_stdout
 from tests.tune.test_tune_search import arguments, rows
 
 
@@ -44,6 +48,52 @@ def test_a_wait_is_told_of_in_growing_distances_and_each_part_anew() -> None:
     with Waiting(report, seconds=0.01):
         time.sleep(0.05)
     assert len(told) == count, "neither what is fast nor nothing is told of"
+
+
+ON_A_TERMINAL = """
+from cerebro_hydra.waits import to_stderr, to_stdout
+to_stdout.rewrite("first (1 s)")
+to_stderr.rewrite("second (2 s)")
+to_stdout("this stays")
+to_stdout.rewrite(300 * "x")
+to_stdout.rewrite("")
+"""
+
+
+def test_a_terminal_has_one_line_that_is_rewritten_and_erased() -> None:
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 40))
+    environment = os.environ | {"TERM": "xterm"}
+    command = [sys.executable, "-c", ON_A_TERMINAL]
+    subprocess.run(command, stdout=its, stderr=its, env=environment, check=True, timeout=60)
+    os.close(its)
+    erased = "\r\x1b[K"
+    shown = f"first (1 s){erased}second (2 s){erased}this stays\r\n{39 * 'x'}{erased}"
+    assert os.read(ours, 10_000).decode() == shown
+    os.close(ours)
+
+
+def test_a_screen_has_the_line_of_a_wait_and_a_pipe_has_a_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown: list[str] = []
+    reached = threading.Semaphore(0)
+
+    def show(line: str) -> None:
+        shown.append(line)
+        reached.release()
+
+    give_screen(show)
+    try:
+        with Waiting(to_stdout, "first", seconds=0.01):
+            assert reached.acquire(timeout=30)
+    finally:
+        give_screen(None)
+    assert (shown[0], shown[-1]) == ("first (0 s)", "")
+    assert capsys.readouterr().out == ""
+    assert not to_stdout.rewrite("no terminal")
+    to_stdout("a line")
+    assert capsys.readouterr().out == "a line\n"
 
 
 @pytest.mark.parametrize("verbose", [0, 1])

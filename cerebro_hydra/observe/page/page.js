@@ -30,11 +30,15 @@
     if (sorted.get(table.id)?.[0] < headings.length) sort(sorted.get(table.id));
   }
 
-  // Makes a card of each row where the table is wider than the screen.
+  // Makes a card of each row where a narrow screen has no room for the table; a wide one scrolls it.
   function fitTable(table) {
     const box = table.parentElement;
     table.classList.remove("cards");
-    table.classList.toggle("cards", box.scrollWidth > box.clientWidth);
+    const wider = box.scrollWidth > box.clientWidth;
+    table.classList.toggle("cards", wider && matchMedia("(max-width: 900px)").matches);
+    // What scrolls can be reached by keyboard, too.
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
     const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
     for (const row of table.tBodies[0].rows) {
       [...row.cells].forEach((cell, column) => { if (column) cell.dataset.label = names[column]; });

@@ -419,12 +419,11 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
         return None
     epochs = "1 epoch" if patience == 1 else f"{patience} epochs"
     if best is None:
-        reason = f"stopped early: {config.metric} was not finite in {epochs}"
+        reason = f"{config.metric} was not finite in {epochs}"
         return Outcome(TrialStatus.FINISHED, reason)
     value = trial.history[best][config.metric]
     reason = (
-        f"stopped early: {config.metric} was best after epoch {best + 1} ({value:.4g}) "
-        f"and not better for {epochs}"
+        f"{config.metric} was best after epoch {best + 1} ({value:.4g}) and not better for {epochs}"
     )
     return Outcome(TrialStatus.FINISHED, reason)
 

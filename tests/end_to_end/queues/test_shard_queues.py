@@ -74,6 +74,6 @@ def devices_of(result: SearchResult) -> list[DeviceTotals]:
         lane = timeline.lanes[device.worker, device.device]
         assert lane.totals == device
         assert lane.tasks and lane.moves
-        assert 0 < device.utilisation <= 1
+        assert 0 < view.busy([device]) <= 1
         assert device.promoted > 0 < device.spilled
     return found

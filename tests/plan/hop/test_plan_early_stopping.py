@@ -31,7 +31,7 @@ def test_a_trial_that_gets_no_better_ends_with_its_best_state() -> None:
     for loss in (1.0, 2.0, nan):
         run.epoch("ab", loss)
     assert not of(ins.FinishTrial, run.told)
-    why = "stopped early: train_loss was best after epoch 1 (0.25) and not better for 2 epochs"
+    why = "train_loss was best after epoch 1 (0.25) and not better for 2 epochs"
     run(ev.Checkpointed(0, 2, "b"))
     assert of(ins.FinishTrial, run.last) == [ins.FinishTrial(0, "finished", why, 2)]
     assert run.state.finished and not of(ins.Checkpoint, run.told)[1:]

@@ -140,7 +140,7 @@ def test_a_finished_run_that_is_extended_ends_like_one_that_was_longer_from_the_
 ) -> None:
     world.run(script)
     longer = ClosedSearch(world.config, world.search.trials, world.search.epochs + more)
-    early = {n for n, each in world.state.trials.items() if "stopped early" in "".join(
+    early = {n for n, each in world.state.trials.items() if "best after" in "".join(
         i.reason for i in world.instructions if isinstance(i, ins.FinishTrial) and i.trial == n
     )}  # fmt: skip
     world.search = longer

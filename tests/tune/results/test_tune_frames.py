@@ -6,7 +6,7 @@ from cerebro_hydra.tune.trial import Trial, by_epoch, by_trial
 
 HISTORY = {"train_loss": [3.0, 2.0, 1.0], "val_loss": [3.5, 1.5, 2.5]}
 TRIALS = [
-    Trial("trial-000", {"lr": 0.1}, "finished", HISTORY, [], None, 2, 12.5),
+    Trial("trial-000", {"lr": 0.1}, "finished", HISTORY, [], None, 2, 12.5, finished_early=True),
     Trial("trial-001", {"lr": 0.2, "depth": 3}, "failed", {}, [], "Traceback ..."),
 ]
 
@@ -18,6 +18,7 @@ def test_a_row_per_trial_has_the_metrics_of_its_result() -> None:
     assert (first["result_epoch"], first["seconds"], first["error"]) == (2, 12.5, None)
     assert math.isnan(second["val_loss"])
     assert (second["param_depth"], second["epochs"], second["error"]) == (3, 0, "Traceback ...")
+    assert frame.finished_early.tolist() == [True, False]
     assert frame.result_epoch.isna().tolist() == [False, True]
     assert frame.rung.isna().tolist() == [True, True], "they were compared with nobody"
 

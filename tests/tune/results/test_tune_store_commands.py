@@ -83,6 +83,25 @@ def test_names_are_whole_in_a_narrow_window(store: LocalStore) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_pipe_gets_whole_lines(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    long = RunFolder(store, run_of(store).run_id + "-of-" + 100 * "x")
+    shutil.copytree(run_of(store).path, long.path)
+    assert cli.main(["runs", store.prefix]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if long.run_id in line)
+    assert "1 of 1" in line and "trial-000, val_loss" in line
+    assert max(map(len, lines)) < 400
+
+
+def test_a_folder_that_is_no_store_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["runs", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    why = f"{str(tmp_path)!r} holds neither runs nor data; give a store's folder"
+    assert (told.out, told.err) == ("", f"cerebro-hydra: {why}\n")
+
+
 def test_the_status_of_a_run_is_told_by_its_claim_and_its_journal(store: LocalStore) -> None:
     folder = run_of(store)
     with run_claim(folder):
