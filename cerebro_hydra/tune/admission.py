@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
-from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
+from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -491,15 +492,16 @@ class MemoryBill:
         if (alike := replace(run, visit=0, shards=shards)) not in self._reported:
             self._reported.add(alike)
             gpus = self._resources.device_kind == "cuda"
-            self._report(table(found.lines) + (_OF_GPUS if gpus else ""))
+            self._report(sentences(found.lines) + (_OF_GPUS if gpus else ""))
 
     @cached_property
     def _memory(self) -> WorkerMemory:
         devices = (self._resources.device_memory,) * self._resources.devices
         residents = self._resources.most_residents
-        rates = MoveRates(device=_copied_per_second())
         host, disk = self._resources.queued_memory, self._resources.disk
-        return WorkerMemory(devices, host, disk, residents, rates)
+        rates = MoveRates(_copied_per_second(), math.inf if host is None else _stored_per_second())
+        beside = self._resources.device_kind == "cuda"
+        return WorkerMemory(devices, host, disk, residents, rates, beside)
 
 
 def _copied_per_second() -> float:
@@ -509,6 +511,17 @@ def _copied_per_second() -> float:
     begun = time.perf_counter()
     target[:] = source
     return _COPIED / (time.perf_counter() - begun)
+
+
+def _stored_per_second() -> float:
+    """Return how many bytes this machine writes to a temporary file in a second, or reads of it."""
+    content = np.ones(_COPIED, np.uint8)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        begun = time.perf_counter()
+        file.write(content.data)
+        file.seek(0)
+        file.readinto(content.data)
+        return 2 * _COPIED / (time.perf_counter() - begun)
 
 
 def relaid_state(folder: RunFolder, trial: int, state: int, layout: TrialLayout) -> RecutState:

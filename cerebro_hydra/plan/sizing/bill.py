@@ -3,7 +3,7 @@
 The needs are those by which the queues of a worker accept a visit (``plan/queues/worker.py``), and
 the spilled bytes and their seconds come from the same queues on a virtual clock.
 
-`table` writes it for the console.
+`sentences` writes it for the console.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, Work
 LOAD, SPILL = ActionKind.LOAD, ActionKind.SPILL
 MICROBATCHES = 4  # of a sub-epoch are simulated, then twice as many; the rest goes on like these
 
-HEAD = (
-    "trials", "workers", "device: least", "all", "has", "DRAM: all", "has", "disk", "has",
-    "spilled", "costs",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
@@ -39,6 +34,8 @@ class WorkerMemory:
         disk: the free bytes of its scratch folder.
         residents: how many sub-epochs it holds at once.
         rates: how long moves take.
+        copies_beside: whether a device copies while it computes, as GPUs do. For CPU devices both
+            are done by the same cores, so that all seconds of copies are lost.
     """
 
     devices: tuple[int | None, ...]
@@ -46,6 +43,7 @@ class WorkerMemory:
     disk: int | None
     residents: int
     rates: MoveRates
+    copies_beside: bool = False
 
     @property
     def largest_device(self) -> float:
@@ -209,7 +207,13 @@ def _spilling(
     def measure(microbatches: int) -> tuple[float, float]:
         visits = [_shortened(visit, microbatches) for visit in (trial, *beside)]
         spilling, resident = (_simulated(visits, each, rule) for each in (memory, plenty))
-        moved = _moved(trial, spilling) - _moved(trial, resident)
+        moves, needed = _moves(spilling), _moves(resident)
+        moved = sum(trial.shards[move.shard].moved(move) for move in moves)
+        moved -= sum(trial.shards[move.shard].moved(move) for move in needed)
+        if not memory.copies_beside:
+            seconds = sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in moves)
+            seconds -= sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in needed)
+            return moved, seconds
         at_once = min(len(memory.devices), len(visits)) / len(visits)
         return moved, (spilling.makespan - resident.makespan) * at_once
 
@@ -234,41 +238,49 @@ def _shortened(visit: VisitSpec, microbatches: int) -> VisitSpec:
     return replace(visit, graph=graph)
 
 
-def _moved(trial: VisitSpec, timeline: WorkerTimeline) -> int:
-    """Return the bytes of visit 0 that were loaded and spilled."""
-    moves = [each.action for each in timeline.done if each.action.kind in (LOAD, SPILL)]
-    return sum(trial.shards[move.shard].moved(move) for move in moves if move.trial == 0)
+def _moves(timeline: WorkerTimeline) -> list[Action]:
+    """Return what loaded and spilled shards of visit 0."""
+    actions = (each.action for each in timeline.done)
+    return [each for each in actions if each.trial == 0 and each.kind in (LOAD, SPILL)]
 
 
 def _limit(nbytes: int | None) -> float:
     return math.inf if nbytes is None else nbytes
 
 
-def table(lines: Sequence[BillLine]) -> str:
-    """Return the table; trials and workers with the same numbers share a row.
+def sentences(lines: Sequence[BillLine]) -> str:
+    """Return a line for trials and workers with the same numbers; reasons of refusals are below.
 
-    Needs that are refused follow below it. Spilled bytes and what they cost are of one sub-epoch.
+    What is copied, and what that costs, is of one sub-epoch.
     """
-    by_numbers: dict[tuple[str, ...], dict[int, list[int]]] = {}
+    by_words: dict[str, dict[int, list[int]]] = {}
     for line in lines:
-        by_numbers.setdefault(_numbers(line), {}).setdefault(line.trial, []).append(line.worker)
-    rows: list[Sequence[str]] = [HEAD]
-    for numbers, workers_of in by_numbers.items():
-        rows += [(trials, workers, *numbers) for trials, workers in grouped(workers_of)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    written = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*written, *refusals(lines)])
+        if line.fits:
+            by_words.setdefault(_words(line), {}).setdefault(line.trial, []).append(line.worker)
+    told = [
+        f"trial {trials} on worker {workers}: {words}"
+        for words, workers_of in by_words.items()
+        for trials, workers in grouped(workers_of)
+    ]
+    return "\n".join([*told, *refusals(lines)])
 
 
-def _numbers(line: BillLine) -> tuple[str, ...]:
-    return (
-        bytes_text(line.device_least),
-        bytes_text(line.device_all),
-        bytes_text(line.device_has),
-        bytes_text(line.host),
-        bytes_text(line.host_has),
-        bytes_text(line.disk),
-        bytes_text(line.disk_has),
-        bytes_text(line.moved) if line.fits else "does not fit",
-        seconds_text(line.seconds) if line.fits else "",
-    )
+def _words(line: BillLine) -> str:
+    device = bytes_text(line.device_all)
+    if line.device_least != line.device_all:
+        device = f"{bytes_text(line.device_least)} for the largest shard, {device} for all"
+    words = [
+        f"a device needs {device}, and has {bytes_text(line.device_has)}",
+        f"DRAM needs {bytes_text(line.host)}, and has {bytes_text(line.host_has)}",
+    ]
+    if line.disk:
+        free = bytes_text(line.disk_has)
+        words.append(f"{bytes_text(line.disk)} of that are for the disk, which has {free} free")
+    if line.moved:
+        words.append(
+            f"a sub-epoch copies {bytes_text(line.moved)} between device, DRAM and disk, which "
+            f"makes it about {seconds_text(line.seconds)} longer"
+        )
+    else:
+        words.append("nothing has to be copied between them")
+    return "; ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from cerebro_hydra.plan.human_units import numbers_text
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
-from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation
-from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, table
+from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation, WorkerTimeline
+from cerebro_hydra.plan.sizing.bill import LOAD, SPILL, WorkerMemory, bill, refusals, sentences
 from tests.examples import examples
 from tests.plan.queues.test_plan_worker_chaos import specs
 
@@ -26,6 +27,16 @@ def trial(number: int, shards: int = 4, steps: int = 20, **more) -> VisitSpec:
     """Return a trial of 10 MiB to a shard; a forward takes 0.1 s and a backward 0.2 s."""
     shard = ShardSpec(10 * MIB, 2 * MIB, MIB, forward=0.1, backward=0.2)
     return VisitSpec(number, TaskGraph(shards, steps), (shard,) * shards, **more)
+
+
+def simulated(run: VisitSpec, device: int | None) -> WorkerTimeline:
+    """Return what the queues of a worker do with a trial, on a device of so many MiB."""
+
+    def took(action):
+        return RATES.seconds(action, run.shards[action.shard])
+
+    budget = memory(device).devices
+    return WorkerSimulation([run], budget, None, sharp, took).run()
 
 
 def memory(device: int | None = None, host: int | None = None, disk: int | None = None, **more):
@@ -54,19 +65,40 @@ def test_a_trial_that_fits_its_device_spills_nothing() -> None:
 
 
 def test_what_moves_and_what_it_costs_grow_with_the_sub_epoch_and_are_those_of_the_queues() -> None:
-    rows = [bill([trial(0, steps=s)], [memory(device=22)]).lines[0] for s in (8, 40, 400)]
+    beside = replace(memory(device=22), copies_beside=True)
+    rows = [bill([trial(0, steps=s)], [beside]).lines[0] for s in (8, 40, 400)]
     moved, seconds = [row.moved for row in rows], [row.seconds for row in rows]
     assert 0 < moved[0] < moved[1] < moved[2] and 0 < seconds[0] < seconds[1] < seconds[2]
     run = trial(0, steps=40)
 
-    def makespan(device: int | None) -> float:
-        def took(action):
-            return RATES.seconds(action, run.shards[action.shard])
-
-        return WorkerSimulation([run], [device], None, sharp, took).run().makespan
-
-    measured = makespan(22 * MIB) - makespan(None)
+    measured = simulated(run, 22).makespan - simulated(run, None).makespan
     assert seconds[1] == pytest.approx(measured, rel=0.05)
+
+
+@settings(max_examples=examples(30))
+@given(specs(0), st.integers(1, 80), st.integers(20, 90))
+def test_copies_cost_their_bytes_by_the_speed_of_their_tier(
+    run: VisitSpec, device: int, host: int
+) -> None:
+    rates = MoveRates(device=2.0, disk=1.0)
+    for memory_of_host in (None, host):
+        worker = WorkerMemory((device,), memory_of_host, None, 1, rates)
+        (line,) = bill([run], [worker]).lines
+        slowest = rates.device if memory_of_host is None else rates.disk
+        assert line.moved / rates.device - 1 <= line.seconds <= line.moved / slowest + 1
+
+
+def test_what_moves_is_what_the_queues_move_within_a_factor_of_two() -> None:
+    """The bill goes on from a few microbatches; the queues do all of them."""
+    for steps, device in itertools.product((5, 23, 60), (13, 22, 31)):
+        run, worker = trial(0, steps=steps), memory(device=device)
+        (line,) = bill([run], [worker]).lines
+        done = simulated(run, device).done
+        moves = [each for each in done if each.action.kind in (LOAD, SPILL)]
+        moved = sum(run.shards[each.action.shard].moved(each.action) for each in moves)
+        seconds = sum(each.end - each.begin for each in moves)
+        assert line.moved / 2 <= moved <= 2 * line.moved + 42 * MIB
+        assert line.seconds / 2 <= seconds <= 2 * line.seconds + 0.42
 
 
 def test_states_that_are_kept_and_neighbours_go_to_disk_when_dram_is_full() -> None:
@@ -100,19 +132,22 @@ def test_what_can_not_fit_is_refused_with_the_numbers_and_what_to_change() -> No
     ]
 
 
-def test_the_table_has_a_row_for_trials_and_workers_with_the_same_numbers() -> None:
+def test_trials_and_workers_with_the_same_numbers_share_a_sentence() -> None:
     runs = [trial(number) for number in range(3)] + [trial(3, shards=1)]
     small = memory(device=22, host=100, disk=1000)
     lines = bill(runs, [small, small, memory()]).lines
-    assert table(lines).splitlines() == TABLE.splitlines()[1:]
+    assert sentences(lines).splitlines() == SENTENCES.splitlines()[1:]
+    (spilling,) = bill(runs[:1], [memory(device=42, host=60, disk=1000)]).lines
+    assert "24.0 MiB of that are for the disk, which has 1000 MiB free" in sentences([spilling])
+    (refused,) = bill(runs[:1], [memory(device=11)]).lines
+    assert sentences([refused]) == refusals([refused])[0]
 
 
-TABLE = """
-trials  workers  device: least       all       has  DRAM: all       has  disk       has   spilled  costs
-   0-2      0-1       12.0 MiB  42.0 MiB  22.0 MiB   84.0 MiB   100 MiB   0 B  1000 MiB  1.69 GiB  1.9 s
-   0-2        2       12.0 MiB  42.0 MiB  no limit   84.0 MiB  no limit   0 B  no limit       0 B  0.0 s
-     3      0-1       12.0 MiB  12.0 MiB  22.0 MiB   21.0 MiB   100 MiB   0 B  1000 MiB       0 B  0.0 s
-     3        2       12.0 MiB  12.0 MiB  no limit   21.0 MiB  no limit   0 B  no limit       0 B  0.0 s
+SENTENCES = """
+trial 0-2 on worker 0-1: a device needs 12.0 MiB for the largest shard, 42.0 MiB for all, and has 22.0 MiB; DRAM needs 84.0 MiB, and has 100 MiB; a sub-epoch copies 1.69 GiB between device, DRAM and disk, which makes it about 17 s longer
+trial 0-2 on worker 2: a device needs 12.0 MiB for the largest shard, 42.0 MiB for all, and has no limit; DRAM needs 84.0 MiB, and has no limit; nothing has to be copied between them
+trial 3 on worker 0-1: a device needs 12.0 MiB, and has 22.0 MiB; DRAM needs 21.0 MiB, and has 100 MiB; nothing has to be copied between them
+trial 3 on worker 2: a device needs 12.0 MiB, and has no limit; DRAM needs 21.0 MiB, and has no limit; nothing has to be copied between them
 """  # noqa: E501
 
 
