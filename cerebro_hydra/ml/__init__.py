@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.spark.checks import require_pyspark
+
 if TYPE_CHECKING:
     from cerebro_hydra.ml.estimator import SparkEstimator
     from cerebro_hydra.ml.factory_estimator import FactoryEstimator
@@ -27,4 +29,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_pyspark(name)
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

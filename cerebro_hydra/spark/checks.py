@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,8 @@ _LEAST_PYARROW = (
     ((3, 5), 14, "cerebro-hydra[petastorm]"),
 )
 
+_TESTED_SPARKS = ((3, 5), (4, 0), (4, 3))
+
 # What a setting leads to that is true, and whether that prevents a run.
 _FALSE_IS_RIGHT = (
     ("spark.speculation", "Spark would start second copies of agents that run long", True),
@@ -53,6 +56,22 @@ _FIRST_LINE_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
 
 
+def require_pyspark(what: str) -> None:
+    """Refuse to go on where this Python has no pyspark: `what` needs it.
+
+    Raises:
+        SetupError: pyspark can't be imported; says where it comes from.
+    """
+    try:
+        import pyspark  # noqa: F401
+    except ImportError as error:
+        raise SetupError(
+            f"{what} needs pyspark, which {sys.executable} can't import ({error}): on a cluster "
+            "run the Python that its Spark brings, such as by spark-submit; on one machine pip install "
+            "'cerebro-hydra[local]' brings Spark and Java"
+        ) from None
+
+
 def check_java(java: str, pyspark: str) -> Iterator[Finding]:
     """Find a Java that a Spark version does not run on whole: `transform` would fail on it."""
     suited = supported_versions(pyspark)
@@ -64,13 +83,18 @@ def check_java(java: str, pyspark: str) -> Iterator[Finding]:
 
 
 def check_packages(pyspark: str, pyarrow: str) -> Iterator[Finding]:
-    """Find a pair of versions that can't move data between Spark and agents."""
+    """Find versions that can't move data between Spark and agents, and advise of untested ones."""
     for since, least, stack in _LEAST_PYARROW:
         if _numbers(pyspark) >= since:
             if _numbers(pyarrow)[0] < least:
                 problem = f"version {pyarrow} is too old for pyspark {pyspark}"
                 remedy = f"install pyarrow {least} or later, as {stack} does"
                 yield Finding("pyarrow", problem, remedy)
+            if _numbers(pyspark)[:2] not in _TESTED_SPARKS:
+                tested = ", ".join(".".join(map(str, each)) for each in _TESTED_SPARKS)
+                problem = f"version {pyspark} was not tested"
+                remedy = f"compare a small run with its replay, or use one of {tested}"
+                yield Finding("pyspark", problem, remedy, prevents=False)
             return
     remedy = "install pyspark 3.5.9, as cerebro-hydra[petastorm] does, or 4.3, as "
     remedy += "cerebro-hydra[modern] does"

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
-
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
+from cerebro_hydra.spark.checks import require_pyspark
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -21,8 +19,9 @@ def active_context(url: str) -> SparkContext:
     """Return the context of the running Spark session, which reaches a URL.
 
     Raises:
-        SetupError: there is none.
+        SetupError: there is none, or no pyspark.
     """
+    require_pyspark(f"{url!r}, which is a URL,")
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
@@ -109,6 +108,9 @@ def _path(context: SparkContext, url: str) -> Any:
 @contextmanager
 def _told(problem: str, remedy: str) -> Iterator[None]:
     """Turn what Java raises into one sentence."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkException
+
     try:
         yield
     except Py4JJavaError as error:

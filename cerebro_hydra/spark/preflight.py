@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,9 @@ _NAMES = (
     *("Java", "packages", "slots", "settings", "GPUs"),
     *("executors", "numerics", "placement", "network", "store"),
 )
-_WARNED_OF = ("spark.master", "numerics")
-"""What every run prints advice of: a lost agent would end it, or no machine could replay it."""
+_WARNED_OF = ("spark.master", "numerics", "pyspark")
+"""What every run prints advice of: a lost agent would end it, no machine could replay it, or nobody
+tested it."""
 _PACKAGES = ("pyspark", "pyarrow", "petastorm", "torch", "numpy")
 _BUSY_SECONDS = 60.0  # in which other jobs may end; then the doctor calls them a problem
 _END_SECONDS = 1.0  # between a call that fails and the Java that is seen to have ended
@@ -151,7 +153,7 @@ def _driver_checks(
     settings = dict(context.getConf().getAll())
     system = context._jvm.System  # type: ignore[union-attr]
     java, home = (str(system.getProperty(name)) for name in ("java.version", "java.home"))
-    pyspark, pyarrow = map(importlib.metadata.version, ("pyspark", "pyarrow"))
+    pyspark, pyarrow = map(_version, ("pyspark", "pyarrow"))
     yield Check("Java", f"{java} at {home}", [*checks.check_java(java, pyspark)])
     seen = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     seen = f"cerebro_hydra {cerebro_hydra.__version__}, {seen}"
@@ -240,10 +242,12 @@ def _is_local(context: SparkContext) -> bool:
 
 
 def _version(package: str) -> str:
+    """Return a package's version, "missing" where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "missing"
+        # A Spark's own folder has packages that pip knows nothing of.
+        return str(getattr(sys.modules.get(package), "__version__", "missing"))
 
 
 def _why(error: Exception) -> str:

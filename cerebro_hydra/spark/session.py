@@ -23,6 +23,7 @@ from cerebro_hydra.spark.checks import (
     check_slots,
     count_slots,
     parse_local_master,
+    require_pyspark,
 )
 from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.java import archive_options, has_ended
@@ -65,9 +66,10 @@ def local_spark(workers: int = 2, verbose: int = 1, **settings: object) -> Spark
 
     Raises:
         ConfigurationError: workers is not a whole number from 1.
-        SetupError: there is no Java that this Spark runs on, the active session does not suit, or
-            this is a task of Spark; the message says what to do.
+        SetupError: there is no pyspark, or no Java that this Spark runs on, the active session does
+            not suit, or this is a task of Spark; the message says what to do.
     """
+    require_pyspark("local_spark")
     _require_count("workers", workers)
     asked = {name: _setting(value) for name, value in settings.items()}
     for name in asked:
@@ -110,8 +112,9 @@ def new_session(master: str | None, settings: Mapping[str, str], num_workers: in
     Without a master it is like `local_spark`'s.
 
     Raises:
-        SetupError: there is no Java that this Spark runs on.
+        SetupError: there is no pyspark, or no Java that this Spark runs on.
     """
+    require_pyspark("a session of Spark")
     given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
     local = defaults(num_workers) | java_heap.heap_settings(os.environ)
     return started({**(given if master else local), **settings})
@@ -234,9 +237,11 @@ def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
     """Return the SparkContext of what a user gave, or the active one.
 
     Raises:
-        SetupError: there is none, it has stopped, or it lives behind Spark Connect.
+        SetupError: there is none, it has stopped, it lives behind Spark Connect, or there is no
+            pyspark.
         ConfigurationError: something else was given.
     """
+    require_pyspark("a SparkBackend")
     from pyspark import SparkContext
 
     if spark is None:

