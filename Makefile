@@ -14,6 +14,8 @@ ZOO := .venv-zoo
 # Ray Tune over the packages of $(VENV), but for pyarrow.
 RAY := .venv-ray
 LIGHTNING := .venv-lightning
+# mkdocs and its plugins, alone.
+DOCS := .venv-docs
 PIP_INSTALL := -m pip install -qq --no-input --disable-pip-version-check --no-compile
 
 # The decisions without their long searches, which know no library; what reads Arrow and
@@ -33,6 +35,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-long test-kernels test-gpu test-modern test-spark4 lint format venv venv-modern clean
+.PHONY: docs test-torch test-transformers test-lightning
 .PHONY: zoo map notebooks chaos integration integration-spark integration-hdfs integration-cerebro \
   integration-lightning
 
@@ -44,9 +47,11 @@ help:
 	@echo "make test-gpu   the engine and devices on a CUDA GPU, and what it costs to spill there"
 	@echo "make test-modern   readers, decisions and one whole run on Spark 4.3, in $(MODERN)"
 	@echo "make test-spark4   what touches Spark ML, on Spark 4.0, in $(SPARK4)"
+	@echo "make test-torch VERSION=2.14.1   models and a whole run on another torch; so for test-transformers, test-lightning"
 	@echo "make zoo       cut architectures of other libraries, and write docs/models.md, in $(ZOO)"
 	@echo "make chaos     kill drivers and agents on real Spark for 100 rounds, see benchmarks/survival"
 	@echo "make lint      ruff check, ruff format --check, mypy"
+	@echo "make docs      the site, in build/site, by $(DOCS)"
 	@echo "make map       write the table of rooms into docs/architecture.md"
 	@echo "make notebooks   execute the notebooks, and keep their outputs"
 	@echo "make format    let ruff rewrite what it can"
@@ -93,6 +98,18 @@ test-spark4: $(SPARK4)/.installed
 	@$(SPARK4)/bin/python -m pytest tests/ml/test_ml_params.py tests/ml/test_ml_pipelines.py \
 	  tests/spark/test_spark_transform.py
 
+# Another version over the packages of $(VENV). PyPI's torch for Linux is a build for CUDA of some GB, which computes
+# on CPUs as well; PIP_EXTRA_INDEX_URL may name an index of builds for CPUs.
+test-torch: .venv-torch-$(VERSION)/.installed
+	@$(<D)/bin/python -m pytest -m "not long" tests/conformance $(lastword $(MODERN_TESTS))
+
+test-transformers: .venv-transformers-$(VERSION)/.installed
+	@$(<D)/bin/python -m pytest tests/conformance/test_text_models.py \
+	  tests/conformance/test_vision_models.py tests/shards/cut/test_shards_foreign_models.py
+
+test-lightning: .venv-lightning-$(VERSION)/.installed
+	@PYTHONPATH=. $(<D)/bin/python -m pytest integration/lightning
+
 # Up to an hour on one core. What an interrupted run lacks is measured by
 # `PYTHONPATH=. .venv-zoo/bin/python -m integration.zoo.run --missing`.
 zoo: $(ZOO)/.installed
@@ -119,6 +136,11 @@ integration-cerebro: $(CEREBRO)/.installed
 
 integration-lightning: $(LIGHTNING)/.installed
 	@PYTHONPATH=. $(LIGHTNING)/bin/python -m pytest integration/lightning
+
+# Into build/site; a link that leads nowhere, or a docstring that can't be read, ends it.
+docs: $(DOCS)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "The site is in build/site/index.html."
 
 lint: $(STAMP)
 	@echo "ruff check" && $(BIN)/ruff check .
@@ -160,6 +182,12 @@ $(STAMP) $(MODERN_STAMP): pyproject.toml
 	@$(@D)/bin/python -c "from cerebro_hydra.spark.daemon import preload; preload()"
 	@touch $@
 
+# It reads docstrings from the sources, so that it needs none of our packages.
+$(DOCS)/.installed: requirements-docs.lock
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $<
+	@touch $@
+
 # The packages of $(VENV) are seen behind the environment's own.
 define SEE_PACKAGES_OF_VENV
 	@$(BIN)/python -c 'import site, sysconfig; \
@@ -192,6 +220,28 @@ $(LIGHTNING)/.installed: $(STAMP) integration/lightning/requirements.txt
 	$(SEE_PACKAGES_OF_VENV)
 	@touch $@
 
+.venv-torch-/.installed .venv-transformers-/.installed .venv-lightning-/.installed:
+	@echo "Name the version, such as: make test-torch VERSION=2.14.1"; exit 1
+
+.venv-torch-%/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python $(PIP_INSTALL) torch==$*
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
+.venv-transformers-%/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python $(PIP_INSTALL) transformers==$* 'numpy<2'
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
+.venv-lightning-%/.installed: $(STAMP) integration/lightning/requirements.txt
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python $(PIP_INSTALL) --no-deps -r integration/lightning/requirements.txt
+	@$(@D)/bin/python $(PIP_INSTALL) --no-deps lightning==$* pytorch-lightning==$*
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
 # cerebro-dl asks for a server's packages that no longer install, so it comes without what it asks for.
 $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@$(PYTHON) -m venv --clear $(CEREBRO)
@@ -201,7 +251,8 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) $(LIGHTNING) \
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) $(LIGHTNING) $(DOCS) \
+	  .venv-torch-* .venv-transformers-* .venv-lightning-* \
 	  integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

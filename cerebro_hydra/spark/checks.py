@@ -67,8 +67,8 @@ def require_pyspark(what: str) -> None:
     except ImportError as error:
         raise SetupError(
             f"{what} needs pyspark, which {sys.executable} can't import ({error}): on a cluster "
-            "run the Python that its Spark brings, such as by spark-submit; on one machine pip install "
-            "'cerebro-hydra[local]' brings Spark and Java"
+            "run the Python that its Spark brings, such as by spark-submit; on one machine pip "
+            "install 'cerebro-hydra[local]' brings Spark and Java"
         ) from None
 
 

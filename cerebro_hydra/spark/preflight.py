@@ -87,7 +87,8 @@ def doctor(
             slot.
         store: a store, or the path of a `LocalStore`, that all shall share; None leaves that out.
         modules: further names that agents have to import, such as that of your factory.
-        devices_per_worker, numerics: as a `SparkBackend` shall be given them.
+        devices_per_worker: as a `SparkBackend` shall be given it.
+        numerics: as a `SparkBackend` shall be given it.
 
     Raises:
         SetupError: there is no session.

@@ -301,8 +301,7 @@ class Search(ABC):
             ConfigurationError: there is no such data, or several, or `prepared` is something else;
                 lists what there is.
             DataError: rows of existing files can't be used.
-            StoreError: the data is not as it was.
-            and whatever `fit` does.
+            StoreError: the data is not as it was; and whatever `fit` raises.
         """
         refuse_while_imported(self.estimator_gen_fn)
         if prepared is None and existing_paths(self.store) is not None:

@@ -30,10 +30,8 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "prepared": search.backend.prepare(search.store, data, search.data_spec),
     }
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 8
+    assert len(examples) == 7
     for example in examples:
-        if "warm_start" in example:  # test_tune_trained_model.py trains a winner on
-            continue
         exec(example, names)
     assert names["best"].result_epoch == 1
     assert torch.equal(names["outputs"][0], names["module"](names["features"]))

@@ -11,7 +11,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = CHECKOUT / "cerebro_hydra"
-PLACES_OF_PAGES = ("*.md", "docs/*.md", "benchmarks/*/*.md", "integration/*/*.md")
+PLACES_OF_PAGES = ("*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*/*.md", "integration/*/*.md")
 PAGES = sorted(
     page for pattern in (*PLACES_OF_PAGES, "notebooks/*.ipynb") for page in CHECKOUT.glob(pattern)
 )

@@ -1,11 +1,10 @@
-"""The code of docs/search.md runs: its searches are made, and its own searcher trains."""
+"""The code of docs/search.md runs: its searches are made."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 
 from cerebro_hydra import tune
 from cerebro_hydra.tune.search import Search
-from cerebro_hydra.tune.searchers.searcher import Searcher
-from tests.end_to_end.runs import classes
 from tests.tune.searchers import RUN
 from tests.tune.test_tune_search import arguments
 
@@ -68,18 +65,3 @@ def test_a_search_of_the_page_is_made_and_proposes(code: str, tmp_path: Path) ->
     if "share_prefixes" not in code:  # which builds the models of the page
         run = replace(RUN, given=search.given(RUN))
         assert search.searcher(run).ask() is not None
-
-
-@pytest.mark.slow
-def test_the_searcher_of_the_page_is_short_and_trains(tmp_path: Path) -> None:
-    (block,) = [each for each in BLOCKS if "class Halving" in each]
-    tree, names = parsed(block), dict[str, Any]()
-    (halving,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert halving.end_lineno is not None and halving.end_lineno - halving.lineno < 35
-    exec(ast.unparse(ast.Module([halving], [])), NAMES, names)
-    assert isinstance(names["Halving"]([0.1]), Searcher)
-    (code,) = [ast.unparse(call) for call in searches_of(block)]
-    search = made(code, names, tmp_path)
-    ended = search.fit(classes(120)).trials
-    ends = Counter((trial.status, len(trial.history["train_loss"])) for trial in ended)
-    assert ends == {("finished", 4): 2, ("stopped", 1): 2}
