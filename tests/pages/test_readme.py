@@ -1,7 +1,8 @@
-"""The README's example is a program that runs as printed, and so is its line for a replay."""
+"""The README opens with a short program that runs as printed, and so is its line for a replay."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -12,11 +13,22 @@ from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train.py"
+OPENING = ROOT / "examples" / "quickstart.py"
 
 
-def test_the_example_is_printed_as_it_is() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert f"```python\n{EXAMPLE.read_text()}```" in readme
+def test_the_readme_opens_with_a_program_of_fifteen_lines() -> None:
+    opening, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert opening == OPENING.read_text()
+    assert sum(line.strip() != "" for line in opening.splitlines()) <= 15
+
+
+@pytest.mark.long
+@pytest.mark.spark
+def test_the_opening_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.py").write_text(OPENING.read_text())
+    done = run_python("quickstart.py", cwd=tmp_path)
+    *_, history = done.stdout.splitlines()
+    assert len(ast.literal_eval(history)["val_loss"]) == 3
 
 
 @pytest.mark.long

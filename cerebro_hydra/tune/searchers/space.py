@@ -239,7 +239,7 @@ def hp_choice(options: Iterable[Any]) -> Choice:
 
     A trial is sent to workers and kept in the run folder as JSON, so options are numbers, strings,
     booleans, None, and lists and dictionaries of them. Tuples arrive as lists. A dictionary may
-    have dimensions in it, for parameters that only this option has::
+    have dimensions in it, for parameters that only this option has:
 
         hp_choice([{"name": "adam"}, {"name": "sgd", "momentum": hp_uniform(0, 0.9)}])
 
