@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cerebro_hydra.verification import verify
     from cerebro_hydra.wire.credentials import TLS
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 choose_fast_kernels()  # before anything can call MKL
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import cerebro_hydra
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -86,6 +88,13 @@ def test_the_range_of_torch_is_what_the_support_matrix_has_tried() -> None:
     (first, *_, last) = tried
     assert str(torch.specifier) == f"<{last[0]}.{last[1] + 1},>={first[0]}.{first[1]}"
     assert [minor for _, minor in tried] == [*range(first[1], last[1] + 1)]
+
+
+def test_the_version_is_the_newest_that_the_changelog_has_released() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(.+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    assert released[0][0] == cerebro_hydra.__version__
+    assert changelog.index("## [Unreleased]") < changelog.index(f"## [{released[0][0]}]")
 
 
 def test_the_modern_lock_is_without_petastorm() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import socket
@@ -131,14 +132,24 @@ def test_a_network_job_that_spark_does_not_run_is_a_problem_of_the_network_alone
 
 
 def test_a_good_session_is_well_and_no_probe_is_left_in_the_store(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where Spark was unpacked from an archive, so that pip knows of no pyspark."""
+    known = importlib.metadata.version
+
+    def version(package: str) -> str:
+        if package == "pyspark":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return known(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     report = cerebro_hydra.doctor(spark, num_workers=3, store=str(tmp_path / "store"))
     assert report.ok, str(report)
     assert {check.verdict for check in report.checks} == {"OK"}
     assert " ".join(check.name for check in report.checks) == (
         "Java packages slots settings GPUs executors numerics placement network store"
     )
+    assert f"pyspark {spark.version}, " in str(report["packages"].seen)
     seen = report["network"].seen
     assert seen is not None and len(re.findall(r"127\.0\.0\.1:\d+", seen)) == 4
     assert os.listdir(tmp_path / "store" / "runs") == []
