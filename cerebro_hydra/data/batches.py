@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cerebro_hydra.available_memory import usable_memory
+from cerebro_hydra.data.cells import CellPool
 from cerebro_hydra.data.rows import mixed_key, permutation
 from cerebro_hydra.errors import ConfigurationError, DataError
 
@@ -31,7 +32,10 @@ SHARE = 0.25
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds the rows of a batch: a tensor of shape (rows, *shape of the column) for each column."""
+    """Holds the rows of a batch: a tensor of shape (rows, *shape of the column) for each column.
+
+    A column of bytes or images is `Cells`, of shape (rows,).
+    """
 
     features: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
@@ -123,9 +127,13 @@ def windows(stream: Iterator[Batch], accumulate: int) -> Iterator[list[Batch]]:
         yield window
 
 
-def _take(column: NDArray[np.generic], rows: NDArray[np.int64]) -> torch.Tensor:
+def _take(column: NDArray[np.generic] | CellPool, rows: NDArray[np.int64]) -> torch.Tensor:
     import torch
 
+    if isinstance(column, CellPool):
+        from cerebro_hydra.recipe.batch.cells import Cells
+
+        return Cells.of(rows, column)
     like = torch.from_numpy(np.empty(0, column.dtype))
     taken = torch.empty((len(rows), *column.shape[1:]), dtype=like.dtype)
     # Straight into torch's own aligned memory; "clip" only spares a buffer, the rows are checked.
@@ -140,41 +148,51 @@ class ReadAhead:
     next, is switched off: it would read many times what is used.
 
     Args:
-        columns: those of a partition that are memory maps, shape (rows, ...); others are left out.
+        columns: those of a partition that are memory maps, shape (rows, ...), or pools of them;
+            others are left out.
     """
 
-    def __init__(self, columns: Iterable[NDArray[np.generic]]) -> None:
-        self._maps: list[tuple[mmap.mmap, int, int]] = []
-        """Each map, where its first row begins there, and the bytes of a row."""
+    def __init__(self, columns: Iterable[NDArray[np.generic] | CellPool]) -> None:
+        self._maps: list[tuple[mmap.mmap, int, int | CellPool]] = []
+        """Each map, where its first row begins there, and the bytes of a row or where rows are."""
         for column in columns:
+            data = column.data if isinstance(column, CellPool) else column
             # What follows the kernel's own names is missing where it has no such advice.
-            if not isinstance(column, np.memmap) or not hasattr(mmap, "MADV_WILLNEED"):
+            if not isinstance(data, np.memmap) or not hasattr(mmap, "MADV_WILLNEED"):
                 continue
-            mapped: mmap.mmap = column._mmap  # type: ignore[attr-defined]
-            first = column.offset % mmap.ALLOCATIONGRANULARITY
-            self._maps.append((mapped, first, column.nbytes // max(1, len(column))))
+            mapped: mmap.mmap = data._mmap  # type: ignore[attr-defined]
+            first = data.offset % mmap.ALLOCATIONGRANULARITY
+            rows = column if isinstance(column, CellPool) else data.nbytes // max(1, len(data))
+            self._maps.append((mapped, first, rows))
             with suppress(OSError):  # no file system has to take advice
                 mapped.madvise(mmap.MADV_RANDOM)
 
     def expect(self, rows: NDArray[np.int64]) -> None:
         """Ask for the pages of these rows, which the disk reads meanwhile."""
         for mapped, first, row_bytes in self._maps:
-            for start, nbytes in page_runs(first + rows * row_bytes, row_bytes):
+            if isinstance(row_bytes, CellPool):
+                starts, ends = row_bytes.bounds(rows)
+            else:
+                starts, ends = rows * row_bytes, (rows + 1) * row_bytes
+            for start, nbytes in page_runs(first + starts, ends - starts):
                 with suppress(OSError):
                     mapped.madvise(mmap.MADV_WILLNEED, start, min(nbytes, len(mapped) - start))
 
 
-def page_runs(starts: NDArray[np.int64], nbytes: int) -> list[tuple[int, int]]:
+def page_runs(starts: NDArray[np.int64], nbytes: int | NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the start and bytes of each run of pages that holds any of these ranges, in order.
 
     Args:
-        starts: where each range begins, in bytes; in any order.
-        nbytes: the size of each.
+        starts: where each range begins, in bytes; in any order. None begins within another.
+        nbytes: the size of each, or of all.
     """
-    if not len(starts) or not nbytes:
+    sizes = np.broadcast_to(nbytes, starts.shape)
+    starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+    if not len(starts):
         return []
-    begins = np.sort(starts)
-    first, last = begins // mmap.PAGESIZE, (begins + nbytes - 1) // mmap.PAGESIZE
+    order = np.argsort(starts)
+    begins, sizes = starts[order], sizes[order]
+    first, last = begins // mmap.PAGESIZE, (begins + sizes - 1) // mmap.PAGESIZE
     # A run ends where the next range begins beyond the page after it.
     apart = np.flatnonzero(first[1:] > last[:-1] + 1)
     heads, tails = np.append(0, apart + 1), np.append(apart, len(begins) - 1)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from cerebro_hydra.data import cells
 from cerebro_hydra.errors import DataError
 
 _DTYPES = {"b": "bool", "i": "int64", "u": "int64", "f": "float32"}
@@ -45,7 +46,7 @@ class DecodedColumn:
 
     rows: int
     values: NDArray[Any]
-    """The numbers of all rows, one after another."""
+    """The numbers of all rows, one after another; or a bytes object per row."""
     lengths: tuple[ListLengths, ...]
     """The lengths of its lists in each dimension; () for numbers."""
     faults: Mapping[str, NDArray[np.int64]]
@@ -85,7 +86,7 @@ class DecodedColumn:
 def decode(
     column: pa.Array | pa.ChunkedArray, dtype: str | None = None, through: str | None = None
 ) -> DecodedColumn:
-    """Decode numbers, nested lists of numbers, or Spark ML vectors.
+    """Decode numbers, nested lists of numbers, Spark ML vectors, bytes, or Spark's images.
 
     Nothing is copied where the dtype stays and the rows hold no null and lie in one chunk; booleans
     are bits in Arrow, so they always are.
@@ -93,13 +94,15 @@ def decode(
     Args:
         column: an Arrow column, sliced and chunked in any way.
         dtype: what the numbers become: "float32", "int64" or "bool". None keeps their own dtype,
-            and no number is at fault then.
+            and no number is at fault then. Bytes and images know none: they become cells.
         through: the numpy dtype that the numbers take before `dtype`, as petastorm's scalars do.
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if is_vector(column.type):
         return _decode_vectors(column)
+    if cells.is_binary(column.type) or cells.is_image(column.type):
+        return _decode_cells(column)
     nesting = _Nesting()
     level = column
     lengths = []
@@ -150,8 +153,9 @@ def dtype_from_arrow(name: str, kind: pa.DataType) -> str:
     Raises:
         DataError: training can't use the type.
     """
-    element = decoded_type(kind).split()[-1]
-    if element in _DTYPES.values():
+    decoded = decoded_type(kind)
+    element = decoded.split()[-1]
+    if element in _DTYPES.values() or decoded in cells.CELLS:
         return element
     raise unusable(name, str(kind), text=element in ("string", "large_string"))
 
@@ -173,7 +177,9 @@ def decoded_type(kind: pa.DataType) -> str:
         return "int64"
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return "float32"
-    return str(kind)
+    if cells.is_binary(kind):
+        return "binary"
+    return "image" if cells.is_image(kind) else str(kind)
 
 
 def is_vector(kind: pa.DataType) -> bool:
@@ -261,6 +267,18 @@ def _decode_vectors(array: pa.StructArray) -> DecodedColumn:
     return DecodedColumn(len(array), out, (lengths,), found)
 
 
+def _decode_cells(column: pa.Array) -> DecodedColumn:
+    nesting = _Nesting()
+    present, null = nesting.drop_null(column)
+    if cells.is_image(column.type):
+        values, unfit = cells.cells_of_images(present)
+    else:
+        values, unfit = present.to_numpy(zero_copy_only=False), _NO_ROWS
+    found = {NULL: null, cells.UNFIT_IMAGE: nesting.rows(unfit)}
+    faults = {fault: rows for fault, rows in found.items() if rows.size}
+    return DecodedColumn(len(column), values, (), faults)
+
+
 def rows_by_fault(
     dtype: str | None, null: NDArray[np.int64], unfit: NDArray[np.int64]
 ) -> dict[str, NDArray[np.int64]]:
@@ -280,8 +298,8 @@ def unusable(name: str, kind: str, text: bool) -> DataError:
     if text:
         remedy = "turn text into numbers first, with StringIndexer or a tokenizer"
     return DataError(
-        f"column {name!r} is {kind}: columns are numbers, booleans, arrays of them, or Spark ML "
-        f"vectors; {remedy}"
+        f"column {name!r} is {kind}: columns are numbers, booleans, arrays of them, Spark ML "
+        f"vectors, bytes, or Spark's images; {remedy}"
     )
 
 

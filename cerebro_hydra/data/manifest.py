@@ -25,8 +25,8 @@ class ColumnSpec:
     """Describes one column as training sees it."""
 
     name: str
-    dtype: Annotated[str, one_of("float32", "int64", "bool")]
-    """The numpy dtype."""
+    dtype: Annotated[str, one_of("float32", "int64", "bool", "binary", "image")]
+    """The numpy dtype; or which kind of `cells` a row is, of shape ()."""
     shape: tuple[Count, ...]
     """The shape of one row; () for a number."""
 

@@ -31,7 +31,10 @@ _TAIL = 8  # length of the footer, and the magic number
 # A schema in these files would be unpickled by petastorm, and ours have none.
 _PICKLED = ("_common_metadata", "_metadata")
 # Every reader gives these as they are stored.
-_ELEMENTS = (pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
+_ELEMENTS = (
+    pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(),
+    pa.binary(),
+)  # fmt: skip
 
 
 def list_files(root: str) -> list[str]:
@@ -198,10 +201,10 @@ class ParquetFolder:
             schema = footer.schema.to_arrow_schema()
             for name in columns:
                 kind = column_type(schema, name, file)
-                if element_of(kind) not in _ELEMENTS:
+                if element_of(kind) not in _ELEMENTS or kind == pa.list_(pa.binary()):
                     raise DataError(
                         f"column {name!r} in {file!r} is {kind}: columns are booleans, signed "
-                        "integers, float, double, or lists of them; cast it to one of these"
+                        "integers, float, double, lists of them, or bytes; cast it to one of these"
                     )
                 if kind != kinds.setdefault(name, kind):
                     raise decoder.mixed_types(name, kinds[name], files[0], kind, file)

@@ -11,9 +11,10 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data import row_store
 from cerebro_hydra.data.batches import may_leave_memory
+from cerebro_hydra.data.cells import CELLS, CellPool, numpy_dtype
 from cerebro_hydra.data.manifest import (
     ROW_ID,
     Codec,
@@ -40,6 +42,7 @@ from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import digest
 
 _DIGESTS = "digests.json"
+_NOT_EMPTY = b"\0"  # begins a file of cells, which may all be empty: no such file can be mapped
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -50,7 +53,8 @@ class RowBlock:
     ids: NDArray[np.int64]
     """The row ids; in existing files, positions among the rows of the partition's ranges."""
     columns: tuple[NDArray[Any], ...]
-    """An array of shape (rows, *shape of a row) for each column of the manifest."""
+    """An array of shape (rows, *shape of a row) for each column of the manifest; cells are bytes
+    objects."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -192,7 +196,7 @@ def read_rows(info: PartitionInfo, manifest: Manifest, data_path: str) -> Iterat
 
 def _shaped(values: NDArray[Any], spec: ColumnSpec, what: str) -> NDArray[Any]:
     size = int(np.prod(spec.shape, dtype=np.int64))
-    if values.dtype != np.dtype(spec.dtype) or values.size != len(values) * size:
+    if values.dtype != numpy_dtype(spec.dtype) or values.size != len(values) * size:
         raise DataError(
             f"{what}: column {spec.name!r} holds {values.dtype} of shape {values.shape[1:]}, the "
             f"manifest says {spec.dtype} of {spec.shape}; delete the data and prepare it again"
@@ -213,16 +217,37 @@ def _decoded(
         raise DataError(f"{path!r} has changed since a run was planned on it: {error}") from error
 
 
+Column = NDArray[Any] | CellPool
+
+
 @dataclass(frozen=True)
 class CachedPartition:
     """Has a partition's columns as read-only memory maps of shape (rows, *shape of the column).
 
-    `reads_ahead` says whether memory may not hold them all, so that pages are asked for in time.
+    Columns of cells are pools. `reads_ahead` says whether memory may not hold them all, so that
+    pages are asked for in time.
     """
 
     rows: int
-    columns: Mapping[str, NDArray[Any]]
+    columns: Mapping[str, Column]
     reads_ahead: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[ColumnSpec],
+        arrays: Sequence[NDArray[Any]],
+        where: Callable[[int], str],
+    ) -> CachedPartition:
+        """Hold rows at hand: an array for each column, as in `RowBlock`."""
+        columns: dict[str, Column] = {}
+        for spec, values in zip(specs, arrays, strict=True):
+            is_image = spec.dtype == "image"
+            cells = spec.dtype in CELLS
+            columns[spec.name] = (
+                CellPool.of(values, spec.name, where, is_image) if cells else values
+            )
+        return cls(len(arrays[0]), columns)
 
     @classmethod
     def build(
@@ -240,7 +265,7 @@ class CachedPartition:
             StoreError: the store can't be read, or the disk of `cache_dir` can't be written.
         """
         folder = Path(cache_dir, manifest.fingerprint, f"{info.split}-{info.index:05d}")
-        columns = _checked(folder, info, manifest)
+        columns = _checked(folder, info, manifest, store)
         if columns is None:
             try:
                 columns = _built(folder, info, manifest, store, cache_dir)
@@ -255,7 +280,7 @@ class CachedPartition:
 
 def _built(
     folder: Path, info: PartitionInfo, manifest: Manifest, store: Store, cache_dir: str
-) -> Mapping[str, NDArray[Any]]:
+) -> Mapping[str, Column]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(
@@ -264,21 +289,25 @@ def _built(
         local_partition(info, manifest, store, cache_dir) as data_path,
     ):
         _decode(info, manifest, data_path, Path(building))
-        columns = _mapped(Path(building), info, manifest)
+        columns = _mapped(Path(building), info, manifest, store)
         try:
             os.rename(building, folder)
         except OSError:
             # Another process was first, or the folder was cleared away: our own maps stay valid.
-            return _checked(folder, info, manifest) or columns
+            return _checked(folder, info, manifest, store) or columns
     return columns
 
 
 def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: Path) -> None:
     """Write the columns one after another: on a full disk a write fails, but a map is a SIGBUS."""
-    paths = _paths(target, manifest)
+    paths = [target / f"{stored_name(i)}.npy" for i in range(len(manifest.columns))]
+    lengths: list[list[NDArray[np.int64]]] = [[] for _ in paths]
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("wb")) for path in paths]
         for file, spec in zip(files, manifest.columns, strict=True):
+            if spec.dtype in CELLS:
+                file.write(_NOT_EMPTY)
+                continue
             described = {
                 "descr": np.lib.format.dtype_to_descr(np.dtype(spec.dtype)),
                 "fortran_order": False,
@@ -286,15 +315,23 @@ def _decode(info: PartitionInfo, manifest: Manifest, data_path: str, target: Pat
             }
             np.lib.format.write_array_header_1_0(file, described)  # type: ignore[no-untyped-call]
         for rows in checked_rows(info, manifest, data_path):
-            for values, file, spec in zip(rows.columns, files, manifest.columns, strict=True):
-                file.write(np.ascontiguousarray(values, spec.dtype).data)
-    written = {"partition": info.to_json(), "files": [_digest(path) for path in paths]}
+            for i, (values, spec) in enumerate(zip(rows.columns, manifest.columns, strict=True)):
+                if spec.dtype in CELLS:
+                    files[i].writelines(values)
+                    lengths[i].append(np.array([len(cell) for cell in values], np.int64))
+                else:
+                    files[i].write(np.ascontiguousarray(values, spec.dtype).data)
+    for path, found in zip(paths, lengths, strict=True):
+        if found:
+            np.save(_ends_path(path), np.cumsum(np.concatenate(found), dtype=np.int64))
+    digests = [_digest(path) for path in _paths(target, manifest)]
+    written = {"partition": info.to_json(), "files": digests}
     (target / _DIGESTS).write_text(json.dumps(written))
 
 
 def _checked(
-    folder: Path, info: PartitionInfo, manifest: Manifest
-) -> Mapping[str, NDArray[Any]] | None:
+    folder: Path, info: PartitionInfo, manifest: Manifest, store: Store
+) -> Mapping[str, Column] | None:
     """Return the maps of a cache that is there; one that is damaged is deleted."""
     if not folder.is_dir():
         return None
@@ -305,22 +342,35 @@ def _checked(
         for path, digest in zip(_paths(folder, manifest), written["files"], strict=True):
             if _digest(path) != digest:
                 raise ValueError(f"{path.name} has other content than was written")
-        return _mapped(folder, info, manifest)
+        return _mapped(folder, info, manifest, store)
     except (OSError, LookupError, ValueError, TypeError, RecursionError) as error:
         _LOGGER.warning("the cache %r is damaged (%s): it is decoded again", str(folder), error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
-def _mapped(folder: Path, info: PartitionInfo, manifest: Manifest) -> Mapping[str, NDArray[Any]]:
+def _mapped(
+    folder: Path, info: PartitionInfo, manifest: Manifest, store: Store
+) -> Mapping[str, Column]:
     """Map the columns of a cache.
 
     Raises:
         OSError: a file is not there.
         ValueError: a file is no array, or one of another type or shape.
     """
-    columns: dict[str, NDArray[Any]] = {}
-    for path, spec in zip(_paths(folder, manifest), manifest.columns, strict=True):
+    columns: dict[str, Column] = {}
+    title = partition_title(info, manifest, store.data_path(manifest.fingerprint))
+    for i, spec in enumerate(manifest.columns):
+        path = folder / f"{stored_name(i)}.npy"
+        if spec.dtype in CELLS:
+            ends = np.load(_ends_path(path))
+            data = np.memmap(path, np.uint8, "r")[len(_NOT_EMPTY) :]
+            if ends.shape != (info.rows,) or ends[-1] != len(data):
+                raise ValueError(f"{path.name} holds {len(data)} bytes for {len(ends)} rows")
+            where = partial(row_of_partition, title)
+            key = f"{manifest.fingerprint}/{info.split}-{info.index}/{i}"
+            columns[spec.name] = CellPool(data, ends, spec.name, where, spec.dtype == "image", key)
+            continue
         mapped: NDArray[Any] = np.load(path, mmap_mode="r")
         if mapped.shape != (info.rows, *spec.shape) or mapped.dtype != np.dtype(spec.dtype):
             raise ValueError(f"{path.name} holds {mapped.dtype} of shape {mapped.shape}")
@@ -328,8 +378,20 @@ def _mapped(folder: Path, info: PartitionInfo, manifest: Manifest) -> Mapping[st
     return columns
 
 
+def row_of_partition(title: str, position: int) -> str:
+    """Name the row at a position of a partition, as `partition_title` names that."""
+    return f"row {position} of {title}"
+
+
 def _paths(folder: Path, manifest: Manifest) -> list[Path]:
-    return [folder / f"{stored_name(i)}.npy" for i in range(len(manifest.columns))]
+    """Return the files of a cache: one for each column, and for cells one with their ends."""
+    own = [(folder / f"{stored_name(i)}.npy", s) for i, s in enumerate(manifest.columns)]
+    ends = [_ends_path(path) for path, spec in own if spec.dtype in CELLS]
+    return [*(path for path, _ in own), *ends]
+
+
+def _ends_path(path: Path) -> Path:
+    return path.with_suffix(".ends.npy")
 
 
 def _digest(path: Path) -> str:

@@ -91,8 +91,10 @@ def _is_suspect(values: NDArray[Any], kind: pa.DataType, null_free: bool) -> boo
     """Say whether values may hold null: petastorm makes NaN of it, or changes their dtype."""
     if values.dtype != element_of(kind).to_pandas_dtype():
         return True
-    if null_free or values.dtype.kind != "f":
+    if null_free or values.dtype.kind not in "fO":
         return False
+    if values.dtype == object:
+        return any(value is None for value in values)
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.isnan(values.sum()))
 

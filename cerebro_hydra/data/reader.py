@@ -28,6 +28,8 @@ class Reader(Protocol):
     ) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield for each row group its columns, of shape (rows,), or (rows, length) for lists.
 
+        Bytes are an array of bytes objects.
+
         Raises:
             DataError: a row is null, holds null, or has another length than others of its group.
         """

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cerebro_hydra.data.manifest import PartitionInfo, RowRange, partition_path
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.storage.digest import short_digest
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20  # bounds the memory of a checksum over a range of any length
@@ -265,13 +266,15 @@ class ContentDigest:
 def row_hashes(values: NDArray[Any]) -> NDArray[np.uint64]:
     """Hash each row of an array of shape (rows, ...) by its bits; shape (rows,).
 
-    A row is the sum of its 32-bit words, each times an odd 64-bit factor of its place, modulo 2^64:
-    one changed word always shows.
+    A row that is a bytes object has its xxh3. Any other is the sum of its 32-bit words, each times
+    an odd 64-bit factor of its place, modulo 2^64: one changed word always shows.
 
     Source: Lemire, Kaser, "Strongly universal string hashing is fast", The Computer Journal 2014
     (multilinear hashing).
     """
     flat = np.ascontiguousarray(values).reshape(len(values), -1)
+    if flat.dtype == object:
+        return np.array([short_digest(cell) for cell in flat[:, 0]], np.uint64)
     words = flat.view(np.uint8 if flat.dtype == np.bool_ else np.uint32)
     width = words.shape[1]
     factors = mix64(np.arange(width, dtype=np.uint64)) | np.uint64(1)

@@ -15,7 +15,7 @@ import torch
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
-from cerebro_hydra.recipe import Recipe, copy_model, referring_to_copies
+from cerebro_hydra.recipe import Decoder, Recipe, copy_model, referring_to_copies
 from cerebro_hydra.recipe.objective.step_module import ConfiguredSchedule, StepModule
 from cerebro_hydra.recipe.recipe import WarmStart
 
@@ -32,7 +32,7 @@ _NOT_OWN = ("defaults", "state", "param_groups", "step")
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, made of the arguments up to `grad_scaler`, as
+    A search takes only its `recipe`, made of the arguments up to `decode`, as
     `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
     instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
     `num_epochs` on are Params.
@@ -98,6 +98,7 @@ class SparkEstimator(TrialEstimator):
         recompute: bool | str = "auto",
         vertical_sync: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        decode: Mapping[str, Decoder] | None = None,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall, predictions
+from cerebro_hydra.recipe.batch.decoded_rows import DecodedRows
+from cerebro_hydra.recipe.batch.decoding import Decoder
 from cerebro_hydra.recipe.build import (
     build_keeping_random_state,
     build_recipe,
@@ -37,6 +39,8 @@ from cerebro_hydra.recipe.recipe import Recipe
 __all__ = [
     "BatchTensors",
     "Columns",
+    "DecodedRows",
+    "Decoder",
     "Evaluation",
     "ForwardCall",
     "Metric",

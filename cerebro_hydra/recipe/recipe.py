@@ -22,6 +22,8 @@ from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.batch.collating import BatchForm, Collate, collated_batch, column_of
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall, predictions
+from cerebro_hydra.recipe.batch.decoded_rows import DecodedRows
+from cerebro_hydra.recipe.batch.decoding import Decoder, Decoding
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 from cerebro_hydra.recipe.checked_parts import (
     check_optimizer,
@@ -131,6 +133,11 @@ class Recipe:
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
         grad_scaler: with what scale float16 begins, and how that changes; None is torch's default.
             It is copied, and stays as it is.
+        decode: what columns of bytes become, by name: "jpeg" or "png" gives uint8 of shape
+            (channels, height, width), or a function of bytes returns an array or tensor of uint8,
+            the same for equal bytes. `collate` is given a list with a tensor for each row, or with
+            bytes where nothing is decoded; without it they are stacked, and have one shape.
+            Columns of Spark's images are decoded without being named.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -159,6 +166,7 @@ class Recipe:
     recompute: bool | str = "auto"
     vertical_sync: bool = False
     grad_scaler: torch.amp.GradScaler | None = None
+    decode: Mapping[str, Decoder] | None = None
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -176,6 +184,7 @@ class Recipe:
                 f"collate is {self.collate!r}; give a function (batch, training) -> batch, where a "
                 "batch is a dict of column to tensor"
             )
+        self._decoding = Decoding(self.decode)
         self.shards = checked_shards(self.shards, self.model)
         self._configured: tuple[nn.Module | None, list[nn.Module]] = (None, [])
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
@@ -283,6 +292,7 @@ class Recipe:
             ConfigurationError: the model, the loss or the LR schedule doesn't fit them.
         """
         self.columns = columns
+        self._decoding.check((*columns.features, *columns.targets))
         if self.collate is None:
             self._take(BatchForm.given(columns))
         else:  # its first batch says what loss, forward and metrics are given
@@ -330,6 +340,11 @@ class Recipe:
         else:
             self.call = form.call(self.model, columns, self._objective.is_models_own)
 
+    def keep_decoded(self, rows: DecodedRows) -> Recipe:
+        """Keep what is decoded among these rows, which recipes share; return the recipe itself."""
+        self._decoding.keep_in(rows)
+        return self
+
     def to(self, device: torch.device) -> Recipe:
         """Let the recipe train on a device, and return it: batches will come there.
 
@@ -356,7 +371,9 @@ class Recipe:
     def collated(
         self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...], key: RandomKey | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Apply `collate` to a batch on the CPU, seeded by the key; None is for evaluation.
+        """Decode a batch, and apply `collate` to it on the CPU, seeded by the key.
+
+        No key is for evaluation.
 
         Columns come in the precision of the model, and on its device. What loss and metrics take
         beside labels and sample weight follows these in the targets.
@@ -367,13 +384,19 @@ class Recipe:
 
         Raises:
             ConfigurationError: collate lost a column, changed the number of rows, or returned what
-                forward, loss or metrics can't take.
+                forward, loss or metrics can't take; or a column can't be decoded as asked.
+            DataError: a row can't be decoded.
         """
         if self.collate is not None:
             features, targets = self._made(self.collate, features, targets, key)
-        elif self._form is not None and (targets or not (self._form.labels or self._form.weight)):
-            shared = (features[self._form.inputs.index(name)] for name in self._by_name)
-            targets = (*targets, *shared)
+        else:
+            named = self._named(features, targets)
+            given = tuple(self._decoding.stacked(name, each) for name, each in named.items())
+            features, targets = given[: len(features)], given[len(features) :]
+            form = self._form
+            if form is not None and (targets or not (form.labels or form.weight)):
+                shared = (features[form.inputs.index(name)] for name in self._by_name)
+                targets = (*targets, *shared)
         features, targets = self.cast(features), self.cast(targets)
         return self._placed(features), self._placed(targets)
 
@@ -399,12 +422,10 @@ class Recipe:
         targets: tuple[Tensor, ...],
         key: RandomKey | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        columns = self.columns or Columns(
-            tuple(f"feature_{i}" for i in range(len(features))),
-            tuple(f"label_{i}" for i in range(len(targets))),
-        )
-        names = (*columns.features, *columns.targets[: len(targets)])
-        given = dict(zip(names, (*features, *targets), strict=True))
+        named = self._named(features, targets)
+        names = tuple(named)
+        columns = self.columns or Columns(names[: len(features)], names[len(features) :])
+        given = {name: self._decoding.given(name, column) for name, column in named.items()}
         made = collated_batch(collate, given, None if key is None else key.reseed)
         form = self._form
         if form is None:
@@ -419,6 +440,16 @@ class Recipe:
         weight = () if form.weight is None else (form.weight,)
         wanted = (*form.labels, *weight, *self._by_name)
         return inputs, tuple(column_of(made, name) for name in wanted)
+
+    def _named(
+        self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
+        columns = self.columns or Columns(
+            tuple(f"feature_{i}" for i in range(len(features))),
+            tuple(f"label_{i}" for i in range(len(targets))),
+        )
+        names = (*columns.features, *columns.targets[: len(targets)])
+        return dict(zip(names, (*features, *targets), strict=True))
 
     def _placed(self, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(column.to(self.device) for column in columns)

@@ -34,6 +34,11 @@ def digest(buffer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(buffer)
 
 
+def short_digest(buffer: bytes) -> int:
+    """Return the xxh3_64 of a whole buffer as an integer."""
+    return xxhash.xxh3_64_intdigest(buffer)
+
+
 def file_digest(path: str | Path) -> str:
     """Return the digest of a file's bytes, which are not in memory all at once."""
     with open(path, "rb") as file:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.cells import numpy_dtype
 from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, RowsFound, stored_name
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.partition_writer import to_arrow
@@ -33,13 +34,15 @@ def write_dataset(
 ) -> Manifest:
     """Write arrays of shape (rows, ...) as prepared data; integers become int64, floats float32.
 
+    An array of bytes objects is a column of bytes.
+
     The same rows in any order give the same files, as with `prepare`.
 
     Raises:
         DataError: an array is not numeric, or there are fewer rows than partitions.
     """
     arrays = {name: _converted(name, array) for name, array in columns.items()}
-    specs = tuple(ColumnSpec(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items())
+    specs = _specs(arrays)
     hashes = _row_hashes(list(arrays.values()))
     rows = len(hashes)
     fingerprint = _fingerprint(specs, hashes, num_partitions, validation, seed)
@@ -69,7 +72,9 @@ def first_rows(columns: Mapping[str, NDArray[Any]], count: int) -> CachedPartiti
     """Return the first rows of arrays as they would be stored; None if there are fewer."""
     arrays = {name: _converted(name, array[:count]) for name, array in columns.items()}
     fewer = any(len(array) < count for array in arrays.values())
-    return None if fewer else CachedPartition(count, arrays)
+    if fewer:
+        return None
+    return CachedPartition.of(_specs(arrays), list(arrays.values()), "row {}".format)
 
 
 def identify(
@@ -80,7 +85,7 @@ def identify(
 ) -> RowsFound:
     """Find out what `write_dataset` would make of arrays; nothing is written."""
     arrays = {name: _converted(name, array) for name, array in columns.items()}
-    specs = tuple(ColumnSpec(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items())
+    specs = _specs(arrays)
     hashes = _row_hashes(list(arrays.values()))
     fingerprint = _fingerprint(specs, hashes, num_partitions, validation, seed)
     return RowsFound(fingerprint, len(hashes), f"the values of its {len(hashes):,} rows")
@@ -99,7 +104,16 @@ def _fingerprint(
     return fingerprint_of(specs, content, num_partitions, validation, seed)
 
 
+def _specs(arrays: Mapping[str, NDArray[Any]]) -> tuple[ColumnSpec, ...]:
+    return tuple(
+        ColumnSpec(name, "binary" if a.dtype == object else str(a.dtype), a.shape[1:])
+        for name, a in arrays.items()
+    )
+
+
 def _converted(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype == numpy_dtype("binary") and array.ndim == 1:
+        return array
     dtype = _DTYPES.get(array.dtype.kind)
     if dtype is None or array.ndim == 0:
         raise DataError(
@@ -111,8 +125,9 @@ def _converted(name: str, array: NDArray[Any]) -> NDArray[Any]:
 def _row_hashes(arrays: list[NDArray[Any]]) -> NDArray[np.uint64]:
     """Hash each row over all columns; shape (rows, 2)."""
     rows = len(arrays[0])
-    together = np.concatenate([a.reshape(rows, -1).view(np.uint8) for a in arrays], axis=1)
-    digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in together]
+    flat = [a if a.dtype == object else a.reshape(rows, -1).view(np.uint8) for a in arrays]
+    together = (b"".join(map(bytes, row)) for row in zip(*flat, strict=True))
+    digests = [hashlib.blake2b(row, digest_size=16).digest() for row in together]
     return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(rows, 2)
 
 

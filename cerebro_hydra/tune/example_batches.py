@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from cerebro_hydra.data.batches import Batch, batch_sizes, batches
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.data.partition import CachedPartition, RowBlock, read_rows
+from cerebro_hydra.data.partition import (
+    CachedPartition,
+    RowBlock,
+    partition_title,
+    read_rows,
+    row_of_partition,
+)
 from cerebro_hydra.data.preparation.prepared import Range
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
@@ -79,11 +86,13 @@ class ExampleBatches:
                     read.append(rows)
                     if sum(map(len, read)) >= count:
                         break
-            columns = {
-                spec.name: np.concatenate([rows.columns[i] for rows in read])[:count]
-                for i, spec in enumerate(self.manifest.columns)
-            }
-            self._head = CachedPartition(count, columns)
+            arrays = [
+                np.concatenate([rows.columns[i] for rows in read])[:count]
+                for i in range(len(self.manifest.columns))
+            ]
+            title = partition_title(info, self.manifest, self._data_path)
+            where = partial(row_of_partition, title)
+            self._head = CachedPartition.of(self.manifest.columns, arrays, where)
         return self._head
 
 

@@ -20,7 +20,13 @@ from cerebro_hydra.data.batches import Batch, batches, row_order, windows
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state, build_recipe
+from cerebro_hydra.recipe import (
+    Columns,
+    DecodedRows,
+    Recipe,
+    build_keeping_random_state,
+    build_recipe,
+)
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.sample import Sample
@@ -69,6 +75,7 @@ class TrialBuilder:
 
     Args:
         device: where the trials are trained; they are built and cut on the CPU.
+        decoded: keeps what columns of bytes are decoded to, for all trials; None keeps nothing.
     """
 
     def __init__(
@@ -78,9 +85,11 @@ class TrialBuilder:
         training: dict[int, CachedPartition],
         validation: dict[int, CachedPartition],
         device: torch.device = CPU,
+        decoded: DecodedRows | None = None,
     ) -> None:
         self._document = document
         self._device = device
+        self._decoded = decoded
         self._columns = Columns.of(document)
         self._factory = factory
         self._training = training
@@ -146,6 +155,8 @@ class TrialBuilder:
     def _placed(self, recipe: Recipe) -> Recipe:
         """Free the weights of a recipe, and bring the rest of it to the device."""
         _free_weights(recipe)
+        if self._decoded is not None:
+            recipe.keep_decoded(self._decoded)
         return recipe.to(self._device)
 
     def another_recipe(self, trial: int) -> Recipe:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cerebro_hydra.data.cells import CELLS
 from cerebro_hydra.data.manifest import ROW_ID, PartitionInfo, stored_name
 from cerebro_hydra.data.rows import ContentDigest
 from cerebro_hydra.errors import StoreError
@@ -57,8 +58,8 @@ class Pack:
     dtype: str
     width: int
     """The numbers in a row."""
-    arrays: bool
-    """Whether its one column has arrays."""
+    alone: bool
+    """Whether it is one column that has arrays or bytes."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class PartitionWriter:
         columns: list[NDArray[Any]] = [np.empty(0)] * self._columns
         for pack, column in zip(self._packs, table.columns, strict=False):
             values = _numbers(column, pack)
-            if pack.arrays:
+            if pack.alone:
                 columns[pack.columns[0]] = values
             else:
                 for position, each in zip(pack.columns, values.T.copy(), strict=True):
@@ -252,13 +253,17 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
 
 
 def _numbers(column: pa.ChunkedArray, pack: Pack) -> NDArray[Any]:
+    if pack.dtype in CELLS:
+        return column.to_numpy()
     flat = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
     together = np.concatenate(flat) if len(flat) != 1 else flat[0]
     return together.astype(pack.dtype, copy=False).reshape(len(column), pack.width)
 
 
 def to_arrow(values: NDArray[Any]) -> pa.Array:
-    """Return an array of shape (rows, ...) as a column of numbers, or of flat lists."""
+    """Return an array of shape (rows, ...) as a column of numbers, flat lists, or bytes."""
+    if values.dtype == object:
+        return pa.array(values, pa.binary())
     flat = pa.array(values.reshape(-1))
     if values.ndim == 1:
         return flat

@@ -19,7 +19,7 @@ _UNIT = "collate"  # names of unit calls have an "@", so none is called this
 
 _LABELS = "labels"  # as models of `transformers` call them, which compute their loss if given some
 
-Collate = Callable[[dict[str, Tensor], bool], dict[str, Tensor]]
+Collate = Callable[[dict[str, Any], bool], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,22 @@ class BatchForm:
 
 
 def collated_batch(
-    collate: Collate, given: dict[str, Tensor], reseed: Callable[[str], object] | None
+    collate: Collate,
+    given: dict[str, Tensor | list[bytes] | list[Tensor]],
+    reseed: Callable[[str], object] | None,
 ) -> Mapping[str, Tensor]:
     """Return a batch after `collate`, by name.
 
     Args:
+        given: the columns; one of bytes or images is a list with an entry for each row.
         reseed: restarts the random numbers for what it is given by name; None is for evaluation.
 
     Raises:
         ConfigurationError: it gave something else than a dict of tensors with rows first.
     """
-    rows = next(iter(given.values())).shape[0]  # not len(), which a traced graph would fix
+    first = next(iter(given.values()))
+    # Not len() of a tensor, which a traced graph would fix.
+    rows = first.shape[0] if isinstance(first, Tensor) else len(first)
     if reseed is not None:
         reseed(_UNIT)
     made: Any = collate(given, reseed is not None)
