@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from cerebro_hydra.data.decoder import decode
+from cerebro_hydra.data.cells import CELLS, CellPool
+from cerebro_hydra.data.decoder import decode, decoded_type
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.data.spec import column_problem
 from cerebro_hydra.errors import ConfigurationError, DataError
+from cerebro_hydra.recipe.batch.cells import Cells
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,6 +99,8 @@ def check_kind(kind: pa.DataType, spec: ColumnSpec) -> None:
     """
     import pyarrow as pa
 
+    if spec.dtype in CELLS and decoded_type(kind) == spec.dtype:
+        return
     told, depth = kind, 0
     while pa.types.is_list(kind):
         kind, depth = kind.value_type, depth + 1
@@ -130,6 +134,9 @@ def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) ->
         DataError: a value is null, NaN or infinite, or a row has another shape.
     """
     values = decode(array, spec.dtype).array(spec.name, where, spec.shape)
+    if spec.dtype in CELLS:
+        pool = CellPool.of(values, spec.name, where, spec.dtype == "image")
+        return Cells.of(range(len(pool)), pool)
     return torch.from_numpy(values.copy())
 
 

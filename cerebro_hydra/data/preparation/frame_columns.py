@@ -11,6 +11,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from cerebro_hydra.data import decoder
+from cerebro_hydra.data.cells import CELLS, IMAGE_FIELDS, IMAGE_MODES, UNFIT_IMAGE
 from cerebro_hydra.errors import DataError
 
 _SPARK_TYPES = {"int64": "bigint", "float32": "float", "bool": "boolean"}
@@ -20,10 +21,14 @@ _RARE = 0x5BD1E9955BD1E995
 def number_type(kind: T.DataType) -> tuple[str | None, int]:
     """Return the dtype of a Spark type's numbers, and how deep its arrays are nested.
 
-    The dtype is None for what is no number.
+    The dtype is None for what is no number, and the kind of `cells` for bytes and Spark's images.
     """
     if kind.simpleString() == "vector":
         return "float32", 1
+    if isinstance(kind, T.BinaryType):
+        return "binary", 0
+    if isinstance(kind, T.StructType) and tuple(kind.names) == IMAGE_FIELDS:
+        return "image", 0
     depth = 0
     while isinstance(kind, T.ArrayType):
         kind, depth = kind.elementType, depth + 1
@@ -33,13 +38,29 @@ def number_type(kind: T.DataType) -> tuple[str | None, int]:
 
 
 def as_numbers(df: DataFrame, name: str, dtype: str) -> Column:
-    """Convert a column of numbers, nested arrays of them or vectors to a dtype."""
+    """Convert a column of numbers, nested arrays of them, vectors, bytes or images to a dtype."""
     column, kind = column_of(name), df.schema[name].dataType
+    if dtype in CELLS:
+        return column if dtype == "binary" else _image_cells(column)
     if kind.simpleString() == "vector":
         # vector_to_array ends the job at a null, which is to be named with its row instead.
         return F.when(column.isNotNull(), vector_to_array(column, dtype))
     _, depth = number_type(kind)
     return column.cast("array<" * depth + _SPARK_TYPES[dtype] + ">" * depth)
+
+
+def _image_cells(image: Column) -> Column:
+    """Return images as cells; one that can't be used becomes an empty one, and null stays null."""
+    height, width, channels = (image[name] for name in ("height", "width", "nChannels"))
+    data = image["data"]
+    known = F.lit(False)
+    for mode, of_mode in IMAGE_MODES.items():
+        known = known | ((image["mode"] == mode) & (channels == of_mode))
+    size = height.cast("bigint") * width * channels
+    usable = known & (height > 0) & (width > 0) & (F.octet_length(data) == size)
+    numbers = (F.unhex(F.lpad(F.hex(each), 8, "0")) for each in (height, width, channels))
+    cell = F.when(usable, F.concat(*numbers, data)).otherwise(F.lit(b""))
+    return F.when(image.isNotNull(), F.coalesce(cell, F.lit(b"")))
 
 
 def column_of(name: str) -> Column:
@@ -80,6 +101,11 @@ class ColumnPlan:
             raise decoder.unusable(name, shown, text=shown.replace("array<", "")[:6] == "string")
         return ColumnPlan(name, stored, dtype, depth, as_numbers(df, name, dtype))
 
+    @property
+    def alone(self) -> bool:
+        """Return whether the column travels alone: one of arrays or bytes."""
+        return self.depth > 0 or self.dtype in CELLS
+
     def levels(self) -> list[Column]:
         """Return the array with its outermost 0, 1, ... dimensions joined; the last one is flat."""
         levels = [F.col(self.stored)]
@@ -98,6 +124,8 @@ class ColumnPlan:
             for level in levels:
                 null = null | F.coalesce(F.exists(level, lambda x: x.isNull()), F.lit(False))
         found = {decoder.NULL: null}
+        if self.dtype == "image":
+            found[UNFIT_IMAGE] = F.octet_length(levels[0]) == 0
         if self.dtype == "float32":
             # Spark orders NaN above infinity, so that the extremes show every fault.
             low, high = levels[-1], levels[-1]
@@ -119,7 +147,7 @@ class ColumnPlan:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Puts columns into one column of arrays: one that has arrays, or all numbers of a dtype."""
+    """Puts columns into one column: one of arrays or bytes stays, all numbers of a dtype join."""
 
     name: str
     dtype: str
@@ -127,11 +155,11 @@ class PackPlan:
 
     @staticmethod
     def of(plans: Sequence[ColumnPlan]) -> list[PackPlan]:
-        """Pack all columns; one of arrays stays alone."""
+        """Pack all columns; one of arrays or bytes stays alone."""
         scalars: dict[str, list[ColumnPlan]] = {}
         groups: list[list[ColumnPlan]] = []
         for plan in plans:
-            if plan.depth:
+            if plan.alone:
                 groups.append([plan])
             elif plan.dtype in scalars:
                 scalars[plan.dtype].append(plan)
@@ -142,8 +170,8 @@ class PackPlan:
         ]
 
     def packed(self) -> Column:
-        """Return the array of a row; null, or with null in it, where a value is."""
-        if self.plans[0].depth:
+        """Return the array or bytes of a row; null, or with null in it, where a value is."""
+        if self.plans[0].alone:
             return self.plans[0].flat()
         return F.array(*(F.col(plan.stored) for plan in self.plans))
 
@@ -154,6 +182,9 @@ class PackPlan:
         function for each number take many times as long.
         """
         array = F.col(self.name)
+        if self.dtype in CELLS:
+            empty = F.octet_length(array) == 0
+            return array.isNull() | empty if self.dtype == "image" else array.isNull()
         if self.dtype != "float32":
             # The search of what is not there is null where the array has null. Somebody may have
             # the number: then the look at each column finds nothing.

@@ -28,6 +28,7 @@ from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from cerebro_hydra.data import decoder
+from cerebro_hydra.data.cells import CELLS, numpy_dtype
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest, RowsFound, stored_name
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan, validation_flag
@@ -92,7 +93,8 @@ def prepare(
 
     A column that marks validation rows is boolean, or holds 0 and 1. Integers are kept as int64,
     floats and decimals as float32, booleans as bool; arrays, nested arrays and Spark ML vectors
-    must have one shape in all rows. `tell` is given what is done, `report` what was found.
+    must have one shape in all rows. Bytes and Spark's images are kept as they are, of any length.
+    `tell` is given what is done, `report` what was found.
 
     Where the query reads files alone, and was prepared before, the names, sizes and times of the
     files stand for their rows, unless `recheck` asks to read them.
@@ -167,16 +169,27 @@ def first_rows(df: DataFrame, spec: DataSpec, count: int) -> CachedPartition | N
     rows = converted.limit(count).collect()
     if len(rows) < count:
         return None
-    columns = {}
+    arrays = []
+    specs = []
     for position, plan in enumerate(plans):
+        if plan.dtype in CELLS:
+            cells = [row[position] for row in rows]
+            if any(cell is None or (plan.dtype == "image" and not cell) for cell in cells):
+                return None
+            values = np.empty(count, numpy_dtype(plan.dtype))
+            values[:] = [bytes(cell) for cell in cells]
+            arrays.append(values)
+            specs.append(ColumnSpec(plan.name, plan.dtype, ()))
+            continue
         try:
             values = np.array([row[position] for row in rows], plan.dtype)
         except (TypeError, ValueError):  # null or ragged
             return None
         if values.ndim != 1 + plan.depth or not np.isfinite(values).all():
             return None
-        columns[plan.name] = values
-    return CachedPartition(count, columns)
+        arrays.append(values)
+        specs.append(ColumnSpec(plan.name, plan.dtype, values.shape[1:]))
+    return CachedPartition.of(specs, arrays, "row {} of the DataFrame".format)
 
 
 def _converted(
@@ -234,7 +247,7 @@ def _prepared(
 
         def write(attempt: str) -> Manifest:
             tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")
-            chunks = _chunks(assignment, attempt, _most_rows(columns))
+            chunks = _chunks(assignment, attempt, _most_rows(columns, content))
             chunk = row_facts.range_of(content, _sizes(chunks, marker is not None))
             expected = row_facts.sums_of(chunk)
             job = WriteJob(
@@ -327,9 +340,10 @@ def _shown(row: Row | None) -> str:
     return f"Row({', '.join(values)})"
 
 
-def _most_rows(columns: Sequence[ColumnSpec]) -> int:
+def _most_rows(columns: Sequence[ColumnSpec], content: Content) -> int:
     """Return how many rows a chunk has at most."""
-    width = sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in columns)
+    width = sum(math.prod(each.shape) * numpy_dtype(each.dtype).itemsize for each in columns)
+    width += sum(content.cell_bytes.values()) // max(1, content.rows)
     return max(1, _CHUNK_BYTES // width)
 
 
@@ -364,9 +378,9 @@ def _packs(
     found = []
     for pack in packs:
         positions = tuple(position_of[plan.stored] for plan in pack.plans)
-        nested = pack.plans[0].depth > 0
-        width = math.prod(columns[positions[0]].shape) if nested else len(positions)
-        found.append(Pack(positions, pack.dtype, width, nested))
+        alone = pack.plans[0].alone
+        width = math.prod(columns[positions[0]].shape) if alone else len(positions)
+        found.append(Pack(positions, pack.dtype, width, alone))
     return tuple(found)
 
 
@@ -434,18 +448,22 @@ def row_bytes(rows: DataFrame, plans: Sequence[ColumnPlan], look: bool) -> int:
         plans: their columns.
         look: whether the first row may be looked at, because that reads little.
     """
-    nested = [plan for plan in plans if plan.depth]
-    numbers = len(plans) - len(nested)
-    if not nested:
+    wide = [plan for plan in plans if plan.alone]
+    numbers = len(plans) - len(wide)
+    if not wide:
         return _NUMBER_BYTES * numbers
-    unknown = _UNKNOWN_BYTES * len(nested)
+    unknown = _UNKNOWN_BYTES * len(wide)
     if not look:
         return _NUMBER_BYTES * numbers + unknown
+    sizes = (
+        F.size(plan.flat()) * _NUMBER_BYTES if plan.depth else F.octet_length(plan.flat())
+        for plan in wide
+    )
     with batches_for(rows.sparkSession, _BATCH_BYTES):
-        first = rows.select(*(F.size(plan.flat()) for plan in nested)).first()
+        first = rows.select(*sizes).first()
     if first is None or any(size is None or size < 0 for size in first):
         return _NUMBER_BYTES * numbers + unknown
-    return _NUMBER_BYTES * (numbers + sum(first))
+    return _NUMBER_BYTES * numbers + int(sum(first))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
+from cerebro_hydra.data.cells import CELLS
 from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan
 from cerebro_hydra.data.rows import mixed_key
 
@@ -62,6 +63,8 @@ class Content:
     suspects: int
     """The rows that may have a fault."""
     lengths: Mapping[str, Sequence[tuple[int, int]]]
+    cell_bytes: Mapping[str, int]
+    """The bytes of all rows of each column of cells."""
 
 
 class RowFacts:
@@ -72,6 +75,7 @@ class RowFacts:
     ) -> None:
         """Compute nothing yet."""
         self._nested = [plan for plan in plans if plan.depth]
+        self._cells = [plan for plan in plans if plan.dtype in CELLS]
         suspect = F.lit(False)
         for pack in packs:
             suspect = suspect | pack.suspect()
@@ -80,6 +84,9 @@ class RowFacts:
             for plan in self._nested
             for i, ends in enumerate(plan.lengths())
             for end, column in zip(("low", "high"), ends, strict=True)
+        ]
+        lengths += [
+            F.octet_length(plan.flat()).alias(f"{plan.stored}_bytes") for plan in self._cells
         ]
         self._facts = packed.select(*HASHES, PLACE, KEY, suspect.alias(_SUSPECT), *lengths)
 
@@ -100,6 +107,8 @@ class RowFacts:
             for i in range(plan.depth):
                 aggregates[f"{plan.stored}_low_{i}"] = F.min(f"{plan.stored}_low_{i}")
                 aggregates[f"{plan.stored}_high_{i}"] = F.max(f"{plan.stored}_high_{i}")
+        for plan in self._cells:
+            aggregates[f"{plan.stored}_bytes"] = F.sum(f"{plan.stored}_bytes")
         columns = [column.alias(name) for name, column in aggregates.items()]
         groups = self._facts.groupBy(KEY).agg(*columns).collect()
         counts = {flag: [0] * _BUCKETS for flag in (False, True, None)}
@@ -119,7 +128,10 @@ class RowFacts:
             ]
             for plan in self._nested
         }
-        return Content(sums["rows"], sums, counts, suspects, lengths)
+        cell_bytes = {
+            plan.name: sum(_known(groups, f"{plan.stored}_bytes")) for plan in self._cells
+        }
+        return Content(sums["rows"], sums, counts, suspects, lengths, cell_bytes)
 
     def range_of(self, content: Content, sizes: Mapping[bool, Sequence[int]]) -> Column:
         """Return what computes the chunk of a row from its hashes, place and bucket.
