@@ -25,7 +25,16 @@ CELLS = ("binary", "image")
 IMAGE_MODES = {0: 1, 16: 3, 24: 4}
 """The channels of each mode of Spark's images that has 8 bits: OpenCV's numbers of its types."""
 
-IMAGE_FIELDS = ("origin", "height", "width", "nChannels", "mode", "data")
+IMAGE_TYPE = pa.struct(
+    [
+        ("origin", pa.string()),
+        *((name, pa.int32()) for name in ("height", "width", "nChannels", "mode")),
+        ("data", pa.binary()),
+    ]
+)
+"""Spark's images in Arrow."""
+
+IMAGE_FIELDS = tuple(field.name for field in IMAGE_TYPE)
 UNFIT_IMAGE = (
     "holds an image that can't be used: of another mode than CV_8UC1, CV_8UC3 and CV_8UC4, or of "
     "fewer bytes than its size says"
@@ -95,12 +104,12 @@ def is_binary(kind: pa.DataType) -> bool:
 
 def is_image(kind: pa.DataType) -> bool:
     """Say whether values are Spark's images, as Spark writes them to Parquet."""
-    return types.is_struct(kind) and tuple(field.name for field in kind) == IMAGE_FIELDS
+    return types.is_struct(kind) and {field.name for field in kind} == {*IMAGE_FIELDS}
 
 
 def cells_of_images(images: pa.StructArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the cells of Spark's images without null, and the rows that can't be used."""
-    fields = dict(zip(IMAGE_FIELDS, images.flatten(), strict=True))
+    fields = dict(zip((field.name for field in images.type), images.flatten(), strict=True))
     numbers = [
         pc.fill_null(fields[name], -1).to_numpy(zero_copy_only=False).astype(np.int64)
         for name in ("height", "width", "nChannels", "mode")

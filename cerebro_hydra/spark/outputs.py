@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from cerebro_hydra.data.cells import CELLS, CellPool
-from cerebro_hydra.data.decoder import decode, decoded_type
+from cerebro_hydra.data.given_rows import misfit
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.data.spec import column_problem
 from cerebro_hydra.errors import ConfigurationError, DataError
-from cerebro_hydra.recipe.batch.cells import Cells
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,57 +85,8 @@ def feature(df: DataFrame, spec: ColumnSpec) -> Column:
     dtype, depth = number_type(kind)
     widened = (dtype, spec.dtype) == ("int64", "float32")
     if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
-        raise _misfit(spec, kind.simpleString())
+        raise misfit(spec, kind.simpleString())
     return as_numbers(df, spec.name, spec.dtype)
-
-
-def check_kind(kind: pa.DataType, spec: ColumnSpec) -> None:
-    """Refuse a feature column of Arrow that its model was not trained with, as `feature` does.
-
-    Raises:
-        DataError: its type can't become that of the training rows without loss.
-    """
-    import pyarrow as pa
-
-    if spec.dtype in CELLS and decoded_type(kind) == spec.dtype:
-        return
-    told, depth = kind, 0
-    while pa.types.is_list(kind):
-        kind, depth = kind.value_type, depth + 1
-    families = {
-        "bool": pa.types.is_boolean,
-        "int64": pa.types.is_integer,
-        "float32": lambda t: pa.types.is_floating(t) or pa.types.is_decimal(t),
-    }
-    dtype = next((name for name, family in families.items() if family(kind)), None)
-    widened = (dtype, spec.dtype) == ("int64", "float32")
-    if depth != len(spec.shape) or not (dtype == spec.dtype or widened):
-        raise _misfit(spec, str(told))
-
-
-def _misfit(spec: ColumnSpec, kind: str) -> DataError:
-    return DataError(
-        f"feature column {spec.name!r} is {kind}, and the model was trained with {spec.dtype} of "
-        f"shape {spec.shape} per row; cast it to that"
-    )
-
-
-def to_tensor(array: pa.Array, spec: ColumnSpec, where: Callable[[int], str]) -> Tensor:
-    """Copy an Arrow column to a tensor of shape (rows, *spec.shape).
-
-    Args:
-        array: the column.
-        spec: what its model was trained with.
-        where: says in messages where the row at a position of the array lies.
-
-    Raises:
-        DataError: a value is null, NaN or infinite, or a row has another shape.
-    """
-    values = decode(array, spec.dtype).array(spec.name, where, spec.shape)
-    if spec.dtype in CELLS:
-        pool = CellPool.of(values, spec.name, where, spec.dtype == "image")
-        return Cells.of(range(len(pool)), pool)
-    return torch.from_numpy(values.copy())
 
 
 def output_type(output: Tensor) -> DataType:

@@ -18,8 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.data import tables
+from cerebro_hydra.data.given_rows import table_tensors, to_tensor
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.data.preparation import tables
 from cerebro_hydra.data.spec import matching_columns, require_dataframe
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
@@ -113,7 +114,9 @@ class Inference:
         if isinstance(df, str | os.PathLike):
             from pyspark.sql import SparkSession
 
-            df = tables.dataframe_of(df, SparkSession.getActiveSession)
+            from cerebro_hydra.data.preparation.tables import dataframe_of
+
+            df = dataframe_of(df, SparkSession.getActiveSession)
         if not hasattr(df, "sparkSession"):  # columns would ask Java, which may have ended
             require_dataframe("transform", df)
         with explained_java(df.sparkSession.sparkContext, "adding predictions to a DataFrame"):
@@ -189,20 +192,14 @@ class Inference:
         table = tables.collected(table)
         present = {*map(str, table.columns)}
         _check_output_names(outputs.names, [name for name in outputs.names if name in present])
-        given = tables.arrow_table(table, [spec.name for spec in self.specs])
-        for spec in self.specs if given.num_rows else ():  # without rows, no type is known
-            arrow_columns.check_kind(given[spec.name].type, spec)
+        features = table_tensors(table, self.specs)
         outputs.types(self.sample)  # an output that no column holds is refused before any row
         predict = self._predictor.load(torch.device("cpu"))
         parts: list[list[pa.Array]] = []
-        for start in range(0, max(1, given.num_rows), batch_size):
-            batch = given.slice(start, batch_size)
-            features = tuple(
-                arrow_columns.to_tensor(batch[spec.name], spec, partial(_row_of_table, start))
-                for spec in self.specs
-            )
+        for start in range(0, max(1, len(features[0])), batch_size):
+            batch = tuple(column[start : start + batch_size] for column in features)
             # Of no rows the form of two known ones stays, without its rows.
-            found = _checked(predict, features) if len(batch) else [t[:0] for t in self.sample]
+            found = _checked(predict, batch) if len(batch[0]) else [t[:0] for t in self.sample]
             parts.append(outputs.arrays(found))
         columns = (pa.concat_arrays(arrays) for arrays in zip(*parts, strict=True))
         plain = (a.field("values") if pa.types.is_struct(a.type) else a for a in columns)
@@ -260,10 +257,6 @@ def _checked(predict: Predict, features: tuple[Tensor, ...]) -> list[Tensor]:
     return tensors
 
 
-def _row_of_table(first: int, position: int) -> str:
-    return f"row {first + position}"
-
-
 def _row_of_partition(first: int, position: int) -> str:
     from pyspark import TaskContext
 
@@ -295,7 +288,7 @@ class _Job:
                 columns = batch.slice(start, self.batch_size).columns
                 where = partial(_row_of_partition, first + start)
                 features = tuple(
-                    arrow_columns.to_tensor(column, spec, where).to(device)
+                    to_tensor(column, spec, where).to(device)
                     for column, spec in zip(columns[self.kept :], self.specs, strict=True)
                 )
                 tensors = [tensor.cpu() for tensor in _checked(predict, features)]

@@ -150,6 +150,20 @@ class ReaderCase(ABC):
         assert group["x"].tobytes() == values[:, 0].tobytes()
         assert group["y"].tobytes() == values.tobytes()
 
+    def test_bytes_come_as_they_are(self, tmp_path: Path) -> None:
+        """Of any length, and with zeros at their end; null is refused with its row."""
+        cells = [b"\0", b"", b"two\0\0", bytes(range(256)) * 9, b"x"]
+        numbers = pa.array(range(5))
+        table = pa.table({"x": pa.array(cells, pa.binary()), "y": numbers})
+        pq.write_table(table, tmp_path / "part-0.parquet", row_group_size=3)
+        groups = self.read(tmp_path, ["x", "y"])
+        assert [type(cell) for group in groups for cell in group["x"]] == [bytes] * 5
+        assert [cell for group in groups for cell in group["x"]] == cells
+        null = pa.table({"x": pa.array([*cells[:4], None], pa.binary()), "y": numbers})
+        pq.write_table(null, tmp_path / "part-0.parquet", row_group_size=3)
+        with pytest.raises(DataError, match=r"column 'x' is null.* in row 4 of '.*part-0"):
+            self.read(tmp_path, ["x", "y"])
+
     def test_hidden_files_are_no_data(self, tmp_path: Path) -> None:
         """Readers pass over what Spark and file systems leave beside the rows."""
         pq.write_table(pa.table({"x": [1]}), tmp_path / "part-0.parquet")
@@ -238,7 +252,7 @@ class ReaderCase(ABC):
         "array",
         [
             pa.array(["text"]),
-            pa.array([b"bytes"]),
+            pa.array([[b"bytes"]]),
             pa.array([0], pa.timestamp("us")),
             pa.array([[[1.0]]]),
             pa.array([{"a": 1}]),

@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from pyspark.sql import functions as F
+from torch import Tensor
 
 import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, SparkBackend, hp_choice
-from cerebro_hydra.data.partition import CachedPartition
-from cerebro_hydra.data.spec import DataSpec
+from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
 from cerebro_hydra.errors import DataError
 from tests.recipe.decoding import pictures
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark(group=2)
 
 
 def folder_of(path: Path, count: int) -> str:
-    """Write pictures as PNG files, whose names begin with the class."""
+    """Write pictures of several sizes as PNG files, whose names begin with the class."""
     path.mkdir()
     for i in range(count):
         image = pictures.pixels(i, 14 + i % 3, 16)
@@ -34,18 +32,82 @@ def folder_of(path: Path, count: int) -> str:
 
 
 def both_formats(spark: SparkSession, folder: str) -> DataFrame:
-    files = spark.read.format("binaryFile").load(folder).select("path", F.col("content").alias("bytes"))
+    """Read each file twice: its bytes by "binaryFile", and its pixels by "image"."""
+
+    def name(of: str) -> Column:
+        return F.regexp_extract(of, "[^/]+$", 0)
+
+    files = spark.read.format("binaryFile").load(folder)
     images = spark.read.format("image").load(folder).select("image.origin", "image")
-    joined = files.join(images, F.regexp_extract("path", "[^/]+$", 0) == F.regexp_extract("origin", "[^/]+$", 0))
-    label = F.regexp_extract("path", r"/(\d)-\d+\.png$", 1).cast("int")
-    return joined.select("bytes", "image", label.alias("label"))
+    label = F.substring(name("path"), 1, 1).cast("int").alias("label")
+    joined = files.join(images, name("path") == name("origin"))
+    return joined.select(F.col("content").alias("bytes"), "image", label)
 
 
-def test_bytes_and_images_of_a_folder(spark: SparkSession, tmp_path: Path) -> None:
+def compared(batch: dict[str, Any], training: bool) -> dict[str, Tensor]:
+    """Require equal pixels of both formats, and crop them."""
+    assert all(map(torch.equal, batch["bytes"], batch["image"]))
+    made = {name: batch[name] for name in ("image", "label") if name in batch}
+    made = pictures.cropped(made, training)
+    return {"pixels": made.pop("image"), **made}
+
+
+class Net(pictures.Net):
+    def forward(self, pixels: Tensor) -> Tensor:
+        return super().forward(pixels)
+
+
+def searched(params: dict[str, Any]) -> SparkEstimator:
+    model = Net()
+    return SparkEstimator(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=params["lr"]),
+        torch.nn.CrossEntropyLoss(),
+        ["accuracy"],
+        batch_size=8,
+        shards=["last"],
+        collate=compared,
+        decode={"bytes": "png"},
+    )
+
+
+def test_bytes_and_images_of_a_folder_train_and_predict(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     df = both_formats(spark, folder_of(tmp_path / "files", 48)).localCheckpoint()
-    rows = df.collect()
-    print(rows[0])
-    store = LocalStore(str(tmp_path / "store"))
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2)
-    m = backend.prepare_data(store, df, validation=0.25, feature_columns=["bytes","image"], label_columns=["label"])
-    print(m)
+    search = GridSearch(
+        backend=backend, store=LocalStore(str(tmp_path / "store")), estimator_gen_fn=searched,
+        search_space={"lr": hp_choice([0.02, 0.03])}, num_epochs=2,
+        evaluation_metric="accuracy", validation=0.25, feature_columns=["bytes", "image"],
+        verbose=0,
+    )  # fmt: skip
+    result = search.fit(df)
+    for trial in result.trials:
+        assert cerebro_hydra.replay(result.run_path, trial.trial_id, searched).identical
+    best = result.get_best_model()
+    rows = df.toPandas()
+    predicted = best.predict(rows, batch_size=8)
+    assert np.array_equal(predicted, np.stack(best.transform(rows)["label__output"]))
+    assert np.array_equal(best.predict(rows.to_dict("list"), batch_size=8), predicted)
+    by_spark = best.transform(df).select("bytes", "label__output").collect()
+    by_bytes = {bytes(row["bytes"]): row["label__output"] for row in by_spark}
+    for cell, found in zip(rows["bytes"], predicted, strict=True):
+        assert np.allclose(by_bytes[bytes(cell)], found, atol=1e-6)
+
+    damaged = F.when(F.col("label") != 0, F.col("bytes"))
+    one_row = "1 of 1 rows, as in Row"
+    wrong = {
+        "'bytes' is null, or holds null in 12 of 48 rows": df.withColumn("bytes", damaged),
+        f"'image' holds an image that can't be used: .* in {one_row}": df.limit(1).withColumn(
+            "image", F.col("image").withField("mode", F.lit(18))
+        ),
+        f"'image' holds an image .* fewer bytes .* in {one_row}": df.limit(1).withColumn(
+            "image", F.col("image").withField("data", F.lit(b"\1\2"))
+        ),
+    }
+    for message, given in wrong.items():
+        with pytest.raises(DataError, match=message):
+            backend.prepare_data(
+                search.store, given, feature_columns=["bytes", "image"], label_columns=["label"]
+            )

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from cerebro_hydra.data.given_rows import to_tensor
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.recipe import Columns, Recipe
@@ -234,8 +235,8 @@ ROW = [1.0, 2.0, 3.0, 4.0]
 def test_rows_that_a_model_cannot_take_are_refused(row: Any, message: str) -> None:
     array = pa.array([ROW, ROW, row], pa.list_(pa.float32()))
     with pytest.raises(DataError, match=message):
-        arrow_columns.to_tensor(array, FEATURES[0], "row {}".format)
-    assert arrow_columns.to_tensor(array[:2], FEATURES[0], str).tolist() == [ROW, ROW]
+        to_tensor(array, FEATURES[0], "row {}".format)
+    assert to_tensor(array[:2], FEATURES[0], str).tolist() == [ROW, ROW]
 
 
 class NeedsLength(nn.Module):

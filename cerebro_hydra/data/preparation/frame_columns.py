@@ -27,7 +27,7 @@ def number_type(kind: T.DataType) -> tuple[str | None, int]:
         return "float32", 1
     if isinstance(kind, T.BinaryType):
         return "binary", 0
-    if isinstance(kind, T.StructType) and tuple(kind.names) == IMAGE_FIELDS:
+    if isinstance(kind, T.StructType) and {*kind.names} == {*IMAGE_FIELDS}:
         return "image", 0
     depth = 0
     while isinstance(kind, T.ArrayType):

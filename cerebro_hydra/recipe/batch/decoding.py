@@ -47,6 +47,7 @@ class Decoding:
         self._decoders = dict(decoders or {})
         self._kept: DecodedRows | None = None
         self._tried: set[str] = set()
+        self._keys: dict[str, Hashable | None] = {}
         for name, decoder in self._decoders.items():
             if not callable(decoder) and decoder not in FORMATS:
                 raise ConfigurationError(
@@ -131,8 +132,12 @@ class Decoding:
         def make() -> Tensor:
             return _called(name, decoder, pool, row)
 
-        key = _key(decoder) if self._kept is not None and pool.key is not None else None
-        if self._kept is None or key is None:
+        if self._kept is None or pool.key is None:
+            return make()
+        if name not in self._keys:  # once: what a function holds may change by its calls
+            self._keys[name] = _key(decoder)
+        key = self._keys[name]
+        if key is None:
             return make()
         return self._kept.get((pool.key, key), len(pool), row, make)
 
@@ -164,10 +169,11 @@ def _called(name: str, decoder: Decoder, pool: Pool, row: int) -> Tensor:
             f"{told} can't be decoded: the function of decode[{name!r}] fails on its {len(cell)} "
             f"bytes ({type(error).__name__}: {error_text(error)}); write the row again, or drop it"
         ) from error
-    if isinstance(made, np.ndarray):
-        made = torch.from_numpy(np.ascontiguousarray(made))
+    if isinstance(made, np.ndarray) and made.dtype == np.uint8:
+        made = torch.from_numpy(made.copy())
     if not isinstance(made, Tensor) or made.dtype != torch.uint8 or not made.dim():
-        got = _form(made) if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        known = isinstance(made, Tensor | np.ndarray)
+        got = f"{made.dtype} of shape {tuple(made.shape)}" if known else f"a {type(made).__name__}"
         raise ConfigurationError(
             f"decode[{name!r}] returned {got} for {pool.where(row)}; return an array or tensor of "
             "uint8 with a dimension at least, such as (channels, height, width)"

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
-from cerebro_hydra.data.preparation.tables import arrow_table, dataframe_of, is_table
+from cerebro_hydra.data.preparation.tables import dataframe_of
+from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
@@ -134,7 +135,7 @@ def test_what_can_not_be_predicted_or_read_is_refused() -> None:
 
 def test_neither_library_is_imported_for_one_that_asks() -> None:
     asks = (
-        "import sys; from cerebro_hydra.data.preparation.tables import is_table; "
+        "import sys; from cerebro_hydra.data.tables import is_table; "
         "assert not is_table([]); print({'pandas', 'polars', 'pyspark'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
