@@ -20,6 +20,7 @@ from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.documents import Positive, one_of, part_of
 from cerebro_hydra.errors import ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.recipe.batch.cells import Cells
 from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.recipe.objective.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
@@ -217,6 +218,12 @@ class RunWeights:
         if len(features[0]) < 2:
             features = tuple(torch.cat([column, column]) for column in features)
         try:
+            for name, column in zip(self.feature_columns, features, strict=True):
+                if isinstance(column, Cells):
+                    raise ConfigurationError(
+                        f"feature column {name!r} holds bytes or images, which a graph of tensors "
+                        "can't decode"
+                    )
             with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
                 save_exported(recipe, features, folder, collated=False)
                 return ModelArchive.of(self._facts(recipe, features).metadata(), folder)

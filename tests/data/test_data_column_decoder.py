@@ -213,7 +213,7 @@ KINDS = {
     "lists of texts by number": pa.list_(pa.dictionary(pa.int8(), pa.string())),
     "times": pa.timestamp("ms"),
     "structs": pa.struct([("a", pa.int32())]),
-    "bytes": pa.binary(),
+    "lists of bytes": pa.list_(pa.binary()),
 }
 FAULTY: tuple[list[Any], ...] = (
     [[[1], [2]], [[3], None], [[4], [5]]],

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
@@ -29,6 +28,8 @@ def pixels(seed: int, height: int = 16, width: int = 16, channels: int = 3) -> N
 
 
 def encoded(image: NDArray[Any], format: str = "JPEG") -> bytes:
+    from PIL import Image
+
     sink = io.BytesIO()
     Image.fromarray(image.squeeze()).save(sink, format)
     return sink.getvalue()
@@ -73,6 +74,8 @@ class Net(nn.Module):
 
 def from_bytes(cell: bytes) -> NDArray[Any]:
     """Decode as "jpeg" does."""
+    from PIL import Image
+
     return np.array(Image.open(io.BytesIO(cell))).transpose(2, 0, 1)
 
 
