@@ -84,7 +84,7 @@ class DecodedRows:
 
     def _read(self, start: int, shape: tuple[int, ...]) -> Tensor:
         found = torch.empty(shape, dtype=torch.uint8)
-        memory = memoryview(found.numpy().reshape(-1))
+        memory = found.numpy().reshape(-1).data
         done = 0
         while done < len(memory):
             count = os.preadv(self._file.fileno(), [memory[done:]], start + done)  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ class DecodedRows:
                 self._file = tempfile.TemporaryFile(  # noqa: SIM115  # it stays open
                     dir=self._folder, buffering=0
                 )
-            memory = memoryview(made.numpy().reshape(-1))
+            memory = made.numpy().reshape(-1).data
             done = 0
             while done < len(memory):
                 done += os.pwrite(self._file.fileno(), memory[done:], self._end + done)

@@ -96,9 +96,10 @@ class Decoding:
                 f"decode names column {name!r}, which holds Spark's images, and these are decoded "
                 "already; leave it out"
             )
+        if pool.image:
+            return [_spark_image(pool.cell(row)) for row in column.positions]
         if decoder is None:
-            read = _spark_image if pool.image else bytes
-            return [read(pool.cell(row)) for row in column.positions]
+            return [pool.cell(row) for row in column.positions]
         self._try(name, decoder, pool, column.positions)
         return [self._decoded(name, decoder, pool, row) for row in column.positions]
 
