@@ -51,7 +51,7 @@ from cerebro_hydra.plan.messages.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.recipe import DecodedRows, numeric_fingerprint
+from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.shards.heap import share_heap
 from cerebro_hydra.storage.digest import digest
@@ -192,7 +192,7 @@ class _Agent:
             factory,
             splits["train"],
             splits["val"],
-            decoded=DecodedRows(start.scratch),
+            scratch=start.scratch,
         )
         setup = _AgentSetup(spec, start, factory, own, slabs)
         self._trainer = self._queue_trainer(setup, planner, queues)

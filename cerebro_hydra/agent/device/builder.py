@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
+from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
@@ -75,7 +77,7 @@ class TrialBuilder:
 
     Args:
         device: where the trials are trained; they are built and cut on the CPU.
-        decoded: keeps what columns of bytes are decoded to, for all trials; None keeps nothing.
+        scratch: a folder where decoded rows are kept for all trials; None keeps none.
     """
 
     def __init__(
@@ -85,11 +87,12 @@ class TrialBuilder:
         training: dict[int, CachedPartition],
         validation: dict[int, CachedPartition],
         device: torch.device = CPU,
-        decoded: DecodedRows | None = None,
+        scratch: str | None = None,
     ) -> None:
         self._document = document
         self._device = device
-        self._decoded = decoded
+        key_of = partial(structure_key, constants=True)
+        self._decoded = None if scratch is None else DecodedRows(scratch, key_of)
         self._columns = Columns.of(document)
         self._factory = factory
         self._training = training

@@ -23,7 +23,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.recipe import DecodedRows, Evaluation, Recipe, Window
+from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
@@ -73,8 +73,7 @@ def open_trials(
     store = Store.from_dict(dict(document.store))
     decoded = partial(decode_partitions, manifest, store, scratch, None)
     splits = decoded(own)
-    kept = DecodedRows(scratch)
-    builder = TrialBuilder(document, factory, splits["train"], splits["val"], device, kept)
+    builder = TrialBuilder(document, factory, splits["train"], splits["val"], device, scratch)
     return TrialVisits(builder, decoded)
 
 

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -47,10 +47,18 @@ class DecodedRows:
     Args:
         folder: of scratch. Rows are kept until half of what is free there at first is used, by
             whomever; further ones are decoded anew each time.
+        key_of: returns a key that is equal for decoders that do the same, though each trial may
+            have a copy of its own; None for one that can't be told from others.
         free: tells the free bytes of the folder.
     """
 
-    def __init__(self, folder: str, free: Callable[[str], int] = free_bytes) -> None:
+    def __init__(
+        self,
+        folder: str,
+        key_of: Callable[[Any], Hashable | None],
+        free: Callable[[str], int] = free_bytes,
+    ) -> None:
+        self.key_of = key_of
         self._folder = folder
         self._free = free
         self._lock = threading.Lock()

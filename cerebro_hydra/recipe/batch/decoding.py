@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
-import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -136,7 +134,7 @@ class Decoding:
         if self._kept is None or pool.key is None:
             return make()
         if name not in self._keys:  # once: what a function holds may change by its calls
-            self._keys[name] = _key(decoder)
+            self._keys[name] = self._kept.key_of(decoder)
         key = self._keys[name]
         if key is None:
             return make()
@@ -231,22 +229,3 @@ def _spark_image(cell: bytes) -> Tensor:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape[1:])}"
-
-
-def _key(value: Any) -> Hashable | None:
-    """Return what tells a decoder from others, though each trial may have its own copy; or None.
-
-    A function is told by its code and all that it holds; its module's names are those of a run.
-    """
-    if isinstance(value, FunctionType):
-        try:
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        except ValueError:  # a name that has no value yet
-            return None
-        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        keys = tuple(map(_key, held))
-        return None if None in keys else (value.__code__, id(value.__globals__), keys)
-    try:
-        return pickle.dumps(value)
-    except Exception:  # whatever an object raises, nothing of it can be compared
-        return None

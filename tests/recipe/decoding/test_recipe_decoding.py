@@ -22,6 +22,7 @@ from cerebro_hydra.recipe import Columns, RandomKey, Recipe
 from cerebro_hydra.recipe.batch.cells import Cells
 from cerebro_hydra.recipe.batch.decoded_rows import SHARE, DecodedRows
 from cerebro_hydra.recipe.batch.decoding import Decoding
+from cerebro_hydra.shards.cut.model_key import structure_key
 from tests.golden import assert_golden, refusal
 from tests.recipe.decoding import pictures
 from tests.recipe.decoding.pictures import encoded, pixels
@@ -152,6 +153,9 @@ def test_without_pillow_a_format_is_refused_and_a_function_is_not(
 # ------------------------------------------------------------------ what is kept
 
 
+KEY_OF = partial(structure_key, constants=True)  # as agents tell decoders from one another
+
+
 def counting(calls: list[bytes]) -> Callable[[bytes], Any]:
     def decode(cell: bytes) -> Any:
         calls.append(cell)
@@ -164,7 +168,7 @@ def test_kept_rows_are_decoded_once_and_have_the_same_bits(tmp_path: Path) -> No
     calls: list[bytes] = []
     values = [bytes([i]) * (i + 1) for i in range(20)]
     column = cells(values, key="data/train-0/0")
-    kept = DecodedRows(str(tmp_path))
+    kept = DecodedRows(str(tmp_path), KEY_OF)
     decoding = Decoding({"image": counting(calls)})
     decoding.keep_in(kept)
     plain = Decoding({"image": counting([])}).given("image", column)
@@ -185,7 +189,7 @@ def crops(side: int) -> Callable[[bytes], Any]:
 def test_a_decoder_is_known_again_by_what_it_does_and_holds(tmp_path: Path) -> None:
     """Each trial may make its own function: equal ones share what is kept, and others do not."""
     column = cells([b"abcd", b"efgh"], key="data/train-0/0")
-    kept = DecodedRows(str(tmp_path))
+    kept = DecodedRows(str(tmp_path), KEY_OF)
     sizes = []
     for side in (2, 2, 3, 2):
         decoding = Decoding({"image": crops(side)})
@@ -212,7 +216,7 @@ def test_rows_beyond_the_space_are_decoded_again_with_the_same_bits(tmp_path: Pa
     """Others may take space, too: all of them together leave half of it."""
     calls: list[bytes] = []
     disk = Disk()
-    disk.kept = DecodedRows(str(tmp_path), disk.free)
+    disk.kept = DecodedRows(str(tmp_path), KEY_OF, disk.free)
     decoding = Decoding({"image": counting(calls)})
     decoding.keep_in(disk.kept)
     column = cells([bytes([i]) * 30 for i in range(20)], key="data/train-0/0")
@@ -227,7 +231,7 @@ def test_rows_beyond_the_space_are_decoded_again_with_the_same_bits(tmp_path: Pa
 
 def test_threads_share_what_is_kept(tmp_path: Path) -> None:
     column = cells([bytes([i]) * 100 for i in range(50)], key="data/train-0/0")
-    kept = DecodedRows(str(tmp_path))
+    kept = DecodedRows(str(tmp_path), KEY_OF)
     found: list[list[Tensor]] = []
 
     def look() -> None:
