@@ -15,11 +15,14 @@ from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.tune import PBTSearch, hp_choice, hp_log, hp_quniform, hp_uniform
 from tests.end_to_end.runs import Tape, classes
+from tests.end_to_end.searches.counted_store import CountedStore
 from tests.end_to_end.searches.early_searches import search
+
+__all__ = ["CountedStore", "changeable", "population"]  # agents import the store with the factory
 
 
 def changeable(params: dict[str, Any]) -> Recipe:
-    """Two layers with dropout, and an LR schedule that counts epochs."""
+    """Return two layers with dropout, whose options all come from the parameters."""
     width = params.get("width", 8)
     model = nn.Sequential(
         nn.Linear(16, width), nn.ReLU(), nn.Dropout(params["dropout"]), nn.Linear(width, 4)
@@ -47,6 +50,7 @@ SPACE = {
     "dropout": hp_quniform(0.1, 0.5, 0.1),
     "batch_size": hp_choice([8, 16, 32]),
 }
+FIXED = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "batch_size": 16}
 
 
 def population(folder: Path, **options: Any) -> Any:
