@@ -139,6 +139,14 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
     }
 
 
+def _left_at(trial: TrialView, rung: int) -> str | None:
+    """Say what became of a trial that did not go on from a rung; None if it did."""
+    if rung != trial.rung or len(trial.epochs) > rung:
+        return None
+    reason = trial.reason.strip().partition("\n")[0]
+    return f"{trial.status}: {reason}" if reason else trial.status
+
+
 def _importance(view: RunView, running: bool, asked: bool) -> Importance:
     if running:
         return Importance("How much each parameter matters is told when the run is over.")
@@ -237,9 +245,7 @@ def _data(view: RunView, timeline: Timeline, colours: Mapping[int, int], running
                     for name, values in trial.history.items()
                 },
                 "result": trial.result_epoch,
-                "rungs": [
-                    [rung, rung != trial.rung or len(trial.epochs) > rung] for rung in trial.rungs
-                ],  # and whether it went on
+                "rungs": [[rung, _left_at(trial, rung)] for rung in trial.rungs],
             }
             for trial in view.trials.values()
             for score in [view.score(trial)]

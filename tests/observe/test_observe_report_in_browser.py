@@ -14,6 +14,7 @@ import pytest
 from cerebro_hydra.observe import Decision, TrialAdmitted
 from cerebro_hydra.observe.report import REPORT_FILE, render
 from cerebro_hydra.observe.watch import ReportServer
+from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune import SearchResult
@@ -254,6 +255,59 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
         many.set_viewport_size({"width": width, "height": 900})
         assert stays_first(many, "#trials")
     many.close()
+
+
+COLOURS_OF_RUNGS = """() => {
+    const colours = new Set([...document.querySelectorAll("#rungs circle")].flatMap((each) => {
+        const { fill, stroke } = getComputedStyle(each);
+        return [fill, stroke];
+    }));
+    const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+    const light = (text) => parts(text).slice(0, 3).map((each) => each / 255)
+        .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+    const card = light(getComputedStyle(document.getElementById("rungs")).backgroundColor);
+    return [...colours].filter((each) => parts(each)[3] !== 0).map(light).map((each) =>
+        (Math.max(each, card) + 0.05) / (Math.min(each, card) + 0.05));
+}"""  # the contrast of each colour with the card, as WCAG defines it
+
+
+def test_rungs_tell_who_went_on_and_are_seen_in_both_schemes(page: Any, tmp_path: Path) -> None:
+    begun = begin(12)
+    happened = [added(each) for each in begun[1:]]
+    told: list[tuple[Any, tuple[Any, ...]]] = [(each, ()) for each in happened]
+    for trial in range(12):
+        losses = {"train_loss": 1.0, "val_loss": 1.0 + trial / 10}
+        told.append((ev.TrialPaused(trial, 1), (ins.EndEpoch(trial, 0, losses),)))
+    for trial in range(4):
+        told.append((ev.TrialResumed(trial), (ins.EndEpoch(trial, 1, losses),)))
+    why = "not among the best 4 of 12 trials after epoch 1"
+    told += [
+        (ev.TrialStopped(trial, why), (ins.FinishTrial(trial, "stopped", why, 2),))
+        for trial in range(4, 11)
+    ]
+    decisions = [Decision(seq, float(seq), *each) for seq, each in enumerate(told)]
+    there = tmp_path / REPORT_FILE
+    there.write_text(render(written(tmp_path, begun, decisions)), encoding="utf-8")
+    for scheme in ("light", "dark"):
+        for width in (390, 1280):
+            seen = page.context.browser.new_page(
+                viewport={"width": width, "height": 900}, color_scheme=scheme
+            )
+            seen.goto(there.as_uri())
+            assert seen.locator("#rungs .name").all_text_contents() == [
+                "after epoch 1: 12 came, 4 went on"
+            ]
+            assert seen.locator("#rungs circle").count() == 12
+            assert seen.locator("#rungs circle[fill=transparent]").count() == 8
+            contrasts = seen.evaluate(COLOURS_OF_RUNGS)
+            assert len(contrasts) == 9, "eight trials have a colour, and the others one"
+            assert min(contrasts) >= (3.0 if scheme == "dark" else 2.0)
+            assert outside(seen) == []
+            for trial, words in ((0, "went on"), (10, f"stopped: {why}"), (11, "interrupted")):
+                seen.locator(f"#rungs [data-trial='{trial}'] circle").hover()
+                assert seen.locator("#tip").inner_text().splitlines()[-1] == words
+            seen.close()
 
 
 def test_a_page_that_is_watched_keeps_up_with_its_run(

@@ -4,8 +4,8 @@
   function drawRungs() {
     const box = document.getElementById("rungs");
     if (!box) return;
-    const came = data.trials.flatMap((trial, index) => trial.rungs.map(([rung, wentOn]) =>
-      ({ trial, index, rung, wentOn, value: (trial.history[data.metric] || [])[rung - 1] })));
+    const came = data.trials.flatMap((trial, index) => trial.rungs.map(([rung, left]) =>
+      ({ trial, index, rung, left, wentOn: left === null, value: (trial.history[data.metric] || [])[rung - 1] })));
     const rungs = [...new Set(came.map(({ rung }) => rung))].sort((a, b) => a - b);
     const scale = scaleOf(came.map(({ value }) => value).filter(isNumber), 5, data.direction === "min");
     const style = getComputedStyle(box);
@@ -26,13 +26,13 @@
       const words = `after epoch ${rung}: ${there.length} came, ${on} went on` + (without ? `, ${without} without a number` : "");
       svg.append(element("text", { class: "name", x: end, y: row * number + 14 }, words));
       const y = row * number + 32;
-      there.filter(({ value }) => isNumber(value)).sort((a, b) => place(b.trial) - place(a.trial)).forEach(({ trial, index, wentOn, value }) => {
+      there.filter(({ value }) => isNumber(value)).sort((a, b) => place(b.trial) - place(a.trial)).forEach(({ trial, index, left, wentOn, value }) => {
         const group = element("g", { "data-trial": index, "data-rung": rung });
-        const fill = wentOn ? colour(trial) : "transparent";
-        group.append(element("circle", { cx: x(value), cy: y, r: 5, stroke: colour(trial), fill }));
+        const stroke = trial.colour < 0 ? "var(--soft)" : colour(trial); // a thin ring of the usual grey is hard to see
+        group.append(element("circle", { cx: x(value), cy: y, r: 5, stroke, fill: wentOn ? stroke : "transparent" }));
         group.addEventListener("pointerenter", () => point(index));
         group.addEventListener("pointerleave", () => point(null));
-        explain(group, `${trial.id}, epoch ${rung}\n${data.metric}   ${shown(value)}\n${wentOn ? "went on" : "did not go on"}`);
+        explain(group, `${trial.id}, epoch ${rung}\n${data.metric}   ${shown(value)}\n${wentOn ? "went on" : left}`);
         svg.append(group);
       });
     });
