@@ -48,6 +48,11 @@ def available_memory(root: Path = _ROOT) -> float:
     return max(min(free), 0)
 
 
+def memory_kills(root: Path = _ROOT) -> float:
+    """Return how many processes the kernel has ended for their memory; NaN if it doesn't tell."""
+    return _told(root / "proc/vmstat", "oom_kill", missing=math.nan)
+
+
 def _limits(root: Path) -> Iterator[tuple[Path, _Version, int]]:
     """Yield the limits of this process's control groups and of those around them."""
     for line in _lines(root / "proc/self/cgroup"):

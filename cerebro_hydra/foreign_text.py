@@ -33,7 +33,7 @@ def error_text(error: BaseException) -> str:
     """Return what an error says, visible and no longer than `LONGEST_TEXT`."""
     try:
         words = str(error)
-    except Exception as failure:
+    except BaseException as failure:
         return f"<its __str__ raised {type(failure).__name__}>"
     return _shortened(words)
 
@@ -42,7 +42,7 @@ def traceback_text(error: BaseException) -> str:
     """Return the traceback of an error and of those that led to it, as `error_text` does."""
     try:
         return _shortened("".join(traceback.format_exception(error)))
-    except Exception as failure:
+    except BaseException as failure:
         named = f"{type(error).__module__}.{type(error).__qualname__}"
         return visible(f"{named}: <its traceback raised {type(failure).__name__}>\n")
 

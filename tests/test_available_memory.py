@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.available_memory import available_memory, usable_memory
+from cerebro_hydra.available_memory import available_memory, memory_kills, usable_memory
 
 MIB = 1 << 20
 
@@ -70,3 +70,8 @@ def test_dram_is_the_machines_or_what_its_cgroups_leave(
     files = {f"sys/fs/cgroup/{name}": f"{limit}\n" for name, limit in limits.items()}
     files |= {"proc/meminfo": "MemTotal:  4 kB\nMemFree:  1 kB\n", "proc/self/cgroup": groups}
     assert usable_memory(write(tmp_path, files)) == usable
+
+
+def test_processes_that_the_kernel_ended_for_their_memory_are_counted(tmp_path: Path) -> None:
+    assert memory_kills(write(tmp_path, {"proc/vmstat": "pgfault 5\noom_kill 7\n"})) == 7
+    assert math.isnan(memory_kills(tmp_path / "nowhere"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.end_to_end import models
 from tests.end_to_end.runs import classes, search
 
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202egnol"
-FAULTS = ("none", "mute", "huge", "huge at once")
+FAULTS = ("none", "mute", "huge", "cancelled", "huge at once", "exit at once")
 
 
 class Mute(Exception):
@@ -24,9 +26,18 @@ class Mute(Exception):
         raise RuntimeError("nothing to say")
 
 
+class SaysExit(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
 def raising(fault: str) -> None:
     if fault == "mute":
         raise Mute
+    if fault == "cancelled":
+        raise asyncio.CancelledError  # which is no Exception
+    if fault == "exit at once":
+        sys.exit(ESCAPE)
     raise ValueError(ESCAPE + "x" * (50 << 20) + ESCAPE)
 
 
@@ -34,7 +45,7 @@ def factory(params: dict[str, Any]) -> Recipe:
     """Trials that raise while they train, or at once, and one that prints."""
     recipe = models.feed_forward({"lr": 0.01})
     plain, fault = recipe.loss, params["fault"]
-    if fault == "huge at once":
+    if fault.endswith("at once"):
         raising(fault)
 
     def loss(seen: int, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -58,8 +69,10 @@ def test_errors_without_words_or_with_too_many_cost_their_trial_alone(
     space = {"fault": FAULTS, "note": [ESCAPE], "driver": [os.getpid()]}
     result = search(tmp_path, factory, space, classes(600), 1, num_epochs=1, verbose=1)
     told = {trial.params["fault"]: trial.error or "" for trial in result.trials}
-    assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 3]
+    assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 5]
     assert "Mute" in told["mute"] and "in raising" in told["mute"]
+    assert "CancelledError" in told["cancelled"] and "in raising" in told["cancelled"]
+    assert "SystemExit: \\x1b]0;owned" in told["exit at once"]
     for fault in ("huge", "huge at once"):
         assert "ValueError: \\x1b]0;owned" in told[fault]
         assert "left out" in told[fault] and "52,4" in told[fault]
@@ -81,3 +94,4 @@ def test_whatever_an_error_says_is_short_and_visible(words: Any) -> None:
         assert len(told.encode()) <= LONGEST_TEXT and controls(told) == set()
     assert "a\nb\tc" in told
     assert "Mute" in traceback_text(Mute()) and "RuntimeError" in error_text(Mute())
+    assert "SystemExit" in error_text(SaysExit())

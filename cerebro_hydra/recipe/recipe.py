@@ -40,6 +40,7 @@ from cerebro_hydra.recipe.objective.metrics import (
     SumOverRows,
     as_json,
     as_made,
+    sum_over_rows,
 )
 from cerebro_hydra.recipe.objective.objective import MODEL, Objective
 from cerebro_hydra.recipe.objective.step_module import (
@@ -548,12 +549,12 @@ class Recipe:
                     if isinstance(found, BatchSum):
                         sums[metric.name] = float(found.total), found.values
                     else:
-                        sums[metric.name] = float(found) * rows, rows
+                        sums[metric.name] = sum_over_rows(found, rows)
         if metrics is None and isinstance(self.model, StepModule):
             known = sums.keys() | {metric.name for metric in self.metric_list}
             for name, value in logged_values(outputs).items():
                 if name not in known:
-                    sums[name] = float(value) * rows, rows
+                    sums[name] = sum_over_rows(value, rows)
         return sums
 
     def update_states(

@@ -31,7 +31,8 @@ _SMALL = 64 << 20  # bytes that are read without a look at how much memory there
 
 
 _FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a file of this machine
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
+_SCHEME = re.compile(r"(?:^|.*/)\s*([A-Za-z][A-Za-z0-9+.-]*)://|\s*([A-Za-z][A-Za-z0-9+.-]*):/")
+_FOREIGN = re.compile(r"\s*(abfss?|adl|dbfs|file|gs|hdfs|s3[an]?|viewfs|wasbs?):", re.IGNORECASE)
 
 
 class Usage(NamedTuple):
@@ -407,9 +408,9 @@ def _absolute(argument: str, path: Any) -> str:
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{argument} is {path!r}; give the path of a folder")
     text = _FILE_URL.sub("", text)
-    if scheme := _SCHEME.match(text):
+    if scheme := _FOREIGN.match(text) or _SCHEME.match(text):
         instead = "for hdfs:// there is HDFSStore"
-        if scheme[1].lower() == "dbfs":
+        if scheme[0].strip().lower().startswith("dbfs:"):
             instead = "dbfs:/x is mounted as /dbfs/x"
         raise ConfigurationError(
             f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "

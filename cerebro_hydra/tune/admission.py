@@ -115,9 +115,14 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
+    """Turn whatever a trial's own code raises into a refusal, in a thread that has no other use.
+
+    It may be an exit of the interpreter, or a cancelled task of asyncio; Ctrl-C is for the main
+    thread.
+    """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         raise Refused(traceback_text(error)) from error
 
 

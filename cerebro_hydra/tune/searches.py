@@ -105,7 +105,7 @@ class _DrawnSearch(Search):
                 call = TimedCall(partial(self._epochs_of, params, run.rows))
                 try:
                     found = call.result(self.admission_seconds)
-                except Exception:  # its admission says why, and fails it alone
+                except (Exception, SystemExit):  # its admission says why, and fails it alone
                     found = None
                 if found is None:
                     kinds.append([next(new) for _ in range(self.num_epochs)])

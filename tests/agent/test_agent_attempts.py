@@ -153,7 +153,9 @@ def test_stopping_ends_a_task_that_waits(made: Callable[..., Bench]) -> None:
     bench.peers["uri-a"].answer.set()
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), RuntimeError("no"), TransferError("mine")])
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), GeneratorExit(), RuntimeError("no"), TransferError("mine")]
+)
 def test_what_user_code_raises_ends_the_task_alone(
     made: Callable[..., Bench], error: BaseException
 ) -> None:

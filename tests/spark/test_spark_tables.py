@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
 from cerebro_hydra.data.preparation.tables import dataframe_of
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,6 +69,21 @@ def test_tables_and_paths_become_dataframes(spark: SparkSession, tmp_path: Path)
     assert np.array_equal(np.stack(found["features"]), np.stack(rows["features"]))
     with pytest.raises(ConfigurationError, match=r"'none.parquet' can't be read .*PATH_NOT_FOUND"):
         dataframe_of("none.parquet", lambda: spark)
+
+
+def test_a_path_of_a_table_whose_log_says_which_rows_count_is_refused(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    for log, kind in ((".hoodie", "hudi"), ("_delta_log", "delta"), ("metadata", "iceberg")):
+        root = tmp_path / kind
+        (root / "day=1").mkdir(parents=True)
+        pd.DataFrame({"a": [1.5]}).to_parquet(root / "day=1" / "rows.parquet")
+        assert dataframe_of(root, lambda: spark).count() == 1
+        (root / log).mkdir()
+        (root / log / "v1.metadata.json").write_text("{}")
+        for path in (root, root / "day=1", root / "day=1" / "rows.parquet"):
+            with pytest.raises(DataError, match=rf"format\('{kind}'\)\.load\('file:{root}'\)"):
+                dataframe_of(path, lambda: spark)
 
 
 @pytest.mark.slow

@@ -77,7 +77,13 @@ def test_what_can_be_no_store_is_refused(tmp_path: Path, prefix: Any, said: str)
         LocalStore(given)
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", "dbfs:/x", "file://other-machine/x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/x", "dbfs:/x", "file://other-machine/x", "dbfs:x", "s3a:bucket/x", "file:x",
+        " s3://bucket/x", "./s3://bucket/x", "store/abfss://container@account/x", "new+kind://x",
+    ],
+)  # fmt: skip
 def test_a_path_with_a_scheme_makes_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

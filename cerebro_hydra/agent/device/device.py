@@ -225,7 +225,7 @@ class Device:
         try:
             with torch_settings_kept():
                 profile = self._opener.profile(order.trial)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._fail(None, trial, error)
         else:
             self._answer(Profiled(trial, profile))
@@ -235,7 +235,7 @@ class Device:
         try:
             with torch_settings_kept():
                 self._visits[order.visit] = self._opener.open(order)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._fail(order.visit, order.task.trial, error)
         self._answer(Opened(order.visit))
 
@@ -251,7 +251,7 @@ class Device:
         try:
             with torch_settings_kept():
                 evaluation = None if visit is None else visit.close()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if task is not None:
                 self._fail(order.visit, task.trial, error)
         attribute_to(None)
@@ -320,7 +320,7 @@ class Device:
                 self._end_task(done)
         except Cancelled:
             pass  # its last words were heard before
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._fail(unit.visit, asked.trial, error)
         finally:
             self._inside = None
@@ -450,7 +450,7 @@ class Device:
                     self._memory.demote(self._slots[key], slabs)
                 self._give_up(key)
                 done = replace(done, cursor=cursor, has_gradients=has_gradients)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if asked is None:
                 raise
             self._fail(action.trial, asked.trial, error)

@@ -44,6 +44,7 @@ from cerebro_hydra.agent.device.runtime import CudaRuntime
 from cerebro_hydra.agent.device.visible_gpus import THE_GPU, show_gpu
 from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
+from cerebro_hydra.available_memory import memory_kills
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_deterministically
@@ -144,6 +145,7 @@ class DeviceProcess:
         self._slabs = slabs
         self._on_answer, self._on_gone, self._on_said = on_answer, on_gone, on_said
         self._lock = threading.Lock()
+        self._memory_kills = memory_kills()
         self._mapped: set[int] = set()
         self._freed: list[int] = []  # may be added to by a finalizer at any moment
         slabs.on_freed.append(self._freed.append)
@@ -218,7 +220,8 @@ class DeviceProcess:
                     self._on_answer(self, answer)
         self._process.kill()
         self._process.join()
-        self.ending = self.ending or ending_of(self._process.exitcode)
+        memory_ran_out = memory_kills() > self._memory_kills
+        self.ending = self.ending or ending_of(self._process.exitcode, memory_ran_out)
         self._slabs.on_freed.remove(self._freed.append)
         self._on_gone(self)
 

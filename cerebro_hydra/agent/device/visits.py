@@ -168,14 +168,14 @@ class TrialVisits:
             try:
                 with random_numbers_kept():
                     self._spares[trial] = self._builder.another_recipe(trial)
-            except Exception as error:
+            except BaseException as error:
                 self._spares[trial] = error
             kept = filter(self._builder.keeps, self._spares)
             self._spares = {each: self._spares[each] for each in kept}
 
     def _take_spare(self, trial: int) -> Recipe:
         spare = self._spares.pop(trial)
-        if isinstance(spare, Exception):
+        if isinstance(spare, BaseException):
             raise spare
         return spare
 

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +49,7 @@ from cerebro_hydra.data.preparation.prepared import (
     footers,
     prepared_in,
 )
+from cerebro_hydra.data.preparation.table_formats import refuse_tables
 from cerebro_hydra.data.rows import ContentDigest, check_rows, partitions_of, split_mask
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, DataError
@@ -208,7 +208,7 @@ class _Folder:
     @staticmethod
     def open(path: str, what: str) -> _Folder:
         if os.path.isfile(path):
-            _refuse_tables([path], f"{what} {path!r}")
+            refuse_tables([path], f"{what} {path!r}")
             return _Folder(path, (path,))
         if not os.path.isdir(path):
             raise ConfigurationError(
@@ -216,7 +216,7 @@ class _Folder:
                 "lies in the store's own folder, and is found by a store without train_path"
             )
         files = list_files(path)
-        _refuse_tables(files, f"{what} {path!r}")
+        refuse_tables(files, f"{what} {path!r}")
         return _Folder(path, tuple(files))
 
     def described(self, store: Store) -> list[SourceFile]:
@@ -227,29 +227,6 @@ class _Folder:
             describe_file(path, os.path.relpath(path, base) if path.startswith(inside) else path)
             for path in self.files
         ]
-
-
-def _refuse_tables(files: Iterable[str], what: str) -> None:
-    """Refuse files of a table whose own log says which rows count: others lie there, too."""
-    folders = dict.fromkeys(map(os.path.dirname, files))
-    places = [Path(seen(each)) for seen in (os.path.realpath, os.path.abspath) for each in folders]
-    for folder in dict.fromkeys(each for at in places for each in (at, *at.parents)):
-        if (kind := _table_format(folder)) is not None:
-            name, read_as = kind
-            raise DataError(
-                f"{what} has files of the {name} table {str(folder)!r}, which may hold deleted "
-                f"rows beside those that count; read it by spark.read.format({read_as!r}).load("
-                f"{str(folder)!r}), and give that to backend.prepare_data"
-            )
-
-
-def _table_format(folder: Path) -> tuple[str, str] | None:
-    """Return the name of the format whose table has this root, and what Spark calls it."""
-    if os.path.isdir(folder / "_delta_log"):
-        return "Delta", "delta"
-    if any((folder / "metadata").glob("*.metadata.json*")):
-        return "Iceberg", "iceberg"
-    return None
 
 
 def _folders(store: Store, spec: DataSpec) -> tuple[_Folder, list[_Folder]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cerebro_hydra.data.preparation.table_formats import Names, refuse_tables_of_spark
 from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.errors import ConfigurationError, DataError, SetupError
 
@@ -58,13 +59,39 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
     from pyspark.errors import AnalysisException
 
     here = Path(path)
-    url = here.resolve().as_uri() if "://" not in path and here.exists() else path
+    url = f"file://{here.resolve()}" if "://" not in path and here.exists() else path
     try:
         if path.lower().endswith((".csv", ".csv.gz")):
             return spark.read.csv(url, header=True, inferSchema=True)
+        refuse_tables_of_spark(*_folders(spark, url), f"the path {path!r}")
         return spark.read.parquet(url)
     except AnalysisException as error:
         raise ConfigurationError(
             f"{path!r} can't be read as Parquet or CSV: {str(error).splitlines()[0]}; give the "
             "path of a folder or file of Parquet, or of a file that ends in .csv and has a header"
         ) from error
+
+
+def _folders(spark: SparkSession, url: str) -> tuple[list[str], Names]:
+    """Return a path and the folders around it, and what lists one, wherever Spark finds them."""
+    from py4j.protocol import Py4JJavaError
+
+    jvm: Any = spark._jvm
+    path = jvm.org.apache.hadoop.fs.Path(url)
+    try:
+        files = path.getFileSystem(spark._jsc.hadoopConfiguration())  # type: ignore[attr-defined]
+    except Py4JJavaError:  # Spark says why when it reads
+        return [], lambda folder: None
+    path, folders = files.makeQualified(path), []
+    while path is not None:
+        folders.append(path.toString())
+        path = path.getParent()
+
+    def names(folder: str) -> list[str] | None:
+        try:
+            found = files.listStatus(jvm.org.apache.hadoop.fs.Path(folder))
+        except Py4JJavaError:  # it is not there, or nobody may look into it
+            return None
+        return [each.getPath().getName() for each in found]
+
+    return folders, names

@@ -6,11 +6,14 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -33,6 +36,29 @@ class BatchSum(NamedTuple):
 
 
 MetricFunction = Callable[..., Tensor | BatchSum]
+
+
+def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
+    """Return the sum that a batch's mean stands for.
+
+    A share of hits that a function gives is rounded to the precision of its tensor. It is taken for
+    the whole number of hits that it is nearest to, within one unit of that precision: else two
+    epochs of as many hits, in other batches, would differ by what was rounded.
+    """
+    value = float(mean)
+    total = value * rows
+    if isfinite(total) and abs(total - round(total)) <= _rounding(mean, value) * abs(total):
+        total = float(round(total))
+    return total, rows
+
+
+def _rounding(mean: Tensor | float, value: float) -> float:
+    """Return what a number may be off by its own type, as a part of it."""
+    if isinstance(mean, Tensor) and mean.dtype.is_floating_point:
+        return torch.finfo(mean.dtype).eps
+    # What `item()` gives of a float32 has no more digits than that has.
+    is_single = c_float(value).value == value
+    return torch.finfo(torch.float32 if is_single else torch.float64).eps
 
 
 @runtime_checkable

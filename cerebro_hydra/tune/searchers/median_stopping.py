@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, nan
+from math import isclose, isnan, nan
 from statistics import median
 from typing import Any
 
+from cerebro_hydra.plan.hop.ranking import EQUAL_WITHIN
 from cerebro_hydra.tune.searchers.searcher import SearchDecision, SearchedRun, Stop
 from cerebro_hydra.tune.searchers.space import whole
 
@@ -97,7 +98,9 @@ class MedianStopped:
         elif epochs >= self._rule.grace_epochs and len(others) >= self._rule.min_trials:
             middle, sign = median(others), 1 if self._run.direction() == "min" else -1
             best = min((sign * value for value in values), default=None)
-            if best is None or best > sign * middle:
+            if best is None or (
+                best > sign * middle and not isclose(best, sign * middle, rel_tol=EQUAL_WITHIN)
+            ):  # means are rounded
                 self._training.remove(trial)
                 return [Stop(trial, self._reason(epochs, middle, len(others)))]
         return []

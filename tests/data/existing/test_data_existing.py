@@ -330,14 +330,34 @@ def iceberg(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("make", "kind"), [(delta, "delta"), (iceberg, "iceberg")])
+def hudi(root: Path) -> Path:
+    """Lay the folder beside the files that names those of each commit."""
+    (root / ".hoodie").mkdir()
+    return root
+
+
+def streamed(root: Path) -> Path:
+    """Lay the log beside the files that Spark's streams write, which names those that are whole."""
+    (root / "_spark_metadata").mkdir()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "kind"),
+    [
+        (delta, "Delta", "delta"),
+        (iceberg, "Iceberg", "iceberg"),
+        (hudi, "Hudi", "hudi"),
+        (streamed, "streamed", "parquet"),
+    ],
+)
 def test_a_table_whose_log_says_which_rows_count_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], kind: str
+    tmp_path: Path, make: Callable[[Path], Path], name: str, kind: str
 ) -> None:
     root = make(write_plain(tmp_path / "tables" / "t", TABLE))
     part = next(path for path in sorted(root.rglob("*.parquet")))
     (link := tmp_path / "link").symlink_to(part.parent)
-    said = rf"{kind.title()} table '{root}'.* spark\.read\.format\('{kind}'\)\.load\('{root}'\)"
+    said = rf"{name} table '{root}'.* spark\.read\.format\('{kind}'\)\.load\('{root}'\)"
     plain = write_plain(tmp_path / "plain", TABLE)
     for path in (root, root.parent, part.parent, part, link):
         for store in (open_store(tmp_path, path), open_store(tmp_path, plain, path)):

@@ -181,7 +181,6 @@ ENDINGS = {
     "exits": ("", "it ended with exit code 1"),
     "crashes": ("", "it was ended by SIGSEGV"),
     "stops itself": ("no heartbeat for 3.0 s", "it showed no life for 3 s"),
-    "takes a GiB": ("", "it was ended by SIGKILL"),
 }
 
 
@@ -195,13 +194,12 @@ def test_whatever_ends_or_stops_a_process_is_told_as_what_it_was_and_is_no_slow_
         "devices_per_worker": devices,
         "limits": LossLimits(heartbeat_interval=0.1, missed_heartbeats=30),
     }
-    with memory_group(200 << 20) as group:
-        results = []
-        for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
-            space = {"fault": each, "driver": [os.getpid()], "group": [str(group)]}
-            options = {"num_epochs": 1, "order": "seeded", "batch_seconds": 2.0}
-            given = {"resources": resources, **options} if name == "lethal" else options
-            results.append(search(tmp_path / name, lethal, space, classes(), **given))
+    results = []
+    for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
+        space = {"fault": each, "driver": [os.getpid()]}
+        options = {"num_epochs": 1, "order": "seeded", "batch_seconds": 2.0}
+        given = {"resources": resources, **options} if name == "lethal" else options
+        results.append(search(tmp_path / name, lethal, space, classes(), **given))
     for number, fault in enumerate(faults):
         mine = results[0].trials[number]
         if fault == "none":
@@ -213,6 +211,25 @@ def test_whatever_ends_or_stops_a_process_is_told_as_what_it_was_and_is_no_slow_
             assert "its code ended the process of a device 3 times" in mine.error
             assert mine.error.count(ENDINGS[fault][1]) == 3
         assert "batch_seconds" not in (mine.error or "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [None, 2])
+def test_a_trial_that_the_kernel_ends_for_its_memory_is_told_so_and_fails_alone(
+    tmp_path: Path, undisturbed: Any, devices: int | None
+) -> None:
+    with memory_group(200 << 20) as group:
+        space = {"fault": ["none", "takes a GiB", "none"], "driver": [os.getpid()]}
+        result = search(
+            tmp_path, lethal, space | {"group": [str(group)]}, classes(), num_epochs=1,
+            order="seeded", resources={"devices_per_worker": devices},
+        )  # fmt: skip
+    if devices is None:
+        assert "memory runs out" in check_alone(result, undisturbed, LOST)
+    else:
+        said = "its code ended the process of a device 3 times"
+        error = check_alone(result, undisturbed, said)
+        assert error.count("ended by SIGKILL, as memory ran out, of which all processes here") == 3
 
 
 CHANGES_OF_SETTINGS = {

@@ -15,19 +15,21 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.plan.hop.ranking import EQUAL_WITHIN
 from cerebro_hydra.plan.hop.trials import Evaluation, epoch_metrics
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, merge_evaluations
+from cerebro_hydra.recipe.objective.metrics import sum_over_rows
 
 ROWS, HITS = 359, 344
 PARTINGS = [(size, parts) for size in (1, 7, 32, 100, ROWS) for parts in (1, 2, 3, 5)]
 
 
 def measured(
-    outputs: Tensor, labels: Tensor, loss: Any, metric: str, size: int, parts: int
+    outputs: Tensor, labels: Tensor, loss: Any, metric: Any, size: int, parts: int
 ) -> float:
     """Evaluate a model that gives these outputs; replay and the run must agree on the figure."""
     model = nn.Sequential(nn.Identity(), nn.Linear(1, 1))[:1]
     model.unused = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recipe = Recipe(model, optimizer, loss, metrics=[metric])
+    name, given = (metric, [metric]) if isinstance(metric, str) else ("own", {"own": metric})
+    recipe = Recipe(model, optimizer, loss, metrics=given)
     trainer = PlainTrainer(recipe.bind(Columns(("x",), ("y",))), 0, 1)
     borders = [len(labels) * part // parts for part in range(parts + 1)]
     found = []
@@ -38,8 +40,8 @@ def measured(
     evaluation = Evaluation()
     for partition in reversed(range(parts)):  # in any order
         evaluation.add(partition, found[partition].sums, None)
-    of_run = epoch_metrics([], evaluation, {})[f"val_{metric}"]
-    assert repr(merge_evaluations([], found)[metric]) == repr(of_run)
+    of_run = epoch_metrics([], evaluation, {})[f"val_{name}"]
+    assert repr(merge_evaluations([], found)[name]) == repr(of_run)
     return of_run
 
 
@@ -55,6 +57,41 @@ def test_accuracy_is_hits_over_rows_in_any_batches_and_partitions(size: int, par
     labels[wrong] = (labels[wrong] + 1) % 3
     found = measured(outputs, labels, nn.CrossEntropyLoss(), "accuracy", size, parts)
     assert found == HITS / ROWS
+
+
+def hits(dtype: torch.dtype, as_number: bool) -> Any:
+    """Return the share of hits as users write it: a mean in some precision, or its `item()`."""
+
+    def share(outputs: Tensor, labels: Tensor) -> Any:
+        mean = (outputs.argmax(1) == labels).to(dtype).mean()
+        return mean.item() if as_number else mean
+
+    return share, "max"
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_share_of_hits_by_a_function_of_the_user_is_hits_over_rows(
+    dtype: torch.dtype, as_number: bool
+) -> None:
+    outputs = rows(0, 3)
+    labels = outputs.argmax(1)
+    wrong = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - HITS]
+    labels[wrong] = (labels[wrong] + 1) % 3
+    given = hits(dtype, as_number)
+    found = {measured(outputs, labels, nn.CrossEntropyLoss(), given, *each) for each in PARTINGS}
+    assert found == {HITS / ROWS}
+
+
+@pytest.mark.parametrize("value", [0.123456789, 3.0001, 1e9 + 0.3, -2.7, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_mean_is_changed_by_no_more_than_it_was_rounded_by(
+    value: float, dtype: torch.dtype
+) -> None:
+    mean = torch.tensor(value, dtype=dtype)
+    total, count = sum_over_rows(mean, 12)
+    assert count == 12
+    assert math.isclose(total / 12, float(mean), rel_tol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("metric", ["mse", "mae"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from math import inf, nan
 from typing import Any
@@ -384,6 +385,14 @@ def test_median_stopping_compares_the_best_with_the_means_of_the_others() -> Non
         "its best train_loss by epoch 2 is worse than 0.8, the median of the means of 3 other "
         "trials by then",
     )
+
+
+def test_median_stopping_stops_nobody_for_what_a_mean_was_rounded_by() -> None:
+    run = SearchedRun("train_loss", lambda: "max", 1)
+    searcher = MedianStopped(candidates(4), 9, MedianStopping(grace_epochs=1, min_trials=1), run)
+    asked(searcher)
+    for epoch, trial in itertools.product(range(1, 9), range(4)):
+        assert searcher.tell(trial, epoch, {run.metric: 0.1}) == []
 
 
 def test_simulated_trials_rest_go_on_and_stop_by_events_of_the_journal() -> None:
