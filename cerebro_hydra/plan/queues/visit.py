@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -66,13 +66,25 @@ class TaskList:
 
 
 class Visit:
-    """Knows which tasks of a visit are left and how long they will take."""
+    """Knows which tasks of a visit are left and how long they will take.
 
-    def __init__(self, spec: VisitSpec, arrival: int) -> None:
+    ``is_alive`` tells whether a device is; any other may go on for one that is not.
+    """
+
+    def __init__(
+        self,
+        spec: VisitSpec,
+        arrival: int,
+        is_alive: Callable[[int], bool] = lambda device: True,
+    ) -> None:
         self.spec = spec
         self.shares = spec.shares()
         self._list_of = {k: n for n, share in enumerate(self.shares) for k in share.shards}
         self.most_open = spec.most_open
+        self._list_at = {
+            device: n for n, device in enumerate(spec.places or range(len(self.shares)))
+        }
+        self._is_alive = is_alive
         self.arrival = arrival  # among the visits of the worker
         self.status: Status = "waiting"
         self._seconds = {
@@ -109,21 +121,33 @@ class Visit:
         """Return whether its schedule says which device does what."""
         return len(self.lists) > 1
 
+    @property
+    def devices(self) -> Iterable[int]:
+        """Return the devices of its lists, if there are several."""
+        return self._list_at
+
     def list_on(self, device: int) -> TaskList | None:
-        """Return the tasks that a device may take from; None if the schedule has none for it."""
-        if not self.has_places:
-            return self.lists[0]
-        return self.lists[device] if device < len(self.lists) else None
+        """Return the tasks that a device may take from; None if there are none for it.
+
+        The one list of a visit whose place has died is any device's. It comes back when that device
+        does, unless a microbatch stays elsewhere by then.
+        """
+        if device in self._list_at:
+            return self.lists[self._list_at[device]]
+        if self.has_places:
+            return None
+        free = not self.spec.places or not self._is_alive(self.spec.places[0])
+        return self.lists[0] if free or device in self.staying else None
 
     def share_on(self, device: int) -> Share:
         """Return what a device needs for its part."""
-        return self.shares[device if self.has_places else 0]
+        return self.shares[self._list_at[device] if self.has_places else 0]
 
     def begins_window_on(self, device: int) -> bool:
         """Return whether the next task is the first of a window that other devices have begun."""
         if not self.has_places:
             return False
-        left = self.lists[device].left
+        left = self.lists[self._list_at[device]].left
         return bool(left) and self._starts(left[0])
 
     def is_ahead_of(self, unit: Unit) -> bool:

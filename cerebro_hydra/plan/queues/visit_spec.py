@@ -109,13 +109,16 @@ class VisitSpec:
         later_seconds: the work of the trial after this visit, by which it is preferred.
         schedule: a name of `SCHEDULES`, which says what is done in which order.
         devices: how many devices such a schedule may spread the visit over.
+        places: the device of each list of the schedule. Without, list k is device k's, and one list
+            alone is whichever device's is free. With, it is that device's while that is alive.
         unit_seconds: what the tasks take at most that a device does without a message in between.
         source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
         whole: every task needs the whole state of its shard, as where it lies in place, or where
             the uncut model takes a step in one of them.
 
     Raises:
-        ValueError: microbatches that stay on one device can't be pipelined.
+        ValueError: microbatches that stay on one device can't be pipelined, or the places are not
+            one device for each list.
     """
 
     visit: int
@@ -127,6 +130,7 @@ class VisitSpec:
     later_seconds: float = 0.0
     schedule: str = "sequential"
     devices: int = 1
+    places: tuple[int, ...] = ()
     unit_seconds: float = UNIT_SECONDS
     source: StateName | None = None
     whole: bool = False
@@ -136,6 +140,11 @@ class VisitSpec:
         if self.is_pipelined and (self.by_modules or not self.graph.training):
             what = "a cut by modules" if self.by_modules else "an evaluation"
             raise ValueError(f"visit {self.visit} is {what}, which {self.schedule} can't pipeline")
+        if self.places and not len(self.places) == len({*self.places}) == len(self.lists(0)):
+            raise ValueError(
+                f"visit {self.visit} has places {self.places}; name one device for each of the "
+                f"{len(self.lists(0))} lists of {self.schedule}, each once"
+            )
 
     @property
     def is_pipelined(self) -> bool:
@@ -285,9 +294,12 @@ class VisitSpec:
         shares, need = self.shares(), self.device_need
         if len(shares) > len(budgets):
             return f"its schedule needs {len(shares)} devices, and there are {len(budgets)}"
-        if len(shares) == 1 and need > max(budgets):
+        if max(self.places, default=0) >= len(budgets):
+            return f"it is to be on devices {self.places}, and there are {len(budgets)}"
+        if len(shares) == 1 and not self.places and need > max(budgets):
             return f"it needs {need} bytes of a device, and the largest has {max(budgets)}"
-        for device, share in enumerate(shares if len(shares) > 1 else ()):
+        places = self.places or (range(len(shares)) if len(shares) > 1 else ())
+        for device, share in zip(places, shares, strict=False):
             if share.need > budgets[device]:
                 has = budgets[device]
                 return f"it needs {share.need} bytes of device {device}, which has {has}"

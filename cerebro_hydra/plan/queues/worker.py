@@ -178,11 +178,11 @@ class WorkerState:
             used = self.used(queue.number)
             assert used <= queue.budget, f"device {queue.number} has {used} of {queue.budget} bytes"
             queue.validate()
-            for visit in (self.visits[unit.visit] for unit in queue.units):
+            for unit, visit in ((unit, self.visits[unit.visit]) for unit in queue.units):
                 here = visit in queue.staying or not visit.spec.stays
                 assert here, f"visit {visit.spec.visit} does not stay on device {queue.number}"
-                tasks = visit.list_on(queue.number)
-                assert tasks is not None and tasks.device == queue.number, "a unit is elsewhere"
+                there = [each for each in visit.lists if each.device == queue.number]
+                assert sum(each.units.count(unit) for each in there) == 1, "a unit is elsewhere"
         under_way = [unit for visit in self.visits.values() for unit in visit.units]
         queued = [unit for queue in self.queues.values() for unit in queue.units]
         assert sorted(map(id, under_way)) == sorted(map(id, queued)), "a unit is in no queue"
@@ -195,9 +195,7 @@ class WorkerState:
             )
             number = visit.spec.visit
             places = [q.number for q in self.queues.values() if q.has_unit_of(number)]
-            assert len(places) <= len(visit.lists), (
-                f"visit {visit.spec.visit} is on devices {places}"
-            )
+            assert len(places) <= len(visit.lists), f"visit {number} is on devices {places}"
             staying = {q.number for q in self.queues.values() if visit in q.staying}
             assert visit.staying == staying, f"{visit.spec.visit} stays"
 
@@ -356,7 +354,7 @@ class WorkerState:
 
     def _places(self, queue: DeviceQueue, visit: Visit) -> list[DeviceQueue]:
         """Return the devices on which a visit stays that begins to on this one."""
-        return [self.queues[k] for k in range(len(visit.lists))] if visit.has_places else [queue]
+        return [self.queues[k] for k in visit.devices] if visit.has_places else [queue]
 
     def _kept_in_dram(self, but: Visit) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
@@ -530,7 +528,8 @@ class WorkerState:
         if reason:
             self._give(VisitEnded(spec.visit, "refused", reason))
         else:
-            self.visits[spec.visit] = visit = Visit(spec, self._events)
+            visit = Visit(spec, self._events, lambda place: self.queues[place].alive)
+            self.visits[spec.visit] = visit
             self._coming.append(visit)
 
     def _done(self, event: ActionDone) -> None:

@@ -162,3 +162,56 @@ def test_a_run_that_the_worker_is_too_small_for_is_refused_with_its_whole_window
     spec = gpipe_run(0, TaskGraph(2, 3, 3), ShardSpec(4, activations=3), recompute=False)
     (refused,) = WorkerState([12, 13], None, sharp).handle([VisitAdded(spec)])
     assert refused == VisitEnded(0, "refused", "it needs 16 bytes of device 0, which has 12")
+
+
+def placed(visit: int, place: int, microbatches: int = 2) -> VisitSpec:
+    return VisitSpec(visit, TaskGraph(1, microbatches), (SHARD,), fused=False, places=(place,))
+
+
+def devices_of(timeline: WorkerTimeline, visit: int) -> list[int | None]:
+    done = [each.action for each in timeline.done if each.action.kind.computes]
+    return [action.device for action in done if action.trial == visit]
+
+
+def test_a_visit_stays_at_its_place_while_another_device_is_idle() -> None:
+    timeline = simulate([placed(0, 1), placed(1, 1)], [None, None])
+    assert {*devices_of(timeline, 0), *devices_of(timeline, 1)} == {1}
+    assert timeline.makespan == 2 * 4.0, "one after the other"
+
+
+def test_a_visit_whose_place_has_died_goes_on_elsewhere_and_comes_back() -> None:
+    lost: list[tuple[float, WorkerEvent]] = [(2.5, DeviceLost(1)), (4.5, DeviceJoined(1))]
+    timeline = simulate([placed(0, 1, 9)], [None, None], later=lost)
+    begun = [
+        (each.begin, each.action.device) for each in timeline.done if each.action.kind.computes
+    ]
+    assert {device for begin, device in begun if begin < 2.5} == {1}
+    assert {device for begin, device in begun if 2.5 <= begin < 4.5} == {0}
+    assert {device for begin, device in begun if begin > 5.5} == {1}
+    later = [*lost, (5.0, VisitAdded(placed(1, 1)))]
+    assert {*devices_of(simulate([placed(0, 0)], [None, None], later=later), 1)} == {1}
+
+
+def test_lists_are_done_at_their_places() -> None:
+    spec = replace(gpipe_run(0, TaskGraph(2, 2, 2)), places=(2, 0))
+    done = simulate([spec], [None] * 3).done
+    assert {(d.action.shard, d.action.device) for d in done if d.action.kind.computes} == {
+        (0, 2),
+        (1, 0),
+    }
+
+
+def test_places_that_are_none_are_refused() -> None:
+    graph = TaskGraph(2, 2, 2)
+    for places in ((0,), (1, 1), (0, 1, 2)):
+        with pytest.raises(ValueError, match="name one device for each of the 2 lists of gpipe"):
+            replace(gpipe_run(0, graph), places=places)
+    with pytest.raises(ValueError, match="the 1 lists of sequential"):
+        replace(placed(0, 0), places=(0, 1))
+    state = WorkerState([2, 1], None, sharp)
+    (refused,) = state.handle([VisitAdded(placed(0, 2))])
+    assert refused == VisitEnded(0, "refused", "it is to be on devices (2,), and there are 2")
+    large = replace(placed(0, 1), shards=(ShardSpec(2),))
+    (refused,) = state.handle([VisitAdded(large)])
+    assert refused == VisitEnded(0, "refused", "it needs 2 bytes of device 1, which has 1")
+    assert state.handle([VisitAdded(replace(large, places=(0,)))]) != []

@@ -75,7 +75,7 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         update=st.integers(0, 1).map(scale.__mul__),
         forward_writes=st.booleans(),
     ).map(lambda each: replace(each, state=each.state + each.gradients + each.optimizer))
-    return VisitSpec(
+    spec = VisitSpec(
         visit,
         graph,
         tuple(draw(st.lists(shard, min_size=shards, max_size=shards))),
@@ -87,6 +87,8 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         devices=draw(st.integers(2 if pipelined else 1, devices)),
         whole=draw(st.integers(0, 3)) == 0,
     )
+    places = draw(st.permutations(range(devices)))[: len(spec.shares())]
+    return replace(spec, places=tuple(places)) if draw(st.booleans()) else spec
 
 
 @st.composite
@@ -100,8 +102,13 @@ def worlds(draw: st.DrawFn, pipelined: bool = False) -> dict[str, object]:
     host_need = max(spec.host_state_bytes + spec.host_boundary_bytes for spec in visits)
     budgets: list[int | None] = [need + draw(slack)]
     for device in range(1, devices):
-        shares = [spec.shares()[device:] for spec in visits]  # none of them may lie elsewhere
-        least = max((mine[0].need for mine in shares if mine), default=1)
+        # What has a place may not lie elsewhere.
+        shares = [
+            zip(spec.places or range(devices), spec.shares(), strict=False) for spec in visits
+        ]
+        least = max(
+            (share.need for each in shares for at, share in each if at == device), default=1
+        )
         budgets.append(draw(st.none() | st.integers(least, 2 * need)))
     rule = draw(st.sampled_from([*RULES, "random"]))
     return {
