@@ -3,7 +3,7 @@
 It is the simulator of FlexFlow (Jia et al., "Beyond Data and Model Parallelism for Deep Neural
 Networks", MLSys 2019, section 5): a task is ready when those before it have ended, and a lane does
 its tasks in the order in which they get ready. `simulated` makes the whole timeline (their
-algorithm 1). `Timeline.change` makes what the whole one would be after some tasks came, went or
+algorithm 1). `TaskTimeline.change` makes what the whole one would be after some tasks came, went or
 became other ones, and looks only at tasks whose times may differ (their section 5.3). In their
 words only what has changed goes on to its followers; a task that is new on a lane must, too, even
 where its own times are the old ones, because what follows it there began without it.
@@ -85,7 +85,7 @@ def simulated(tasks: Tasks) -> dict[int, Times]:
     return times
 
 
-class Timeline:
+class TaskTimeline:
     """Holds tasks and their times, and changes them; `undo` takes the last change back.
 
     Attributes:
