@@ -35,7 +35,7 @@ from cerebro_hydra.plan.sizing.bill import WorkerMemory
 FEW_PLACEMENTS = 64
 """So many placements of all trials at most are all tried, with each pick."""
 
-WARMTH = 0.005
+WARMTH = 0.02
 """What costs this share of all seconds is kept in one of e cases."""
 
 COARSE = 0.5

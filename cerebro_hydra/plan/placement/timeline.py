@@ -12,9 +12,8 @@ where its own times are the old ones, because what follows it there began withou
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,125 +88,93 @@ class TaskTimeline:
     """Holds tasks and their times, and changes them; `undo` takes the last change back.
 
     Attributes:
-        looked_at: how many tasks changes have looked at so far.
+        looked_at: how many tasks changes have simulated so far.
     """
 
     def __init__(self, tasks: Tasks) -> None:
-        self.tasks = dict(tasks)
-        self.times = simulated(tasks)
+        self.tasks: dict[int, TimedTask] = {}
+        self.times: dict[int, Times] = {}
         self.looked_at = 0
-        self._behind: defaultdict[int, set[int]] = defaultdict(set)
-        self._rows: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-        for number, task in tasks.items():
-            for each in task.after:
-                self._behind[each].add(number)
-            self._rows[task.lane].append((self.times[number].ready, number))
-        for row in self._rows.values():
-            row.sort()
-        self._old_tasks: dict[int, TimedTask | None] = {}
-        self._old_times: dict[int, Times | None] = {}
+        self._on: defaultdict[int, set[int]] = defaultdict(set)  # tasks by lane
+        self._ends: dict[int, float] = {}  # of lanes
+        # How many tasks of other lanes each lane has before or behind its own.
+        self._near: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._before: tuple[dict[int, TimedTask | None], dict[int, Times]] = {}, {}
+        self._set(tasks)
+        self._simulate({task.lane for task in tasks.values()})
+        self.looked_at = 0
 
     @property
     def makespan(self) -> float:
         """Return when the last task ends."""
-        return max((self.times[row[-1][1]].end for row in self._rows.values() if row), default=0.0)
+        return max(self._ends.values(), default=0.0)
 
     def change(self, changed: Mapping[int, TimedTask | None]) -> None:
         """Set tasks anew, or take them away (None), and find the times that follow.
 
         What goes must have no task behind it that stays.
         """
-        self._old_tasks, self._old_times = {}, {}
-        dirty: list[tuple[float, int]] = []
-        for number, task in changed.items():
-            if task == self.tasks.get(number):
-                continue
-            if (following := self._take_away(number)) is not None:
-                dirty.append(following)
-            if task is not None:
-                self._set(number, task)
-                dirty.append((0.0, number))
-        self._repair(dirty)
+        changed = {n: task for n, task in changed.items() if task != self.tasks.get(n)}
+        before = {number: self.tasks.get(number) for number in changed}
+        lanes = self._set(changed)
+        old = self._simulate(lanes)
+        gone = {n: self.times.pop(n) for n in before if n not in self.tasks and n in self.times}
+        self._before = before, old | gone
 
     def undo(self) -> None:
         """Set tasks and times as they were before the last change."""
-        for number, task in self._old_tasks.items():
-            self._take_away(number, keep=False)
+        tasks, times = self._before
+        lanes = self._set(tasks)
+        self.times |= times
+        for number in tasks.keys() - self.tasks.keys():
+            self.times.pop(number, None)
+        self._end({self.tasks[number].lane for number in times} | lanes)
+        self._before = {}, {}
+
+    def _set(self, changed: Mapping[int, TimedTask | None]) -> set[int]:
+        """Set tasks anew, or take them away; return the lanes that had them or have them now."""
+        lanes = set()
+        for number in changed:
+            if (task := self.tasks.get(number)) is not None:
+                self._join(task, -1)
+                lanes.add(task.lane)
+        for number, task in changed.items():
+            if number in self.tasks:
+                self._on[self.tasks.pop(number).lane].discard(number)
             if task is not None:
-                self._set(number, task, keep=False)
-        for number, times in self._old_times.items():
-            self._place(number, times)
-        self._old_tasks, self._old_times = {}, {}
+                self.tasks[number] = task
+                self._on[task.lane].add(number)
+                lanes.add(task.lane)
+        for task in changed.values():
+            if task is not None:
+                self._join(task, 1)
+        return lanes
 
-    def _take_away(self, number: int, keep: bool = True) -> tuple[float, int] | None:
-        """Take a task away; return what followed it on its lane."""
-        task = self.tasks.pop(number, None)
-        if keep:
-            self._old_tasks.setdefault(number, task)
-            self._old_times.setdefault(number, self.times.get(number))
-        if task is None:
-            return None
+    def _join(self, task: TimedTask, by: int) -> None:
+        """Count what comes before a task on other lanes."""
         for each in task.after:
-            self._behind[each].discard(number)
-        times = self.times.pop(number, None)
-        if times is None:
-            return None
-        row = self._rows[task.lane]
-        at = bisect_left(row, (times.ready, number))
-        del row[at]
-        return row[at] if at < len(row) else None
+            if each not in self.tasks:
+                raise ValueError(f"a task waits for task {each}, which is not there")
+            other = self.tasks[each].lane
+            if other != task.lane:
+                self._near[task.lane][other] += by
+                self._near[other][task.lane] += by
 
-    def _set(self, number: int, task: TimedTask, keep: bool = True) -> None:
-        self.tasks[number] = task
-        for each in task.after:
-            self._behind[each].add(number)
+    def _simulate(self, lanes: Collection[int]) -> dict[int, Times]:
+        """Simulate these lanes, and all that tasks connect with them; return the old times."""
+        found, waiting = set(lanes), [*lanes]
+        while waiting:
+            near = self._near[waiting.pop()]
+            new = {lane for lane, count in near.items() if count} - found
+            found |= new
+            waiting += new
+        numbers = [number for lane in found for number in self._on[lane]]
+        old = {number: self.times[number] for number in numbers if number in self.times}
+        self.times |= simulated({number: self.tasks[number] for number in numbers})
+        self.looked_at += len(numbers)
+        self._end(found)
+        return old
 
-    def _place(self, number: int, times: Times | None) -> None:
-        """Give a task other times, or none."""
-        before = self.times.pop(number, None)
-        if before is not None:
-            row = self._rows[self.tasks[number].lane]
-            del row[bisect_left(row, (before.ready, number))]
-        if times is not None:
-            insort(self._rows[self.tasks[number].lane], (times.ready, number))
-            self.times[number] = times
-
-    def _repair(self, dirty: list[tuple[float, int]]) -> None:
-        """Find the times of tasks that may differ, those that may be ready first before others."""
-        times, tasks = self.times, self.tasks
-        heapq.heapify(dirty)
-        waiting = {number for _, number in dirty}
-        while dirty:
-            number = heapq.heappop(dirty)[1]
-            if number not in waiting:
-                continue
-            waiting.discard(number)
-            task = tasks.get(number)
-            if task is None or any(each not in times for each in task.after):
-                continue  # one before it comes later, and after that it does again
-            self.looked_at += 1
-            was = times.get(number)
-            ready = max((times[each].end for each in task.after), default=0.0)
-            row = self._rows[task.lane]
-            if was is None or was.ready != ready:
-                if was is not None:
-                    at = bisect_left(row, (was.ready, number))
-                    del row[at]
-                    if at < len(row) and row[at][1] not in waiting:
-                        waiting.add(row[at][1])
-                        heapq.heappush(dirty, row[at])
-                at = bisect_left(row, (ready, number))
-                row.insert(at, (ready, number))
-            else:
-                at = bisect_left(row, (ready, number))
-            begin = max(ready, times[row[at - 1][1]].end) if at else ready
-            now = Times(ready, begin, begin + task.seconds)
-            if now == was:
-                continue
-            self._old_times.setdefault(number, was)
-            times[number] = now
-            follows: Sequence[int] = (*self._behind[number], *(n for _, n in row[at + 1 : at + 2]))
-            for each in follows:
-                if each not in waiting:
-                    waiting.add(each)
-                    heapq.heappush(dirty, (times[each].ready if each in times else now.end, each))
+    def _end(self, lanes: Collection[int]) -> None:
+        for lane in lanes:
+            self._ends[lane] = max((self.times[n].end for n in self._on[lane]), default=0.0)
