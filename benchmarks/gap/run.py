@@ -61,6 +61,7 @@ class Spec:
     recompute: bool = True  # so that each task of a shard is a unit
     schedule: str = "sequential"
     staleness: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 class Span:

@@ -198,6 +198,7 @@ class _Spec:
     recompute: bool = True
     schedule: str = "sequential"
     staleness: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 def _train(worker: QueueWorker, trials: range) -> float:

@@ -28,6 +28,7 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -212,10 +213,13 @@ class VisitPlanner:
         sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
-        window, way = trial.accumulate, (self._devices, trial.schedule, trial.staleness)
-        recompute = profile.recomputes(trial.recompute, self._budget, window, *way)
+        window = trial.accumulate
+        pipeline = Pipeline(
+            trial.schedule, self._devices, self._budget, trial.staleness, trial.stages
+        )
+        recompute = profile.recomputes(trial.recompute, self._budget, window, pipeline)
         recompute |= task.trial in self._sparing
-        spec = profile.training(number, len(sizes), window, recompute, *way)
+        spec = profile.training(number, len(sizes), window, recompute, pipeline)
         return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec
 
     def audit_spec(

@@ -39,8 +39,8 @@ class SparkEstimator(TrialEstimator):
 
     Options that are numbers or names can vary in a grid without a factory, as the Params
     batch_size, shards, clip_grad_norm, clip_grad_value, accumulate, loss_weights, lr_interval,
-    lr_metric, autocast, ema, early_stopping, schedule, recompute, vertical_sync, and the numbers of
-    the optimizer, such as lr and weight_decay, which then hold for all its param groups.
+    lr_metric, autocast, ema, early_stopping, schedule, recompute, vertical_sync, stages, and the
+    numbers of the optimizer, such as lr and weight_decay, which then hold for all its param groups.
     `from_factory` varies all else.
 
     Args:
@@ -97,6 +97,7 @@ class SparkEstimator(TrialEstimator):
         schedule: str = "sequential",
         recompute: bool | str = "auto",
         vertical_sync: bool = False,
+        stages: int | str | Sequence[int] = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         decode: Mapping[str, Decoder] | None = None,
         *,
@@ -200,6 +201,7 @@ GRID_OPTIONS = (
     "schedule",
     "recompute",
     "vertical_sync",
+    "stages",
 )
 """The options of a recipe that are plain JSON, and so can vary from trial to trial."""
 

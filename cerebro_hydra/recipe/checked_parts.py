@@ -183,6 +183,56 @@ def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:
     return blocks
 
 
+Stages = int | str | Sequence[int]
+"""How many stages a pipeline has, or how many shards each of them, or "auto"."""
+
+
+def checked_stages(given: Any, schedule: str, shards: Any) -> Stages:
+    """Bring `stages=` to "auto", a number, or a list of numbers.
+
+    Args:
+        schedule: of the trial.
+        shards: of the trial, as `checked_shards` returns them.
+
+    Raises:
+        ConfigurationError: it is none of them, or there are no such stages.
+    """
+    if given == AUTO:
+        return AUTO
+    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    numbers = sizes or [given]
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+    if not whole or min(numbers) < 1 or (len(sizes) if sizes else given) < 2:
+        raise ConfigurationError(
+            f"stages is {given!r}; it is 'auto', a number of stages from 2, or how many shards "
+            "each stage has, such as [2, 1]"
+        )
+    if schedule == "sequential":
+        raise ConfigurationError(
+            f"stages is {given!r} and schedule is 'sequential', by which a trial has no stages; "
+            "leave stages out, or take schedule='1f1b'"
+        )
+    cut = shards if isinstance(shards, int) else None
+    if sizes and cut is not None and sum(sizes) != cut:
+        raise ConfigurationError(
+            f"stages is {sizes}, which are {sum(sizes)} shards, and shards is {cut}; let the "
+            f"numbers add up to {cut}, or take shards='auto'"
+        )
+    if not sizes and cut is not None and given > cut:
+        raise ConfigurationError(
+            f"stages is {given} and shards is {cut}, and each stage is to have a shard at least; "
+            f"take shards={given} or more, or fewer stages"
+        )
+    return sizes or given
+
+
+def least_shards(stages: Stages, devices: int) -> int:
+    """Return how many shards `stages=` asks for at least, on workers with so many devices."""
+    if isinstance(stages, str):
+        return devices
+    return stages if isinstance(stages, int) else sum(stages)
+
+
 def _name(block: Any, model: nn.Module) -> str:
     first_names = {module: name for name, module in model.named_modules()}
     if isinstance(block, nn.Module):

@@ -26,9 +26,12 @@ from cerebro_hydra.recipe.batch.decoded_rows import DecodedRows
 from cerebro_hydra.recipe.batch.decoding import Decoder, Decoding
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 from cerebro_hydra.recipe.checked_parts import (
+    AUTO,
+    Stages,
     check_optimizer,
     checked_model,
     checked_shards,
+    checked_stages,
 )
 from cerebro_hydra.recipe.grad_scaling import SCALED, GradScaling, at_scale, checked_scaler
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
@@ -130,6 +133,9 @@ class Recipe:
             worker has when the trial is admitted, and are the same whatever happens later.
         vertical_sync: whether, by "pipedream", every device reads the version of the weights that
             the first one reads.
+        stages: which shards each device does in a pipeline: "auto" groups them by their measured
+            times, into as many stages as a worker has devices; or a number of stages; or how many
+            shards each has, such as [2, 1, 1]. By "pipedream" and "2bw" results depend on them.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
         grad_scaler: with what scale float16 begins, and how that changes; None is torch's default.
@@ -166,6 +172,7 @@ class Recipe:
     schedule: str = "sequential"
     recompute: bool | str = "auto"
     vertical_sync: bool = False
+    stages: Stages = AUTO
     grad_scaler: torch.amp.GradScaler | None = None
     decode: Mapping[str, Decoder] | None = None
     columns: Columns | None = field(default=None, init=False, repr=False)
@@ -271,6 +278,7 @@ class Recipe:
             )
         clips, scales = self.clip_grad_norm is not None, self.autocast == SCALED
         check_schedule(self.schedule, clips, self.accumulate, self.vertical_sync, scales)
+        self.stages = checked_stages(self.stages, self.schedule, self.shards)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
         if not is_pipelined(self.schedule):

@@ -59,7 +59,9 @@ class TrialSpec:
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
     `attributes` marks what else its first steps changed, which may change later, too;
     `set_in_evaluation` is what its first evaluations changed. `staleness` says, by shard, how many
-    updates older the weights are that its tasks read, where its schedule lets them.
+    updates older the weights are that its tasks read, where its schedule lets them. `stages` is how
+    many shards each stage of its pipeline has; it is empty where `tasks` and the devices decide, as
+    that changes no result.
     """
 
     trial: Count
@@ -91,6 +93,7 @@ class TrialSpec:
     attributes: tuple[str, ...] = ()
     set_in_evaluation: tuple[str, ...] = ()
     staleness: tuple[Count, ...] = ()
+    stages: tuple[Positive, ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:

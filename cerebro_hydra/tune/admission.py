@@ -38,6 +38,7 @@ from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
+from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -49,7 +50,7 @@ from cerebro_hydra.recipe import (
     load_warm_start,
     trial_seed,
 )
-from cerebro_hydra.recipe.checked_parts import AUTO
+from cerebro_hydra.recipe.checked_parts import AUTO, least_shards
 from cerebro_hydra.recipe.numerics import mkl_mode
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.replay.states import read_segment
@@ -231,10 +232,11 @@ class Admission:
             set_in_evaluation=cut.set_in_evaluation,
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
             finer=asked.inherited and spec.finer,
+            stages=(),
         )
         with refusing():
-            self._memory_bill.check(finer, profile)
-        self._report_cut(finer, cut.report)
+            stages = self._memory_bill.check(finer, profile)
+        self._report_cut(finer, cut.report, stages)
         document = json.loads(json.dumps(finer.to_json()))
         return TrialRecut(trial_config(finer), tuple(states), document)
 
@@ -269,10 +271,12 @@ class Admission:
             with refusing():
                 load_warm_start(recipe.model, recipe.warm_start)
         finer = self._may_be_cut_finer(recipe)
-        if parent is not None and (recipe.shards == AUTO or finer):
-            recipe.shards = list(parent.cut["at"])
+        if parent is not None and (recipe.shards == AUTO or finer or _as_many(recipe, parent)):
+            recipe.shards = list(parent.cut["at"])  # measured anew, times may give another cut
             if not is_pipelined(recipe.schedule):  # else its graph is cut in any case
                 recipe.cut = parent.cut["mode"]
+        if parent is not None and _reads_as(recipe, parent):
+            recipe.stages = list(parent.stages)
         finer_tasks = _finer_tasks(parent, recipe) if finer else None
         if finer_tasks is not None:
             recipe.recompute = True
@@ -281,7 +285,7 @@ class Admission:
         with refusing():
             admission = self._cut(recipe, examples, seed)
             recipe.take_form(examples[0])  # another trial's admission may have served this one
-            staleness = admission.staleness(recipe, self._memory_bill.devices)
+            pipeline = self._memory_bill.pipeline(admission, recipe)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
             elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
@@ -320,13 +324,15 @@ class Admission:
             finer=finer,
             attributes=admission.attributes,
             set_in_evaluation=admission.set_in_evaluation,
-            staleness=staleness,
+            staleness=pipeline.staleness,
+            stages=pipeline.stages,
         )
+        stages = ""
         if profile is not None:
             with refusing():
-                self._memory_bill.check(spec, profile)
+                stages = self._memory_bill.check(spec, profile)
         self._folder.write_trial(spec)
-        self._report_cut(spec, admission.report)
+        self._report_cut(spec, admission.report, stages)
         for metric, warning in admission.warnings.items():
             self._report_once(metric, f"warning: {spec.trial_id}: {warning}")
         return spec
@@ -374,8 +380,8 @@ class Admission:
         self, recipe: Recipe, examples: Sequence[Example], seed: int, least: int = 1
     ) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
-        if is_pipelined(recipe.schedule):  # each device has a shard to do
-            least = max(least, self._memory_bill.devices)
+        if is_pipelined(recipe.schedule):  # each stage has a shard at least
+            least = max(least, least_shards(recipe.stages, self._memory_bill.devices))
         key = admission_key(recipe, examples)
         if key is not None and (key, least) in self._cuts:
             return self._cuts[key, least]
@@ -391,8 +397,11 @@ class Admission:
             self._told.add(about)
             self._report(line)
 
-    def _report_cut(self, spec: TrialSpec, report: CutReport) -> None:
-        """Report a cut, unless an earlier trial has the same one, batch size aside."""
+    def _report_cut(self, spec: TrialSpec, report: CutReport, stages: str) -> None:
+        """Report a cut and its stages, unless an earlier trial has the same ones.
+
+        Batch sizes and measured times are left aside.
+        """
         most = max(self._examples.partition_rows)
         if spec.batch_size > most:
             self._report_once(
@@ -404,7 +413,9 @@ class Admission:
             replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
             for shard in report.shards
         )
-        self._report_once(shape, f"{spec.trial_id}: {report.text()}")
+        pipeline = spec.schedule, spec.stages, spec.staleness, spec.accumulate
+        told = "\n".join(filter(None, [f"{spec.trial_id}: {report.text()}", stages]))
+        self._report_once((shape, *pipeline), told)
 
 
 def _structure(cut: AdmittedCut) -> dict[str, Any]:
@@ -414,6 +425,17 @@ def _structure(cut: AdmittedCut) -> dict[str, Any]:
         "template": cut.template.to_json(),
         "nbytes": cut.layout.nbytes,
     }
+
+
+def _as_many(recipe: Recipe, parent: TrialSpec) -> bool:
+    """Return whether a fork asks for as many shards as its parent has, which times placed."""
+    return type(recipe.shards) is int and 1 < recipe.shards == len(parent.shards)
+
+
+def _reads_as(recipe: Recipe, parent: TrialSpec) -> bool:
+    """Return whether a fork is to read older weights as its parent does, whose stages are known."""
+    alike = recipe.stages == AUTO and recipe.schedule == parent.schedule
+    return alike and bool(parent.stages) and not is_flushed(recipe.schedule)
 
 
 def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
@@ -472,8 +494,16 @@ class MemoryBill:
             return None
         return TaskProfiler(self._resources.device_memory, self.devices)
 
-    def check(self, spec: TrialSpec, profile: TrialProfile) -> None:
-        """Report what a trial needs.
+    def pipeline(self, cut: AdmittedCut, recipe: Recipe) -> Pipeline:
+        """Return how a trial is spread over the devices of each worker.
+
+        Raises:
+            ConfigurationError: see `AdmittedCut.pipeline`.
+        """
+        return cut.pipeline(recipe, self.devices, self._resources.device_memory)
+
+    def check(self, spec: TrialSpec, profile: TrialProfile) -> str:
+        """Report what a trial needs; return what is to be told of its stages, "" if it has none.
 
         Raises:
             ConfigurationError: it does not fit; the message has the numbers and what to change.
@@ -484,10 +514,10 @@ class MemoryBill:
                 "take schedule='sequential'"
             )
         budget = self._resources.device_memory
-        way = self.devices, spec.schedule, spec.staleness
-        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate, *way)
+        pipeline = Pipeline(spec.schedule, self.devices, budget, spec.staleness, spec.stages)
+        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate, pipeline)
         microbatches = max(spec.steps) * spec.accumulate
-        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute, *way)
+        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute, pipeline)
         workers = [self._memory] * self._num_workers
         rule = PICKS[self._resources.pick]
         found = bill([run], workers, rule)
@@ -498,6 +528,7 @@ class MemoryBill:
             self._reported.add(alike)
             gpus = self._resources.device_kind == "cuda"
             self._report(sentences(found.lines) + (_OF_GPUS if gpus else ""))
+        return stages_text(run) if run.is_pipelined else ""
 
     @cached_property
     def _memory(self) -> WorkerMemory:

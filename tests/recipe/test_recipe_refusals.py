@@ -111,6 +111,7 @@ RULES: dict[str, tuple[Any, ...]] = {
     "ema": ("0.9",),
     "metrics": (5,),
     "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
+    "stages": (1, True, [3], [2, 0], 2.0, "all", 2),
 }
 SCALERS: dict[str, Any] = {
     "a number": 65536.0,
@@ -160,6 +161,10 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
         ),
         "schedule = '2bw', vertical_sync = True": partial(
             recipe_of, schedule="2bw", vertical_sync=True
+        ),
+        "shards = 2, stages = 3": partial(recipe_of, schedule="gpipe", shards=2, stages=3),
+        "shards = 2, stages = [1, 2]": partial(
+            recipe_of, schedule="gpipe", shards=2, stages=[1, 2]
         ),
         "vertical_sync = 1": partial(recipe_of, schedule="pipedream", vertical_sync=1),
         **{

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 
@@ -31,6 +31,7 @@ class TaskGraph:
         training: an evaluation has forwards alone.
         staleness: by shard, how many updates older than the weights of plain training those are
             that its tasks read; none is 0 for each shard.
+        stage_sizes: how many shards each stage of a pipeline has; none is one for each stage.
     """
 
     shards: int
@@ -40,6 +41,7 @@ class TaskGraph:
     tied: tuple[tuple[int, ...], ...] = ()
     training: bool = True
     staleness: tuple[int, ...] = ()
+    stage_sizes: tuple[int, ...] = ()
 
     @property
     def windows(self) -> int:
@@ -71,12 +73,22 @@ class TaskGraph:
         """
         return max(self.staleness, default=0) * self.window + 1
 
+    @property
+    def most_stages(self) -> int:
+        """Return into how many ranges the shards may be parted for devices."""
+        return len(self.stage_sizes) or self.shards
+
     def stages(self, devices: int) -> list[range]:
-        """Return a range of shards for each device, as equal as can be; no range is empty."""
-        number = min(devices, self.shards)
-        return [
-            range(self.shards * k // number, self.shards * (k + 1) // number) for k in range(number)
-        ]
+        """Return a range of shards for each device; no range is empty.
+
+        Where there are more stages than devices, a device has neighbours, as equal in number as can
+        be.
+        """
+        ends = [0, *accumulate(self.stage_sizes or (1,) * self.shards)]
+        stages = len(ends) - 1
+        number = min(devices, stages)
+        cuts = [ends[stages * k // number] for k in range(number + 1)]
+        return [range(begin, end) for begin, end in pairwise(cuts)]
 
     def tasks(self, visit: int, window: int, send: bool = False) -> list[Action]:
         """Return the computing tasks of a window in the order of plain training.

@@ -22,8 +22,8 @@ def interleaved(
     """Return a list for each device; with a range for each it is 1F1B."""
     # 4 shards,        device 0   s0F0 s0F1 s2F0 s2F1 .    s2B0 .    s2B1 s0B0 s0B1
     # 2 microbatches   device 1   .    s1F0 s1F1 s3F0 s3B0 s3F1 s3B1 s1B0 s1B1 .
-    devices = min(devices, graph.shards)
-    ranges = graph.shards // devices
+    devices = min(devices, graph.most_stages)
+    ranges = graph.most_stages // devices
     if ranges == 1:
         return one_forward_one_backward(graph, visit, window, devices)
     stages = graph.stages(ranges * devices)

@@ -18,11 +18,12 @@ import torch
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
-from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, staleness_of
+from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,
     CutPoints,
@@ -40,7 +41,7 @@ from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.torch_cond import cond_failed, is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.trace import CutFailed
 from cerebro_hydra.shards.digest import tensor_digest
-from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
+from cerebro_hydra.shards.engine.layout import ShardBytes, TrialLayout, check_no_overlap
 from cerebro_hydra.shards.engine.microbatch import UnfitShape
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED, StateTemplate
 from cerebro_hydra.shards.heap import kept_heap
@@ -75,17 +76,25 @@ class AdmittedCut:
     """What the first evaluations changed, each of which sets it anew."""
     warnings: Mapping[str, str] = field(default_factory=dict)
     """What the user should know of metrics, by their names."""
+    tied: tuple[tuple[int, ...], ...] = ()
+    """The groups of shards that share a parameter."""
 
-    def staleness(self, recipe: Recipe, devices: int) -> tuple[int, ...]:
-        """Return by shard how many updates older the weights are that its tasks read.
+    def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
+        """Return how the trial is spread over the devices of a worker.
 
-        The devices that workers have when a trial is admitted decide it once for all.
+        The devices that workers have when a trial is admitted decide once for all which older
+        weights its tasks read.
+
+        Args:
+            budget: the bytes of the smallest device.
 
         Raises:
-            ConfigurationError: the schedule can't have what the trial demands of it.
+            ConfigurationError: there are no stages as they were asked for, or the schedule can't
+                have what the trial demands of it.
         """
-        tied = () if self.profile is None else self.profile.tied
-        return staleness_of(recipe, len(self.layout.shards), tied, devices)
+        shards = tuple(map(ShardBytes.of, self.layout.shards))
+        profile = self.profile or TrialProfile(shards, self.tied, recipe.barrier)
+        return profile.pipeline(recipe, devices, budget)
 
 
 def memory_needed(recipe: Recipe) -> int:
@@ -232,7 +241,7 @@ def _admit(
             profile = None if profiler is None else profiled(choice.spec)
             return AdmittedCut(
                 choice.spec, report, template, layout, profile, check.attributes,
-                check.set_in_evaluation, check.warnings,
+                check.set_in_evaluation, check.warnings, tuple(cut_model.tied_groups),
             )  # fmt: skip
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"

@@ -19,7 +19,8 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import is_flushed, with_versions
+from cerebro_hydra.plan.schedules.registry import is_flushed
+from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
 from cerebro_hydra.shards.cut.model import CutModel, Recent
@@ -459,13 +460,10 @@ class TaskProfiler:
         """Return whether a device has room for so many of the trial's shards, of which one runs."""
         if self.budget is None:
             return True
-        window = recipe.accumulate
+        window, pipeline = recipe.accumulate, found.pipeline(recipe, self._devices, self.budget)
         recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
-        stale = staleness_of(recipe, len(found.shards), found.tied, self._devices)
-        visits = (
-            found.training(0, window, window, recompute, staleness=stale),
-            found.evaluation(0, 1),
-        )
+        alone = Pipeline(staleness=pipeline.staleness)
+        visits = found.training(0, window, window, recompute, alone), found.evaluation(0, 1)
         return all(visit.buffered_need(buffers) <= self.budget for visit in visits)
 
     def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
@@ -491,22 +489,6 @@ class TaskProfiler:
             found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None
         )
         return replace(found, tasks=tasks)
-
-
-def staleness_of(
-    recipe: Recipe, shards: int, tied: tuple[tuple[int, ...], ...], devices: int
-) -> tuple[int, ...]:
-    """Return by shard how many updates older the weights are that a trial's tasks read.
-
-    None is named if they read those of plain training.
-
-    Raises:
-        ConfigurationError: the schedule can't have what the trial demands of it.
-    """
-    window = recipe.accumulate
-    graph = TaskGraph(shards, window, window, recipe.barrier, tied)
-    graph = with_versions(graph, recipe.schedule, devices, recipe.vertical_sync)
-    return graph.staleness if any(graph.staleness) else ()
 
 
 def asked_recompute(recipe: Recipe) -> bool | None:
@@ -549,16 +531,14 @@ class TrialProfile:
         asked: bool | None,
         budget: int | None,
         window: int,
-        devices: int = 1,
-        schedule: str = "sequential",
-        staleness: tuple[int, ...] = (),
+        pipeline: Pipeline = ALONE,
     ) -> bool:
         """Return whether a backward computes its forward again on devices with this budget."""
         if asked is not None:
             return asked
         if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
             return self.tasks.keep is None  # the other way is impossible
-        kept = self.training(0, window, window, False, devices, schedule, staleness)
+        kept = self.training(0, window, window, False, pipeline)
         return budget is not None and kept.device_need > budget
 
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
@@ -576,21 +556,18 @@ class TrialProfile:
         microbatches: int,
         window: int,
         recompute: bool,
-        devices: int = 1,
-        schedule: str = "sequential",
-        staleness: tuple[int, ...] = (),
+        pipeline: Pipeline = ALONE,
     ) -> VisitSpec:
-        """Return the visit of a sub-epoch, whose microbatches may move among so many devices.
+        """Return the visit of a sub-epoch, whose microbatches may move among devices.
 
-        They stay on one device where nobody knows what they would leave for another one.
-
-        Args:
-            staleness: see `TaskGraph`. It bounds the devices, because tasks of more of them would
-                wait for one another.
+        They stay on one device where nobody knows what they would leave for another one. Tasks that
+        read older weights are for so many devices at most that none waits for itself.
         """
+        devices, schedule = pipeline.devices, pipeline.schedule
         graph = TaskGraph(
-            len(self.shards), microbatches, window, self.barrier, self.tied, staleness=staleness
-        )
+            len(self.shards), microbatches, window, self.barrier, self.tied,
+            staleness=pipeline.staleness, stage_sizes=pipeline.stages,
+        )  # fmt: skip
         if not is_flushed(schedule):
             devices = min(devices, graph.most_devices)
         kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
@@ -622,9 +599,24 @@ class TrialProfile:
             replace(shard, activations=held + shard.activations, boundary=left)
             for shard, left in zip(shards, moving, strict=True)
         )
-        return VisitSpec(
+        found = VisitSpec(
             visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
         )
+        return pipeline.staged(found, [shard.gradients for shard in self.shards])
+
+    def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
+        """Return how the trial is spread over devices of which the smallest has this budget.
+
+        Raises:
+            ConfigurationError: see `Pipeline.settled`.
+        """
+        found = Pipeline(recipe.schedule, devices, budget, (), (), recipe.vertical_sync)
+        # Stages are chosen by bytes of one version of the weights, as a flushed schedule has it.
+        one = found if is_flushed(recipe.schedule) else replace(found, schedule="1f1b")
+        window, asked = recipe.accumulate, asked_recompute(recipe)
+        recompute = self.recomputes(asked, budget, window, one)
+        visit = self.training(0, window, window, recompute, one)
+        return found.settled(recipe.stages, visit, [shard.gradients for shard in self.shards])
 
     def evaluation(self, visit: int, microbatches: int) -> VisitSpec:
         """Return the visit of an evaluation."""

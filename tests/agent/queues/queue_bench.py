@@ -151,6 +151,7 @@ def spec_of(
         recompute=recompute,
         schedule="sequential",
         staleness=(),
+        stages=(),
         tasks=None,
     )
 

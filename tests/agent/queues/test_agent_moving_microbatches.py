@@ -26,6 +26,7 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.profile import TrialProfile, profile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -61,7 +62,7 @@ class Copies:
         tasks = replace(tasks, moving=tuple(int(each * room) for each in tasks.moving))
         described = TrialProfile.of(runtime.recipe, runtime.cut_model, runtime.layout, tasks)
         window = built.spec.accumulate
-        visit = described.training(0, window, window, recompute, DEVICES, schedule)
+        visit = described.training(0, window, window, recompute, Pipeline(schedule, DEVICES))
         self.budget = visit.buffered_need(2)
         self.spec = replace(
             built.spec, tasks=tasks.to_json(), recompute=recompute, schedule=schedule

@@ -30,7 +30,8 @@ def pipelined(params: dict[str, Any]) -> Recipe:
         accumulate, clipped = 1, {"clip_grad_norm": None}
     return replace(
         mixed(params), schedule=schedule, cut=None, accumulate=accumulate, shards=shards,
-        recompute=recompute, vertical_sync=params.get("vertical_sync", False), **clipped,
+        recompute=recompute, vertical_sync=params.get("vertical_sync", False),
+        stages=params.get("stages", "auto"), **clipped,
     )  # fmt: skip
 
 
@@ -69,7 +70,8 @@ def test_a_run_that_goes_on_with_fewer_devices_reads_the_versions_that_it_began_
     tmp_path: Path,
 ) -> None:
     schedules = ["pipedream", "2bw"]
-    space = {"model": ["mlp"], "recompute": [False], "shards": [3], "schedule": schedules}
+    space = {"model": ["mlp"], "recompute": [False], "shards": [5], "schedule": schedules}
+    space["stages"] = [[2, 1, 2]]
 
     def search(devices: int, **options: Any) -> GridSearch:
         backend = LocalBackend(1, PRELOADED, devices_per_worker=devices)
@@ -81,8 +83,9 @@ def test_a_run_that_goes_on_with_fewer_devices_reads_the_versions_that_it_began_
     # The one device that is left computes in the agent's own memory.
     result = search(1, target={"loss": 0.0}).fit(ROWS, resume=ended.run_path)
     folder = RunFolder.open(result.run_path)
-    found = [folder.read_trial(number, folder.run_id).staleness for number in range(2)]
-    assert found == [(2, 1, 0), (1, 1, 1)]
+    specs = [folder.read_trial(number, folder.run_id) for number in range(2)]
+    assert [spec.staleness for spec in specs] == [(2, 2, 1, 0, 0), (1,) * 5]
+    assert {spec.stages for spec in specs} == {(2, 1, 2)}
     assert statuses(result) == ["finished"] * 2
     assert_replays(result)
 

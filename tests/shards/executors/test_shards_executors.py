@@ -19,6 +19,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import FLUSHED
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.engine.barrier import GradientFacts
@@ -135,7 +136,9 @@ def spec_of(
 ) -> VisitSpec:
     """Describe a trial's sub-epoch to the queues."""
     microbatches, window = sum(map(len, each.sub_epochs[number])), each.trial.recipe.accumulate
-    return each.profile.training(visit, microbatches, window, recompute, devices, schedule)
+    return each.profile.training(
+        visit, microbatches, window, recompute, Pipeline(schedule, devices)
+    )
 
 
 class TestQueue(ExecutorCase):
@@ -247,7 +250,7 @@ def moving(
     schedule: str = "sequential",
 ) -> Resident:
     """Return a visit whose microbatches move."""
-    spec = spec_of(each, number, visit, recompute, devices, schedule)
+    spec = spec_of(each, number, visit, recompute, Pipeline(schedule, devices))
     assert spec.moves
     windows = each.sub_epochs[number]
 
@@ -396,4 +399,4 @@ def test_a_trial_that_ran_out_of_memory_keeps_its_microbatches_on_one_device() -
     assert not spec_of(each, 0, devices=DEVICES).stays
     assert spec_of(each, 0).stays
     roomy = TaskProfiler(1 << 30).with_all_room(each.profile, 2)
-    assert roomy.training(0, 2, 2, True, DEVICES).stays
+    assert roomy.training(0, 2, 2, True, Pipeline(devices=DEVICES)).stays

@@ -142,7 +142,7 @@ def in_queues(
     devices: int = 1,
 ) -> None:
     microbatches, window = sum(map(len, windows)), trial.recipe.accumulate
-    spec = profile.training(0, microbatches, window, recompute, 1, "sequential")
+    spec = profile.training(0, microbatches, window, recompute)
     make = partial(shard_run, trial, windows, None, recompute, profile.tasks.shared)
     resident = Resident(trial, spec, Staying(make))
     Worker([resident], 0, share, devices).run()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from cerebro_hydra.agent.device.messages import FailureKind
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.admission.late_effects import LateEffects
 from cerebro_hydra.shards.admission.profile import TrialProfile
@@ -79,7 +80,7 @@ def pipelined(
 ) -> None:
     """Train on three devices, each of which has built the model itself."""
     microbatches, window = sum(map(len, windows)), trial.recipe.accumulate
-    spec = profile.training(0, microbatches, window, recompute, 3, schedule)
+    spec = profile.training(0, microbatches, window, recompute, Pipeline(schedule, 3))
     assert spec.moves
     devices: list[tuple[LateEffects, Recipe]] = []
 

@@ -21,6 +21,7 @@ from cerebro_hydra.plan.messages.actions import Part
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import with_versions
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.plan.sizing.stages import versions_held
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.replay.stale_weights import train_stale
@@ -85,9 +86,8 @@ class Stale:
     def spec(self, number: int, recompute: bool, devices: int) -> VisitSpec:
         microbatches = sum(map(len, self.sub_epochs[number]))
         window, stale = self.trial.recipe.accumulate, self.trial.staleness
-        return self.profile.training(
-            0, microbatches, window, recompute, devices, self.schedule, stale
-        )
+        pipeline = Pipeline(self.schedule, devices, staleness=stale)
+        return self.profile.training(0, microbatches, window, recompute, pipeline)
 
     def resident(self, number: int, recompute: bool, devices: int) -> Resident:
         """Return a visit of one of the trial's sub-epochs."""

@@ -341,16 +341,21 @@ def test_how_old_the_weights_are_that_a_trial_reads_is_decided_by_the_devices_at
         {"schedule": "2bw", "accumulate": 2},
         {"schedule": "1f1b", "accumulate": 2},
         {"schedule": "pipedream", "vertical_sync": True, "tied": True},
+        {"schedule": "pipedream", "stages": [1, 2]},
+        {"schedule": "1f1b", "accumulate": 2, "stages": [1, 2]},
     ]
     for devices, expected in {
-        3: [(2, 1, 0), (2, 2, 2), (1, 1, 1), (), (2, 2, 2)],
-        2: [(1, 0, 0), (1, 1, 1), (1, 1, 1), (), (1, 1, 1)],
-        1: [(), (), (1, 1, 1), (), ()],
+        3: [(2, 1, 0), (2, 2, 2), (1, 1, 1), (), (2, 2, 2), (1, 0, 0), ()],
+        1: [(), (), (1, 1, 1), (), (), (1, 0, 0), ()],
     }.items():
         resources = WorkerResources(devices=devices)
         found = admit_with(piped, tmp_path, candidates, resources=resources, run=str(devices))
         assert not found.refused
         assert [spec.staleness for spec in found.specs] == expected
+        of_a_device = {3: (1, 1, 1), 1: (3,)}[devices]
+        assert [spec.stages for spec in found.specs] == [
+            *[of_a_device] * 3, (), of_a_device, *[(1, 2)] * 2
+        ]  # fmt: skip
         spec = found.specs[2]
         assert TrialSpec.from_json(json.loads(json.dumps(spec.to_json())), "a trial") == spec
         assert not any(spec.finer for spec in found.specs if spec.staleness)
@@ -365,6 +370,8 @@ def test_what_pipelines_of_older_weights_can_not_have_is_refused_before_training
         {"schedule": "pipedream", "clip_grad_norm": 1.0},
         {"schedule": "pipedream", "accumulate": 2},
         {"schedule": "2bw", "accumulate": 2, "cut": "modules"},
+        {"schedule": "2bw", "accumulate": 2, "stages": 4},
+        {"schedule": "1f1b", "accumulate": 2, "stages": [1, 1]},
     ]
     refused = admit_with(piped, tmp_path, candidates, resources=WorkerResources(devices=3)).refused
     reasons = [
@@ -373,6 +380,8 @@ def test_what_pipelines_of_older_weights_can_not_have_is_refused_before_training
         "'pipedream' and clip_grad_norm is given",
         "'pipedream' and accumulate is 2",
         "cut is 'modules', which keeps a batch on one device; .* schedule='sequential'",
+        "stages is 4, and the model is cut into 3 shards; take at most 3 stages",
+        r"stages is \[1, 1\], which are 2 shards, and the model is cut into 3; let the numbers",
     ]
     for number, reason in enumerate(reasons):
         assert re.search(reason, refused[number]), refused[number]
