@@ -30,6 +30,19 @@ AUTO = "auto"
 """As many shards as a device needs."""
 
 
+def check_collate(collate: object) -> None:
+    """Check that a collate, where there is one, can be called.
+
+    Raises:
+        ConfigurationError: it can't.
+    """
+    if collate is not None and not callable(collate):
+        raise ConfigurationError(
+            f"collate is {collate!r}; give a function (batch, training) -> batch, where a batch is "
+            "a dict of column to tensor"
+        )
+
+
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse what can't be cloned over the parameters of a shard.
 

@@ -28,6 +28,7 @@ from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 from cerebro_hydra.recipe.checked_parts import (
     AUTO,
     Stages,
+    check_collate,
     check_optimizer,
     checked_model,
     checked_shards,
@@ -187,11 +188,7 @@ class Recipe:
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
         self.lr_schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
-        if self.collate is not None and not callable(self.collate):
-            raise ConfigurationError(
-                f"collate is {self.collate!r}; give a function (batch, training) -> batch, where a "
-                "batch is a dict of column to tensor"
-            )
+        check_collate(self.collate)
         self._decoding = Decoding(self.decode)
         self.shards = checked_shards(self.shards, self.model)
         self._configured: tuple[nn.Module | None, list[nn.Module]] = (None, [])

@@ -97,7 +97,7 @@ class TrialVisits:
         self._decoded = decoded
         self._reserved = reserved
         self._scratch = scratch
-        self._spares: dict[int, Recipe | Exception] = {}  # for the next audit of each trial
+        self._spares: dict[int, Recipe | BaseException] = {}  # for the next audit of each trial
         self._looks = AuditBudget(builder.audit_share)  # for what training leaves that can't hop
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
