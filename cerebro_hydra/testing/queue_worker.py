@@ -267,7 +267,9 @@ class DelayTrials:
 
     def open(self, order: VisitOrder) -> DelayRun:
         """Return a visit of a trial."""
-        return DelayRun(order, self.forward[order.task.trial], self)
+        forward = self.forward[order.task.trial]
+        seconds = {ActionKind.F: forward, ActionKind.B: self.backward * forward}
+        return DelayRun(order, lambda task: seconds.get(task.kind, 0.0), self.rows)
 
     def initial(self, trial: int) -> list[HostSegments]:
         """Return the first state of a trial."""
@@ -279,14 +281,18 @@ class DelayTrials:
 
 
 class DelayRun:
-    """Waits for each task, and writes to the shard's slot in its backward."""
+    """Waits for each task, and writes to the shard's slot in its update.
 
-    def __init__(self, order: VisitOrder, forward: float, trials: DelayTrials) -> None:
+    Args:
+        seconds: how long a task takes.
+        rows: of each microbatch.
+    """
+
+    def __init__(self, order: VisitOrder, seconds: Callable[[Action], float], rows: int) -> None:
         training = isinstance(order.task, StartSubEpoch)
         self.stays = training and not order.recompute
         self.resident = order.resident
-        self._seconds = {ActionKind.F: forward, ActionKind.B: trials.backward * forward}
-        self._rows = trials.rows
+        self._seconds, self._rows = seconds, rows
         self._slots: dict[int, Segments] = {}
         self._steps: dict[int, int] = {}
 
@@ -310,7 +316,7 @@ class DelayRun:
 
     def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
         """Wait as long as the task takes."""
-        _wait_until(time.perf_counter() + self._seconds.get(task.kind, 0.0))
+        _wait_until(time.perf_counter() + self._seconds(task))
         if task.kind is ActionKind.U:
             self._slots[task.shard]["trainable"][0] += 1
             self._steps[task.shard] += 1

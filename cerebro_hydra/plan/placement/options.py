@@ -20,6 +20,9 @@ from cerebro_hydra.plan.sizing.cuts import balance
 MORE_SHARDS = 6
 """So many shards more than the fewest that fit are tried at first."""
 
+MOST_RANGES = 2
+"""So many ranges a device has at first, where they are interleaved."""
+
 Changed = Mapping[int, TrialPlacement]
 
 
@@ -32,6 +35,7 @@ class PlacementOptions:
         self.visit = lru_cache(maxsize=None)(self._visit)
         self._tasks = lru_cache(maxsize=None)(self._tasks_of)
         self.shortest = lru_cache(maxsize=None)(self._shortest)
+        self.cuts = lru_cache(maxsize=None)(self._cuts)
 
     def tasks(self, number: int, placed: TrialPlacement) -> tuple[ListTask, ...]:
         """Return the tasks of a placed trial; none if its devices can't hold it."""
@@ -81,7 +85,7 @@ class PlacementOptions:
         fit = [placed for placed in found if self.tasks(number, placed)]
         return min(fit, key=lambda placed: self.alone(number, placed))
 
-    def cuts(self, number: int, shards: int, recompute: bool) -> tuple[int, ...]:
+    def _cuts(self, number: int, shards: int, recompute: bool) -> tuple[int, ...]:
         """Return where so many shards of equal time begin."""
         units = self.trials[number].units(recompute)
         parts = balance([unit.forward + unit.backward for unit in units], shards)
@@ -154,7 +158,7 @@ class PlacementOptions:
             device = random.choice(self.devices)
             return {number: replace(self.shortest(number), devices=(device,))}
         count = random.randint(2, most)
-        ranges = random.randint(1, trial.graph.shards // count) if schedule == "interleaved" else 1
+        ranges = min(MOST_RANGES, trial.graph.shards // count) if schedule == "interleaved" else 1
         recompute = now[number].recompute
         cuts = self.cuts(number, count * ranges, recompute)
         places = tuple(random.sample(self.devices, count))
