@@ -67,7 +67,9 @@ def trials_of(number: int, units: tuple[int, int], uneven: bool, seed: int) -> l
     return found
 
 
-def worker(trials: Sequence[UncutTrial], devices: int, room: float, promotion: float):
+def worker(
+    trials: Sequence[UncutTrial], devices: int, room: float, promotion: float
+) -> WorkerMemory:
     """Return a worker whose devices have so much of the largest trial.
 
     To bring a trial takes so much of what a microbatch of it computes.
