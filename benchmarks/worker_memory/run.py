@@ -34,10 +34,14 @@ FIRST = 5
 
 
 def pss_of(pid: int) -> int:
-    """Return the bytes of a process: its own, and its share of those that it shares."""
+    """Return the bytes of a process: its own, and its share of those that it shares.
+
+    Pages of libraries are left out: its share of them grows when any other program of the machine
+    that has them ends.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    line = next(each for each in lines if each.startswith("Pss:"))
-    return int(line.split()[1]) << 10
+    counted = [each for each in lines if each.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+    return sum(int(each.split()[1]) << 10 for each in counted)
 
 
 def children_of(pid: int) -> Iterator[int]:
