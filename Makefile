@@ -104,8 +104,8 @@ test-torch: .venv-torch-$(VERSION)/.installed
 	@$(<D)/bin/python -m pytest -m "not long" tests/conformance $(lastword $(MODERN_TESTS))
 
 test-transformers: .venv-transformers-$(VERSION)/.installed
-	@$(<D)/bin/python -m pytest tests/conformance/test_text_models.py \
-	  tests/conformance/test_vision_models.py tests/shards/cut/test_shards_foreign_models.py
+	@$(<D)/bin/python -m pytest -m "not long" tests/conformance/test_text_models.py \
+	  tests/conformance/test_vision_models.py
 
 test-lightning: .venv-lightning-$(VERSION)/.installed
 	@PYTHONPATH=. $(<D)/bin/python -m pytest integration/lightning

@@ -19,7 +19,7 @@ SAYS = {
     "metric": r"trial-000 +0\.01\d* +0\.\d+ +0\.\d+\n.*trial-001",
     "no_labels": r"^latent [28] error 0\.\d+\n\(8, [28]\)$",
     "onnx": r"^\(5, 4\) True$",
-    "optuna": r"^6 trials in the study; the best: \{'lr': [\d.e-]+, 'width': (16|64)\}$",
+    "optuna": r"^6 trials are in the study now; the best: \{'lr': [\d.e-]+, 'width': (16|64)\}$",
     "searcher": r"(?s)(?=(.*after 4 epochs){2})(?=(.*stopped after 1 epochs){2})",
     "tables": r"^weight 1\.0 finds (\d+) of (\d+)\nweight 10\.0 finds (\d+) of \2$",
     "text": r"^\[1 0\]$",
