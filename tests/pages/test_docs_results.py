@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cerebro_hydra.tune import GridSearch
+from tests.processes import WITHOUT_SPARK, run_python
 from tests.tune import tune_models
 from tests.tune.test_tune_search import arguments, rows
 
@@ -34,4 +35,9 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for example in examples:
         exec(example, names)
     assert names["best"].result_epoch == 1
+    program = """
+import numpy as np, cerebro_hydra
+print(cerebro_hydra.load_model("kept/best").predict(np.zeros((3, 16), "float32")).shape)
+"""
+    assert run_python("-c", WITHOUT_SPARK + program, cwd=tmp_path).stdout == "(3, 4)\n"
     assert torch.equal(names["outputs"][0], names["module"](names["features"]))
