@@ -13,7 +13,12 @@ from torch import Tensor
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
+from cerebro_hydra.data.batches import batches
+from cerebro_hydra.data.preparation.prepare import first_rows, prepare
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import DataError
+from cerebro_hydra.recipe.batch.decoding import Decoding
+from tests.data.existing.existing_stores import read_all
 from tests.recipe.decoding import pictures
 
 if TYPE_CHECKING:
@@ -29,6 +34,9 @@ def folder_of(path: Path, count: int) -> str:
         image = pictures.pixels(i, 14 + i % 3, 16)
         (path / f"{i % 4}-{i}.png").write_bytes(pictures.encoded(image, "PNG"))
     return str(path)
+
+
+decode_nothing = Decoding(None)
 
 
 def both_formats(spark: SparkSession, folder: str) -> DataFrame:
@@ -71,6 +79,43 @@ def searched(params: dict[str, Any]) -> SparkEstimator:
     )
 
 
+def test_both_formats_are_prepared_with_the_same_pixels(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    df = both_formats(spark, folder_of(tmp_path / "files", 24)).localCheckpoint()
+    store = LocalStore(str(tmp_path / "store"))
+    spec = DataSpec.checked(["bytes", "image"], ["label"])
+    head = first_rows(df, spec, 8)
+    assert head is not None
+    manifest = prepare(df, store, 2, spec)
+    assert [column.dtype for column in manifest.columns] == ["binary", "image", "int64"]
+    seen = set()
+    decoding = Decoding({"bytes": "png"})
+    for part in (head, *read_all(store, manifest, "train", tmp_path / "cache")):
+        for batch in batches(part, ["bytes", "image"], ["label"], 5, None):
+            seen.update(decode_nothing.given("bytes", batch.features[0]))
+            pixels, images = map(decoding.given, ("bytes", "image"), batch.features)
+            assert all(map(torch.equal, pixels, images))
+    assert seen == {bytes(row["bytes"]) for row in df.collect()}
+
+    damaged = F.when(F.col("label") != 0, F.col("bytes"))
+    one_row = "1 of 1 rows, as in Row"
+    wrong = {
+        "'bytes' is null, or holds null in 6 of 24 rows": df.withColumn("bytes", damaged),
+        f"'image' holds an image that can't be used: .* in {one_row}": df.limit(1).withColumn(
+            "image", F.col("image").withField("mode", F.lit(18))
+        ),
+        f"'image' holds an image .* fewer bytes .* in {one_row}": df.limit(1).withColumn(
+            "image", F.col("image").withField("data", F.lit(b"\1\2"))
+        ),
+    }
+    for message, given in wrong.items():
+        assert first_rows(given, spec, 1) is None or "'bytes'" in message
+        with pytest.raises(DataError, match=message):
+            prepare(given, store, 1, spec)
+
+
+@pytest.mark.long
 def test_bytes_and_images_of_a_folder_train_and_predict(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -94,20 +139,3 @@ def test_bytes_and_images_of_a_folder_train_and_predict(
     by_bytes = {bytes(row["bytes"]): row["label__output"] for row in by_spark}
     for cell, found in zip(rows["bytes"], predicted, strict=True):
         assert np.allclose(by_bytes[bytes(cell)], found, atol=1e-6)
-
-    damaged = F.when(F.col("label") != 0, F.col("bytes"))
-    one_row = "1 of 1 rows, as in Row"
-    wrong = {
-        "'bytes' is null, or holds null in 12 of 48 rows": df.withColumn("bytes", damaged),
-        f"'image' holds an image that can't be used: .* in {one_row}": df.limit(1).withColumn(
-            "image", F.col("image").withField("mode", F.lit(18))
-        ),
-        f"'image' holds an image .* fewer bytes .* in {one_row}": df.limit(1).withColumn(
-            "image", F.col("image").withField("data", F.lit(b"\1\2"))
-        ),
-    }
-    for message, given in wrong.items():
-        with pytest.raises(DataError, match=message):
-            backend.prepare_data(
-                search.store, given, feature_columns=["bytes", "image"], label_columns=["label"]
-            )
