@@ -78,6 +78,19 @@ def test_all_schedules_replay_and_two_of_them_train_by_rules_of_their_own() -> N
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
+@pytest.mark.long
+@pytest.mark.spark
+def test_jpegs_and_sparks_images_train_with_augmentation_and_replay() -> None:
+    outputs = run("07_images.ipynb")
+    text = printed(outputs)
+    assert text.count(": identical") == 4
+    accuracies = [float(each) for each in re.findall(r"accuracy (\d\.\d+)", text)]
+    assert len(accuracies) == 2 and max(accuracies) > 0.6  # by chance 0.33
+    assert len(re.findall(r"loss \d\.\d+", text)) == 2
+    shown = [output["data"] for output in outputs if "data" in output]
+    assert sum("image/png" in data for data in shown) == 1
+
+
 def run(name: str) -> list[nbformat.NotebookNode]:
     """The outputs of all cells of a notebook; the same cells have them where it is kept."""
     made, kept = executed(NOTEBOOKS / name), nbformat.read(NOTEBOOKS / name, as_version=4)
