@@ -25,16 +25,34 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
             raise TypeError(f"{function} has no argument {name!r}; {remedy}")
 
 
+def keywords_of(kind: type) -> set[str]:
+    """Return the keywords of a class, with those that its `__init__` passes on to its bases."""
+    names = set[str]()
+    for each in kind.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        _, *parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+        names |= {p.name for p in parameters if p.kind not in _COLLECTING}
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+_COLLECTING = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
 def named_init(init: Callable[A, None]) -> Callable[A, None]:
     """Let an `__init__` refuse a misspelled keyword as `check_keywords` does.
 
     That of a base class speaks of the class of the object, which has passed the keyword on.
     """
-    known = [*inspect.signature(init).parameters][1:]
+    own = {*inspect.signature(init).parameters}
 
     @wraps(init)
     def checked(*args: A.args, **kwargs: A.kwargs) -> None:
-        check_keywords(type(args[0]).__name__, kwargs, known)
+        if unknown := [name for name in kwargs if name not in own]:
+            kind = type(args[0])
+            check_keywords(kind.__name__, unknown, keywords_of(kind))
         init(*args, **kwargs)
 
     return checked

@@ -18,7 +18,7 @@ from pyspark.ml.util import MLReadable, MLReader
 from cerebro_hydra import tune
 from cerebro_hydra.documents import part_of, unreadable
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.keywords import check_keywords
+from cerebro_hydra.keywords import check_keywords, keywords_of
 from cerebro_hydra.ml.metadata import StageMetadata, read_metadata
 from cerebro_hydra.ml.run_estimator import RunEstimator, one_run, restored
 from cerebro_hydra.tune.search import Search
@@ -108,15 +108,7 @@ class TunedEstimator(RunEstimator, MLReadable["TunedEstimator"]):
     @classmethod
     def _own_arguments(cls, searcher: type[Search]) -> set[str]:
         """Return what a search takes beside the Params of a run and the factory."""
-        names = set[str]()
-        for each in searcher.__mro__:
-            if "__init__" not in vars(each):
-                continue
-            parameters = signature(vars(each)["__init__"]).parameters.values()
-            names |= {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
-            if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters):
-                break
-        return names - {"estimator_gen_fn", *cls.param_names()}
+        return keywords_of(searcher) - {"estimator_gen_fn", *cls.param_names()}
 
     def _given(self) -> dict[str, Any]:
         """Return the arguments of the search that were set, by name."""

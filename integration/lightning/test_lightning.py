@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import cerebro_hydra
-from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
-from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from integration.lightning.modules import Classifier, classifier
+from tests.end_to_end.runs import classes, two_rates
 
-RANDOM = np.random.default_rng(1)
-LABELS = RANDOM.integers(0, 4, 128)
-FEATURES = (RANDOM.normal(size=(128, 16)) + LABELS[:, None]).astype(np.float32)
+ROWS = classes(128).arrays
 
 
 def made() -> Classifier:
@@ -29,7 +23,7 @@ def made() -> Classifier:
 
 
 def test_it_has_the_bits_of_lightnings_trainer(tmp_path: Path) -> None:
-    features, labels = torch.from_numpy(FEATURES), torch.from_numpy(LABELS)
+    features, labels = (torch.from_numpy(ROWS[name]) for name in ("features", "label"))
     expected = made()
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
@@ -52,19 +46,7 @@ def test_it_has_the_bits_of_lightnings_trainer(tmp_path: Path) -> None:
 
 
 def test_a_search_trains_it_in_shards_and_replays_it(tmp_path: Path) -> None:
-    search: Any = GridSearch(
-        backend=LocalBackend(2),
-        store=LocalStore(str(tmp_path)),
-        estimator_gen_fn=classifier,
-        search_space={"lr": hp_choice([0.0, 0.1])},
-        num_epochs=2,
-        evaluation_metric="acc",
-        validation=0.3,
-        verbose=0,
-    )
-    result = search.fit(Arrays({"features": FEATURES, "label": LABELS}))
-    assert result.best_trial.params == {"lr": 0.1}
+    result = two_rates(tmp_path, classifier, "acc")
     assert isinstance(result.torch(), Classifier)
     for trial in result.trials:
         assert trial.history.keys() == {"train_loss", "val_loss", "val_acc"}
-        assert cerebro_hydra.replay(result.run_path, trial.trial_id).identical

@@ -20,7 +20,7 @@ from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.tune import GridSearch, HyperbandSearch, hp_choice
 from tests.tune import tune_models
 from tests.tune.test_tune_search import arguments, rows
 
@@ -182,6 +182,10 @@ def test_a_candidate_that_can_not_be_built_fails_alone_if_another_one_can(tmp_pa
 def test_a_misspelled_argument_of_a_search_names_the_right_one(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"GridSearch .*'num_epoch'; did you mean 'num_epochs'\?"):
         GridSearch(**arguments(tmp_path), num_epoch=1)
+    with pytest.raises(TypeError, match=r"HyperbandSearch .*'model_num'; .*'eta',.*'num_models',"):
+        HyperbandSearch(**arguments(tmp_path), model_num=4)
+    with pytest.raises(TypeError, match="'num_model'; did you mean 'num_models'"):
+        HyperbandSearch(**arguments(tmp_path), num_model=4)
 
 
 def test_a_batch_that_is_larger_than_a_partition_is_told_of(

@@ -34,7 +34,8 @@ def draw(study: StudyOfRun, space: OptunaSpace) -> tuple[optuna.Trial, dict[str,
     except Exception as error:
         raise ConfigurationError(
             f"the sampler {type(study.sampler).__name__} draws no candidate of search_space: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {str(error).rstrip('.')}; give a sampler of these "
+            "parameters, bounds and scales"
         ) from error
 
 
