@@ -229,11 +229,18 @@ def winner_line(view: RunView) -> str:
     """Return which trial is best, and the epoch whose state is its result, counted from 1."""
     best = view.winner
     if best is None or best.result_epoch is None:
-        return f"no trial is best: none finished with a number as {view.metric}"
+        return no_winner(view)
     epochs = f"{best.result_epoch + 1} of {len(best.epochs)}"
     kept = "its last" if best.best_epoch is None else "its best"
     score = f"{view.metric} {number(view.score(best))}"
     return f"best: {best.trial_id} after {kept} epoch, {epochs}: {score}"
+
+
+def no_winner(view: RunView) -> str:
+    """Say why no trial is best; what trials have measured counts where the run ends for now."""
+    if view.suspended:
+        return f"no trial is best yet: none has a number as {view.metric}; a resume goes on"
+    return f"no trial is best: none finished with a number as {view.metric}"
 
 
 def audited(steps: int) -> str:

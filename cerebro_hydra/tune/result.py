@@ -17,7 +17,7 @@ from cerebro_hydra.errors import ConfigurationError, JournalError, ReplayError, 
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.observe import Observer, RunStarted, records_of
 from cerebro_hydra.observe.plots import plot, plot_devices
-from cerebro_hydra.observe.text import number
+from cerebro_hydra.observe.text import no_winner, number
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.replay.replay_trial import replay
@@ -160,10 +160,7 @@ class SearchResult:
         """
         best = self._view.winner
         if best is None:
-            raise ConfigurationError(
-                f"no trial is best: none finished with a number as {self.metric}; look at "
-                "result.trials"
-            )
+            raise ConfigurationError(f"{no_winner(self._view)}; look at result.trials")
         return self._known[best.trial_id]
 
     def get_best_model_history(self) -> History:

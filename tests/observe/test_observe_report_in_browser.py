@@ -231,7 +231,7 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
         told = (ended, ins.FinishTrial(trial, "finished", "", 0))
         decisions.append(Decision(seq, float(seq), added(each), told))
     folder = written(tmp_path, [started, *trials], decisions)
-    (tmp_path / REPORT_FILE).write_text(render(folder), encoding="utf-8")
+    (tmp_path / REPORT_FILE).write_text(render(folder, importance=True), encoding="utf-8")
     many = page.context.browser.new_page()
     many.goto((tmp_path / REPORT_FILE).as_uri())
     logs = many.locator("figcaption", has_text="log axis").all_inner_texts()
@@ -239,6 +239,11 @@ def test_curves_over_decades_have_a_log_axis_and_many_trials_parallel_coordinate
     assert many.locator("#parallel [data-line]").count() == 10
     names = many.locator("#parallel .name").evaluate_all("all => all.map(e => e.firstChild.data)")
     assert names == ["lr", *sizes, "val_loss"]
+    assert {*many.locator(".importance dt").all_inner_texts()} == {"lr", *sizes}
+    shares = [int(text.rstrip(" %")) for text in many.locator(".importance dd").all_inner_texts()]
+    assert shares == sorted(shares, reverse=True) and 95 <= sum(shares) <= 105
+    bars = many.locator(".importance span").evaluate_all("all => all.map(e => e.clientWidth)")
+    assert bars == sorted(bars, reverse=True) and bars[0] > bars[-1]
     sizes_told = "10 sizes, from 1,000 to 1,009 parameters, in 1 shard"
     assert sizes_told in many.locator("main").inner_text()
     assert page.locator("#parallel").count() == 0, "four trials need none"

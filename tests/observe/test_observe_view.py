@@ -15,6 +15,7 @@ from cerebro_hydra.observe import (
     RunView,
     records_of,
 )
+from cerebro_hydra.observe.text import winner_line
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.events import TrialStopped
@@ -275,6 +276,15 @@ def test_a_trial_rests_at_its_rung_and_keeps_it_when_it_goes_on() -> None:
     view.apply(journal(ev.TrialResumed(2)))
     states = [(trial.status, trial.rung) for trial in view.trials.values()]
     assert states == [("waiting", 2), ("paused", None), ("waiting", None)]
+
+
+def test_a_run_that_ends_for_now_before_any_epoch_says_that_a_resume_goes_on() -> None:
+    view = fold([*begin(2), JOIN])
+    assert winner_line(view) == "no trial is best: none finished with a number as val_loss"
+    view.apply(journal(ev.RunSuspended("its time is spent")))
+    assert winner_line(view).startswith("no trial is best yet: none has a number as val_loss; ")
+    view.apply(journal(ev.RunResumed()))
+    assert "yet" not in winner_line(view)
 
 
 def test_stopped_trials_win_if_all_are_over_and_none_has_finished() -> None:
