@@ -32,7 +32,7 @@ CLAIMS = "claims"
 _RENEWALS = 6  # in CLAIM_SECONDS, so that a slow store or a busy machine loses no claim
 _LOOKS = 60
 _GIVEN_UP = b"given up"
-_NAME = re.compile(r"\d{6,}")
+_NAME = re.compile(r"[0-9]{6,18}")
 _OWNER = re.compile(
     r"process (\d+) on [^,]+, begun at tick (\d+) of (boot [0-9a-f-]+ in pid:\[\d+\])"
 )
@@ -116,8 +116,8 @@ class Claims:
         try:
             content = self._store.read(path)
         except StoreError:
-            if self._store.exists(path):
-                raise
+            if _latest(self._store, self._folder) == path.rpartition("/")[2]:
+                raise  # it is there, if only as a link to nothing
             return False  # cleared away by the program that finished
         if content == _GIVEN_UP or _is_gone(content):
             return True

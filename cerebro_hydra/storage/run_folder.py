@@ -34,10 +34,10 @@ READ_BYTES = 4 << 20
 """How much of an object is read at once."""
 
 _OBJECT = re.compile(r"([0-9a-f]{32})\.safetensors")
-_TRIAL = re.compile(r"trial-(\d{3,})")
-_STATE = re.compile(r"state-(\d{6,})\.json")
+_TRIAL = re.compile(r"trial-(\d{3,})", re.ASCII)
+_STATE = re.compile(r"state-(\d{6,})\.json", re.ASCII)
 
-_SEGMENT = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl")
+_SEGMENT = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl", re.ASCII)
 
 
 class RunFolder:

@@ -386,7 +386,8 @@ class Admission:
         if key is not None and (key, least) in self._cuts:
             return self._cuts[key, least]
         with torch_settings_kept():
-            cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least)
+            evaluated = self._examples.evaluated_sizes(recipe.batch_size)
+            cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least, evaluated)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
             self._cuts[key, least] = cut

@@ -64,8 +64,13 @@ class ExampleBatches:
                 "partitions; give more rows, fewer workers or a smaller share of validation rows"
             )
 
+    def evaluated_sizes(self, batch_size: int) -> set[int]:
+        """Return every number of rows that a batch of an evaluation will have."""
+        rows = {info.rows for info in self.manifest.partitions if info.split == "val"}
+        return {size for each in rows for size in batch_sizes(each, batch_size)}
+
     def sizes(self, batch_size: int) -> list[int]:
-        """Return every number of rows that a batch will have, the largest first."""
+        """Return every number of rows that a batch of training will have, the largest first."""
         met = {size for rows in self.partition_rows for size in batch_sizes(rows, batch_size)}
         return sorted(met, reverse=True)
 

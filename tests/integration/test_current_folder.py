@@ -84,6 +84,8 @@ def planted(tmp_path: Path) -> Path:
         # What setuptools brings along lies behind whatever a program adds to its path.
         if spec is not None and "_vendor" not in f"{spec.origin}{spec.submodule_search_locations}":
             (folder / f"{name}.py").write_text(code)
+    for name in ("sitecustomize", "usercustomize"):  # which Python looks for as it starts
+        (folder / f"{name}.py").write_text(code)
     assert (folder / "numpy.py").exists() and (folder / "socket.py").exists()
     (folder / "my_models.py").write_text(MODELS)
     return folder

@@ -66,9 +66,9 @@ from cerebro_hydra.plan.messages.instructions import (
 )
 
 NOT_REPRODUCIBLE = (
-    "an audit found that a step of training differs from the same step of a model that was built "
-    "anew: {}. Look for state outside of parameters and buffers, such as counters, and for random "
-    "numbers that are not torch's"
+    "a step of training differs from the same step in plain PyTorch, although the model is in one "
+    "piece: {}. If that names no code, look for state outside of parameters and buffers, such as "
+    "counters, and for random numbers that are not torch's"
 )
 
 NOT_SAVED = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,6 +128,7 @@ def admit(
     cache: CutModelCache | None = None,
     profiler: TaskProfiler | None = None,
     least_shards: int = 1,
+    evaluated_rows: Collection[int] = (),
 ) -> AdmittedCut:
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
@@ -136,9 +137,10 @@ def admit(
     The report says why. The recipe is not changed.
 
     Args:
-        examples: real batches (features, targets), one for each batch size that will occur.
+        examples: real batches (features, targets), one for each batch size that trains.
         profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
         least_shards: what `shards="auto"` tries to have at least.
+        evaluated_rows: the batch sizes of evaluations, for a model whose graph fixes the rows.
 
     Raises:
         ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
@@ -148,7 +150,7 @@ def admit(
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     with kept_heap():
         cache = cache or CutModelCache()
-        return _admit(recipe, examples, trial_seed, cache, profiler, least_shards)
+        return _admit(recipe, examples, trial_seed, cache, profiler, least_shards, evaluated_rows)
 
 
 def _admit(
@@ -158,6 +160,7 @@ def _admit(
     cache: CutModelCache,
     profiler: TaskProfiler | None,
     least_shards: int,
+    evaluated_rows: Collection[int],
 ) -> AdmittedCut:
     check = CutCheck.plain(recipe, examples, trial_seed)
     template = check.template
@@ -213,7 +216,8 @@ def _admit(
     attempts: list[FailedAttempt] = []
     tried: set[CutSpec] = set()
     refused: ConfigurationError | None = None
-    for choice in _candidates(recipe, sample, check, by_number, cache, attempts):
+    rows = tuple(sorted({*check.rows, *evaluated_rows}, reverse=True))
+    for choice in _candidates(recipe, sample, check, rows, by_number, cache, attempts):
         if choice.spec in tried:
             continue  # a model of few units has no more shards to give
         tried.add(choice.spec)
@@ -292,6 +296,7 @@ def _candidates(
     recipe: Recipe,
     sample: Sample,
     check: CutCheck,
+    rows: tuple[int, ...],
     by_number: Callable[[CutPoints], tuple[CutChoice, Sequence[float]]],
     cache: CutModelCache,
     attempts: list[FailedAttempt],
@@ -321,7 +326,7 @@ def _candidates(
 
     if recipe.cuts_graph:
         try:
-            between_markers = _between_markers(recipe, sample, check.rows, cache)
+            between_markers = _between_markers(recipe, sample, rows, cache)
             yield from choices(replace(between_markers, overwritten=overwritten, written=small))
         except CutFailed as error:
             attempts.append(FailedAttempt("by export", str(error)))

@@ -73,7 +73,8 @@ class GraphCut:
         if rows not in self.of_rows:
             raise ConfigurationError(
                 f"a batch has {rows} rows, and the model was cut for {sorted(self.of_rows)} rows "
-                "alone; set cut='modules'"
+                "alone; let it take any number of rows, or choose a batch_size and accumulate that "
+                "give these alone; schedule='sequential' with cut='modules' takes any, too"
             )
         return self.of_rows[rows]
 

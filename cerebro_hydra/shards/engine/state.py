@@ -476,7 +476,8 @@ class EarlyGradients:
             if before is None or before[0] is not gradient or before[1] != version:
                 raise StepDiffers(
                     f"in step {step}, the forward gives parameter {name!r} a gradient, while those "
-                    "of its shard are elsewhere; it takes gradients itself, or assigns them"
+                    "of its shard are elsewhere; it takes gradients itself, or assigns them: leave "
+                    "them to the backward, or return what the forward adds as a part of the loss"
                 )
 
     def end(self, step: int, memory: Mapping[int, Memory | None]) -> None:

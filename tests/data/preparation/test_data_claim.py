@@ -221,12 +221,25 @@ def test_claim_of_a_program_in_another_pid_namespace_holds(tmp_path: Path) -> No
 def test_what_others_put_among_claims_is_no_claim_and_stays(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     folder = store.data_path("f")
-    store.write(f"{folder}/{CLAIMS}/notes.txt", b"mine")
+    others = ["notes.txt", "\u0663" * 6, "9" * 200]  # digits, but not those of ours
+    for name in others:
+        store.write(f"{folder}/{CLAIMS}/{name}", b"mine")
     assert not is_claimed(store, folder)
     assert Claims(store, folder, 30).take() == f"{folder}/{CLAIMS}/000000"
     assert is_claimed(store, folder)
     forget_claims(store, folder)
-    assert store.list(f"{folder}/{CLAIMS}") == ["notes.txt"]
+    assert store.list(f"{folder}/{CLAIMS}") == sorted(others)
+
+
+def test_a_claim_that_is_a_link_to_nothing_is_an_error_and_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    claims = Path(store.data_path("f"), CLAIMS)
+    claims.mkdir(parents=True)
+    (claims / "000003").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="000003"):
+        Claims(store, store.data_path("f"), 30).take()
 
 
 def test_program_that_is_held_up_does_no_harm_afterwards(

@@ -158,8 +158,16 @@ def test_a_model_that_fixes_the_number_of_rows_has_a_graph_for_each():
     trial = assert_equal_to_plain(seeded(FixedRows), sub_epochs)
     assert trial.admission.spec == CutSpec("export", ("b@0",), rows=(8, 5, 1))
     assert trial.evaluate(zoo.vectors(5)).sums["loss"][1] == 5
-    with pytest.raises(ConfigurationError, match="has 7 rows, and the model was cut for"):
+    advice = "cut for .* alone; let it take any .*schedule='sequential' with cut='modules'"
+    with pytest.raises(ConfigurationError, match=f"has 7 rows, and the model was {advice}"):
         trial.evaluate(zoo.vectors(7))
+
+
+def test_a_model_that_fixes_the_number_of_rows_has_graphs_for_evaluations_too():
+    examples = [(batch.features, batch.labels) for batch in zoo.vectors(8, 5)]
+    fixed, any_rows = seeded(FixedRows, cut="export")(), seeded(zoo.Pair, cut="export")()
+    assert admit(fixed, examples, 1, evaluated_rows={8, 3}).spec.rows == (8, 5, 3)
+    assert admit(any_rows, examples, 1, evaluated_rows={8, 3}).spec.rows == ()
 
 
 class Late(zoo.Pair):

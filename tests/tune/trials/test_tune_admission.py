@@ -27,14 +27,16 @@ from tests.tune import tune_models
 COLUMNS = Columns(("features",), ("label",))
 
 
-def examples(path: Path, rows: int, partitions: int = 2) -> ExampleBatches:
+def examples(
+    path: Path, rows: int, partitions: int = 2, validation: float | None = None
+) -> ExampleBatches:
     random = np.random.default_rng(0)
     columns = {
         "features": random.normal(size=(rows, 16)).astype(np.float32),
         "label": random.integers(0, 4, rows),
     }
     store = LocalStore(str(path))
-    manifest = write_dataset(store, columns, partitions, None)
+    manifest = write_dataset(store, columns, partitions, validation)
     return ExampleBatches(manifest, store, COLUMNS)
 
 
@@ -82,6 +84,12 @@ def test_examples_have_every_size_that_training_meets(tmp_path: Path) -> None:
     assert [batch.rows for batch in batches] == [8, 5, 4]
     assert [tuple(batch.features[0].shape) for batch in batches] == [(8, 16), (5, 16), (4, 16)]
     assert torch.equal(batches[0].features[0][:4], batches[2].features[0])
+
+
+def test_evaluations_have_sizes_of_their_own(tmp_path: Path) -> None:
+    found = examples(tmp_path / "split", 60, 1, 0.2)
+    assert (found.sizes(16), found.evaluated_sizes(16)) == ([16], {12})
+    assert examples(tmp_path / "whole", 60).evaluated_sizes(16) == set()
 
 
 def with_rows(path: Path, *rows: int) -> ExampleBatches:
