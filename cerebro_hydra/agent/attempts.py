@@ -28,8 +28,8 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
-from cerebro_hydra.plan.sizing.pipeline import Pipeline
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -207,16 +207,16 @@ class VisitPlanner:
 
     def _spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         trial, (partition,) = self._trials[task.trial], task.partitions
+        pipeline = Pipeline(
+            trial.schedule, self._devices, self._budget, trial.staleness, trial.stages
+        )
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
-            return profile.evaluation(number, len(sizes))
+            return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
         sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         window = trial.accumulate
-        pipeline = Pipeline(
-            trial.schedule, self._devices, self._budget, trial.staleness, trial.stages
-        )
         recompute = profile.recomputes(trial.recompute, self._budget, window, pipeline)
         recompute |= task.trial in self._sparing
         spec = profile.training(number, len(sizes), window, recompute, pipeline)

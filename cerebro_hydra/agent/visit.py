@@ -34,7 +34,7 @@ from cerebro_hydra.plan.queues.events import ActionDone
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.differences import StepResult
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -217,7 +217,8 @@ class Visit:
     def note_closed(self, device: WorkerDevice, evaluation: Evaluation | None) -> None:
         """Note that a device has closed the visit, and what it summed."""
         self.closing.discard(device)
-        self.evaluation = evaluation
+        if evaluation is not None:  # in a pipeline, one device has summed it
+            self.evaluation = evaluation
 
     def saved_sizes(self, action: Action) -> dict[str, int]:
         """Return the bytes of slabs that get a shard's changes, by name."""

@@ -62,8 +62,9 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.profile import TaskProfiler, TrialProfile, asked_recompute
+from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.layout import (
@@ -523,7 +524,7 @@ class MemoryBill:
         rule = PICKS[self._resources.pick]
         found = bill([run], workers, rule)
         found.check()
-        bill([profile.evaluation(spec.trial, 1)], workers, rule).check()
+        bill([profile.evaluation(spec.trial, self.devices, pipeline)], workers, rule).check()
         shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
         if (alike := replace(run, visit=0, shards=shards)) not in self._reported:
             self._reported.add(alike)

@@ -23,7 +23,7 @@ from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.layout import Bytes, HostSegments, Segments, ShardBytes
 from cerebro_hydra.storage.digest import digest

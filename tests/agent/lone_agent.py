@@ -23,7 +23,7 @@ from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.testing.queue_worker import ME, QueueWorker, in_this_process

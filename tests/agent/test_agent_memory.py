@@ -33,7 +33,7 @@ from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.run import ClosedSearch
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest

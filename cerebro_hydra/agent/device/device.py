@@ -55,7 +55,7 @@ from cerebro_hydra.foreign_text import error_text, traceback_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, Segments, in_place, memory_of, on_host
@@ -609,7 +609,7 @@ class DeviceVisit(Protocol):
 
 
 class MovingDeviceVisit(DeviceVisit, Protocol):
-    """One sub-epoch, of which the device does some units and other devices do others."""
+    """A visit, of which the device does some units and other devices do others."""
 
     def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
         """Begin a unit, where the record says what the slab has for it."""

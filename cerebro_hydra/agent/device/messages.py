@@ -11,7 +11,7 @@ from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, Transf
 from cerebro_hydra.plan.messages.actions import Action, Part
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes

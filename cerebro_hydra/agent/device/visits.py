@@ -33,8 +33,8 @@ from cerebro_hydra.recipe.randomness import (
 )
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffects
-from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -412,7 +412,7 @@ class EvaluationVisit:
         self._kept.enter_context(kept_attributes(trial.recipe.model))
         waits = order.task.uncut and order.resident  # else shards leave before others come
         self._visit = ShardEvaluation(
-            trial, batches, shared, limit, order.resident, looks=may_look, waits=waits
+            trial, batches, shared, limit, order.resident, may_look, waits, order.moves
         )
 
     def moved(self, slots: Segments) -> Segments:
@@ -448,8 +448,16 @@ class EvaluationVisit:
         """Return nothing: an evaluation has no updates."""
         return {}
 
-    def close(self) -> Evaluation:
-        """End the evaluation, and return what it gave.
+    def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
+        """Begin a unit of a microbatch that moves."""
+        self._visit.take_up(tasks, memory_of(slab), record)
+
+    def put_down(self) -> PassRecord:
+        """End such a unit."""
+        return self._visit.put_down()
+
+    def close(self) -> Evaluation | None:
+        """End the evaluation, and return what it gave, if its last shard was here.
 
         Raises:
             ConfigurationError: it changed what admission's evaluations left alone.

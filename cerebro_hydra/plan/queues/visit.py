@@ -189,6 +189,16 @@ class Visit:
         return not any(each.units or self._tasks(each) for each in self.lists)
 
     @property
+    def devices_left(self) -> list[int]:
+        """Return the devices that have tasks left, of a schedule that says which does what.
+
+        The first devices of an evaluation may end before the last ones have begun.
+        """
+        more = not self.is_in_last_window
+        left = [bool(more or each.units or each.left) for each in self.lists]
+        return [device for device, number in self._list_at.items() if left[number]]
+
+    @property
     def is_in_last_window(self) -> bool:
         """Return whether no window is left after the one that tasks are taken from."""
         return self._windows == self.spec.graph.windows

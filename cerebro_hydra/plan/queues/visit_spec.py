@@ -9,7 +9,7 @@ from itertools import accumulate
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
 from cerebro_hydra.plan.queues.ledger import PartBytes, StateName
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import SCHEDULES, is_pipelined
+from cerebro_hydra.plan.schedules.registry import is_pipelined, schedule_of
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
@@ -117,7 +117,7 @@ class VisitSpec:
             the uncut model takes a step in one of them.
 
     Raises:
-        ValueError: microbatches that stay on one device can't be pipelined, or the places are not
+        ValueError: microbatches of a cut by modules can't be pipelined, or the places are not
             one device for each list.
     """
 
@@ -137,9 +137,10 @@ class VisitSpec:
 
     def __post_init__(self) -> None:
         """Refuse a schedule that the cut can't follow."""
-        if self.is_pipelined and (self.by_modules or not self.graph.training):
-            what = "a cut by modules" if self.by_modules else "an evaluation"
-            raise ValueError(f"visit {self.visit} is {what}, which {self.schedule} can't pipeline")
+        if self.is_pipelined and self.by_modules:
+            raise ValueError(
+                f"visit {self.visit} is a cut by modules, which {self.schedule} can't pipeline"
+            )
         if self.places and not len(self.places) == len({*self.places}) == len(self.lists(0)):
             raise ValueError(
                 f"visit {self.visit} has places {self.places}; name one device for each of the "
@@ -153,13 +154,16 @@ class VisitSpec:
 
     def lists(self, window: int) -> Sequence[Sequence[Action]]:
         """Return the tasks of a window: a list for each device, or one for whichever is free."""
-        return SCHEDULES[self.schedule](self.graph, self.visit, window, self.devices)
+        order = schedule_of(self.schedule, self.graph.training)
+        return order(self.graph, self.visit, window, self.devices)
 
     @property
     def most_open(self) -> int:
         """Return how many microbatches are between first forward and last backward at once."""
         if not self.is_pipelined:
             return 1
+        if not self.graph.training:  # one for each device, and one that waits for the last device
+            return min(len(self.lists(0)) + 1, self.graph.microbatches)
         first = [task for task in self.lists(0)[0] if task.shard == 0]
         return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
 
@@ -170,8 +174,11 @@ class VisitSpec:
 
     @property
     def stays(self) -> bool:
-        """Return whether what a task keeps for later ones stays on its device."""
-        return self.by_modules or not self.recompute
+        """Return whether what a task keeps for later ones stays on its device.
+
+        An evaluation is summed where its last shard is.
+        """
+        return self.by_modules or not self.recompute or not self.graph.training
 
     @property
     def keeps_all(self) -> bool:
@@ -214,7 +221,7 @@ class VisitSpec:
             if self.is_pipelined:
                 kept += self.most_open * self.boundary_bytes + self._transient(shards)
             return Share(tuple(shards), state, kept, state + kept, state + kept)
-        held = self.boundary_bytes if self.stays else 0
+        held = 0 if self.moves else self.boundary_bytes
         need = held + max(self.on_device(k) + self.shards[k].activations for k in shards)
         return Share(tuple(shards), state, held, need, held)
 

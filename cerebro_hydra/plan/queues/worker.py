@@ -354,7 +354,7 @@ class WorkerState:
 
     def _places(self, queue: DeviceQueue, visit: Visit) -> list[DeviceQueue]:
         """Return the devices on which a visit stays that begins to on this one."""
-        return [self.queues[k] for k in visit.devices] if visit.has_places else [queue]
+        return [self.queues[k] for k in visit.devices_left] if visit.has_places else [queue]
 
     def _kept_in_dram(self, but: Visit) -> int:
         """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""

@@ -55,7 +55,8 @@ class TaskGraph:
 
     def flushed_with(self, microbatch: int) -> range:
         """Return the microbatches of which some may be open at once with this one."""
-        return range(self.microbatches) if self.staleness else self.window_of(microbatch)
+        goes_on = bool(self.staleness) or not self.training
+        return range(self.microbatches) if goes_on else self.window_of(microbatch)
 
     def version(self, shard: int, microbatch: int) -> int:
         """Return which version of a shard's weights forward and backward of a microbatch read.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.schedules.forward_only import forward_only
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.interleaved import interleaved
@@ -38,6 +39,11 @@ FLUSHED: Mapping[str, Schedule] = {
 
 SCHEDULES: Mapping[str, Schedule] = {**FLUSHED, "pipedream": pipedream, "2bw": two_buffers}
 """The names that the schedule of a trial may have."""
+
+
+def schedule_of(name: str, training: bool) -> Schedule:
+    """Return what orders the tasks of a visit of a trial with this schedule."""
+    return SCHEDULES[name] if training or not is_pipelined(name) else forward_only
 
 
 def is_pipelined(schedule: str) -> bool:

@@ -99,7 +99,7 @@ class Pipeline:
             weights: the bytes of a version of each shard's weights.
         """
         number = min(visit.devices, visit.graph.shards)
-        if self.schedule == "interleaved":
+        if self.schedule == "interleaved" and visit.graph.training:
             number *= visit.graph.shards // number
         settled = self.stages or self.staleness or not visit.is_pipelined
         if settled or number in (1, visit.graph.shards):

@@ -1,7 +1,6 @@
 """Profiles the tasks of a cut trial: what they need of a device beside its state, and how long.
 
-Trials of equal structure share one profile. A trial's own tells the queues of a worker what they
-must know of it: the bytes of its shards, and what ties them.
+Trials of equal structure share one profile.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
-from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.registry import is_flushed
-from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
@@ -36,7 +35,6 @@ from cerebro_hydra.shards.engine.layout import (
     GradientLayout,
     HostSegments,
     Memory,
-    ShardBytes,
     TrialLayout,
     TrialRuntime,
     aligned,
@@ -101,11 +99,12 @@ def profile(
         measured = _Measured(trial, example, shared)
         again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
         kept, left = _kept(measured) if keep else (None, None)
-        evaluation = _evaluated(measured)
+        evaluation, evaluated = _evaluated(measured), _left_by_evaluation(measured)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
-    return TaskProfile(evaluation, kept, again, tuple(sorted(shared)), batch, moving or left)
+    names = tuple(sorted(shared))
+    return TaskProfile(evaluation, kept, again, names, batch, moving or left, evaluated)
 
 
 class _Measured(NamedTuple):
@@ -165,6 +164,34 @@ def _evaluated(measured: _Measured) -> Needs:
     activations = [max(0, found["F", k].peak - held) for k in range(trial.num_shards)]
     boundary = [held] + [0] * (trial.num_shards - 1)
     return tuple(ShardSpec(0, *each) for each in zip(activations, boundary, strict=True))
+
+
+def _left_by_evaluation(measured: _Measured) -> tuple[int, ...] | None:
+    """Return the bytes that forwards of an evaluation leave for those of other devices.
+
+    There are none if the model is not cut as a graph, or a forward writes to another shard's
+    buffer, of which each device would have its own.
+    """
+    trial, example, shared = measured
+    cut_model, log = trial.cut_model, TensorLog({}, 0)
+    owner = {buffer.name: buffer.owner for buffer in cut_model.buffers}
+    if cut_model.graphs is None:
+        return None
+    graphs = cut_model.graphs.of(_microbatch(trial.recipe, example).inputs)
+    if any(owner[name] != k for k, graph in enumerate(graphs.eval) for name in graph.mutates):
+        return None
+    shards, left = EvaluatedShards(trial, shared), []
+    features, labels = copy_example(example)
+    rows = int((labels or features)[0].shape[0])
+    with shards.evaluating():
+        shards.begin_pass(0, _Batch(features, labels, rows))
+        for k, segments in enumerate(initial_segments(trial.recipe, trial.layout)):
+            shards.receive(k, on_host(segments))
+            before = log.nbytes
+            shards.forward(Action(0, k, ActionKind.F, 0))
+            log.lay_out(shards.passes.tensors)
+            left.append(log.nbytes - before)
+    return tuple(left)
 
 
 class _Batch(NamedTuple):
@@ -486,148 +513,7 @@ class TaskProfiler:
         training = enlarged(found.training(0, window, window, recompute=True))
         evaluation = enlarged(found.evaluation(0, 1))
         tasks = replace(
-            found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None
-        )
-        return replace(found, tasks=tasks)
-
-
-def asked_recompute(recipe: Recipe) -> bool | None:
-    """Return whether activations are to be computed again; None leaves it to the budget."""
-    return recipe.recompute if isinstance(recipe.recompute, bool) else None
-
-
-@dataclass(frozen=True, slots=True)
-class TrialProfile:
-    """Describes a trial to the queues, in whichever process it was built.
-
-    Args:
-        shards: the bytes of each shard.
-        tied: the groups of shards that share a parameter.
-        barrier: whether all gradients come before any update.
-        tasks: what tasks need beside the shards; None if nobody has measured that.
-        build_seconds: what the user's factory took.
-    """
-
-    shards: tuple[ShardBytes, ...]
-    tied: tuple[tuple[int, ...], ...]
-    barrier: bool
-    tasks: TaskProfile | None = None
-    build_seconds: float = 0.0
-
-    @classmethod
-    def of(
-        cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout, tasks: TaskProfile | None
-    ) -> TrialProfile:
-        """Return the profile of a trial that was built."""
-        return cls(
-            tuple(map(ShardBytes.of, layout.shards)),
-            tuple(cut_model.tied_groups),
-            recipe.barrier,
-            tasks,
-        )
-
-    def recomputes(
-        self,
-        asked: bool | None,
-        budget: int | None,
-        window: int,
-        pipeline: Pipeline = ALONE,
-    ) -> bool:
-        """Return whether a backward computes its forward again on devices with this budget."""
-        if asked is not None:
-            return asked
-        if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
-            return self.tasks.keep is None  # the other way is impossible
-        kept = self.training(0, window, window, False, pipeline)
-        return budget is not None and kept.device_need > budget
-
-    def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
-        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
-        kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
-        return self.shards[shard].gradients if kept else 0
-
-    def versions(self, shard: int, graph: TaskGraph) -> int:
-        """Return the bytes of a shard's older weights, which tasks read."""
-        return graph.staleness[shard] * self.shards[shard].gradients if graph.staleness else 0
-
-    def training(
-        self,
-        visit: int,
-        microbatches: int,
-        window: int,
-        recompute: bool,
-        pipeline: Pipeline = ALONE,
-    ) -> VisitSpec:
-        """Return the visit of a sub-epoch, whose microbatches may move among devices.
-
-        They stay on one device where nobody knows what they would leave for another one. Tasks that
-        read older weights are for so many devices at most that none waits for itself.
-        """
-        devices, schedule = pipeline.devices, pipeline.schedule
-        graph = TaskGraph(
-            len(self.shards), microbatches, window, self.barrier, self.tied,
-            staleness=pipeline.staleness, stage_sizes=pipeline.stages,
+            found.tasks, keep=None, recompute=training, evaluation=evaluation, moving=None,
+            evaluated=None,
         )  # fmt: skip
-        if not is_flushed(schedule):
-            devices = min(devices, graph.most_devices)
-        kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
-        if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
-            least = [s.gradients - own for s, own in zip(self.shards, kept, strict=True)]
-            needs: Needs = tuple(ShardSpec(0, activations=each) for each in least)
-        else:
-            needs = self.tasks.training(recompute)
-        shards = tuple(
-            replace(
-                need,
-                state=shard.frozen + shard.trainable + own + self.versions(number, graph),
-                forward_writes=shard.forward_writes,
-                gradients=own,
-                optimizer=shard.optimizer,
-            )
-            for number, (shard, need, own) in enumerate(zip(self.shards, needs, kept, strict=True))
-        )
-        moving = None if self.tasks is None else self.tasks.moving
-        if 1 in (devices, graph.shards) or moving is None:
-            moving = None
-        elif not recompute and schedule == "sequential":
-            moving = None  # autograd's graphs stay where they are
-        if moving is None:
-            return VisitSpec(visit, graph, shards, by_modules=True, recompute=recompute)
-        # A task has no more of what the microbatch holds on its device.
-        held = sum(shard.boundary for shard in shards) if recompute else 0
-        shards = tuple(
-            replace(shard, activations=held + shard.activations, boundary=left)
-            for shard, left in zip(shards, moving, strict=True)
-        )
-        found = VisitSpec(
-            visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
-        )
-        return pipeline.staged(found, [shard.gradients for shard in self.shards])
-
-    def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
-        """Return how the trial is spread over devices of which the smallest has this budget.
-
-        Raises:
-            ConfigurationError: see `Pipeline.settled`.
-        """
-        found = Pipeline(recipe.schedule, devices, budget, (), (), recipe.vertical_sync)
-        # Stages are chosen by bytes of one version of the weights, as a flushed schedule has it.
-        one = found if is_flushed(recipe.schedule) else replace(found, schedule="1f1b")
-        window, asked = recipe.accumulate, asked_recompute(recipe)
-        recompute = self.recomputes(asked, budget, window, one)
-        visit = self.training(0, window, window, recompute, one)
-        return found.settled(recipe.stages, visit, [shard.gradients for shard in self.shards])
-
-    def evaluation(self, visit: int, microbatches: int) -> VisitSpec:
-        """Return the visit of an evaluation."""
-        graph = TaskGraph(len(self.shards), microbatches, training=False)
-        needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
-        shards = tuple(
-            replace(
-                need,
-                state=shard.frozen + shard.trainable,
-                optimizer=0 if shard.averages else shard.optimizer,
-            )
-            for shard, need in zip(self.shards, needs, strict=True)
-        )
-        return VisitSpec(visit, graph, shards, by_modules=True)
+        return replace(found, tasks=tasks)

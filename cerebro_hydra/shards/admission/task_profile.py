@@ -33,6 +33,7 @@ class TaskProfile:
         batch: the bytes of that batch, as the model takes it.
         moving: the bytes that tasks of each shard leave for others in a microbatch that goes from
             device to device; None where it can't.
+        evaluated: the same of a microbatch of an evaluation.
     """
 
     evaluation: Needs
@@ -41,6 +42,7 @@ class TaskProfile:
     shared: tuple[str, ...]
     batch: int
     moving: tuple[int, ...] | None = None
+    evaluated: tuple[int, ...] | None = None
 
     def training(self, recompute: bool) -> Needs:
         """Return the needs of training; those of the other way where this one was not measured."""
@@ -77,7 +79,7 @@ def watchable(measure: Callable[[], TaskProfile]) -> TaskProfile:
     for taken in (True, False):
         with suppress(Exception), plain_branches(taken):  # one may not take what the other one can
             found.append(measure())
-    return replace(functools.reduce(_most, found), batch=UNWATCHED, moving=None)
+    return replace(functools.reduce(_most, found), batch=UNWATCHED, moving=None, evaluated=None)
 
 
 def _most(one: TaskProfile, other: TaskProfile) -> TaskProfile:

@@ -123,14 +123,15 @@ class CutModel:
 
     @property
     def read_elsewhere(self) -> frozenset[str]:
-        """Return the parameters and buffers that training graphs of other shards read."""
+        """Return the parameters and buffers that graphs of other shards read."""
         if self.graphs is None:
             return self.shared
         owner = {t.name: t.owner for t in (*self.params, *self.buffers)}
         return frozenset(
             name
             for graphs in (self.graphs, *self.graphs.of_rows.values())
-            for k, graph in enumerate(graphs.train)
+            for mode in (graphs.train, graphs.eval)
+            for k, graph in enumerate(mode)
             for name in (*graph.params, *graph.buffers)
             if owner[name] != k
         )

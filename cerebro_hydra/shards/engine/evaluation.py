@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.recipe import BatchTensors, Evaluation, RunningEvaluation
+from cerebro_hydra.recipe import BatchTensors, Evaluation, RandomKey, RunningEvaluation
 from cerebro_hydra.recipe.randomness import generator_states
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
 from cerebro_hydra.shards.engine.bound_model import (
@@ -34,10 +34,12 @@ from cerebro_hydra.shards.engine.differences import (
     tensor_used_elsewhere,
     used_elsewhere,
 )
+from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
-from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
+from cerebro_hydra.shards.engine.layout import Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
     MemoryLimit,
+    Microbatch,
     MicrobatchMaker,
     Places,
     Reach,
@@ -56,7 +58,7 @@ class ShardEvaluation:
     Args:
         trial: who is evaluated.
         batches: the validation rows of a partition.
-        shared, limit, resident: see `VisitRun`.
+        shared, limit, resident, moves: see `VisitRun`.
         looks, waits: see `EvaluatedShards`.
     """
 
@@ -69,9 +71,10 @@ class ShardEvaluation:
         resident: bool = False,
         looks: bool = False,
         waits: bool = False,
+        moves: bool = False,
     ) -> None:
         shared = () if resident else trial.cut_model.shared.union(shared)
-        self._resident = resident
+        self._resident, self._moves = resident, moves
         self._shards = EvaluatedShards(trial, shared, limit, looks=looks, waits=waits)
         self._batches = enumerate(batches)
         self._paused = PausedPass(trial.recipe.device)
@@ -95,6 +98,22 @@ class ShardEvaluation:
         if not self._resident:
             self._shards.release(k, needed=self._next is not None and self._next[1] > k)
 
+    def take_up(self, tasks: Sequence[Action], memory: Memory, record: PassRecord) -> None:
+        """Begin a unit of a microbatch that moves; see `VisitRun.take_up`."""
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps their number per thread
+        self._shards.begin_batch()
+        self._shards.passes.take_up(tasks, memory, record)
+
+    def put_down(self) -> PassRecord:
+        """End the unit, and return what describes its microbatch now.
+
+        Raises:
+            MemoryError: the memory has no room for what the microbatch leaves there.
+        """
+        record = self._shards.passes.put_down({})
+        self._shards.end_batch()
+        return record
+
     def perform(self, task: Action, then: Then | None = None) -> Action:
         """Do F of a shard that is loaded; see `VisitRun`.
 
@@ -107,6 +126,12 @@ class ShardEvaluation:
         if k == 0:
             while self._number < number:
                 self._number, batch = next(self._batches)
+        if self._moves:
+            if k == 0:
+                self._shards.begin_pass(number, batch)
+            self._shards.forward(task)
+            return task
+        if k == 0:
             if self._resident:
                 assert then is not None, "a resident visit needs to know where its tasks come from"
                 return self._in_one_call(batch, task, then)
@@ -140,9 +165,9 @@ class ShardEvaluation:
         return task
 
     @property
-    def result(self) -> Evaluation:
-        """Return what the batches that were measured here have given."""
-        return self._shards.result()
+    def result(self) -> Evaluation | None:
+        """Return what the batches have given; None if another device has the last shard of them."""
+        return None if self._moves and not self._shards.measured else self._shards.result()
 
     @property
     def draws(self) -> bool:
@@ -193,6 +218,7 @@ class EvaluatedShards:
         waits: bool = False,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
+        self._trial = trial
         self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
         self._maker = MicrobatchMaker(cut_model, recipe, trial.seed)
         self._limit = limit
@@ -210,12 +236,20 @@ class EvaluatedShards:
         self.looked_seconds = 0.0
         self.draws = False
 
+    @property
+    def measured(self) -> bool:
+        """Return whether any batch has been measured here."""
+        return bool(self._evaluation.batches)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let batches be measured for a while."""
         try:
             if self._cut_model.graphs is not None:
                 self._predictor = GraphPredictor(self._cut_model, self._states, self._held)
+                self.passes = GraphPasses(
+                    self._predictor, self._trial, 0, self._held.copies, self._limit
+                )
                 yield
                 return
             model = self._recipe.model.eval()
@@ -340,6 +374,35 @@ class EvaluatedShards:
             if not math.isfinite(loss) and (name := self._read_elsewhere(inputs, targets)):
                 raise StepDiffers(used_elsewhere(None, name))
             self._evaluation.add(loss, outputs, targets, batch.rows)
+        self.draws |= generator_states(recipe.device) != states
+
+    def begin_pass(self, number: int, batch: BatchTensors) -> None:
+        """Take a batch that moves before its first shard."""
+        recipe = self._recipe
+        states = generator_states(recipe.device)
+        features, targets = recipe.collated(batch.features, batch.labels, None)
+        going = Microbatch(recipe, features, targets, None, RandomKey(self._trial.seed, 0, 0))
+        self._maker.check_shapes(going.inputs)
+        self.passes.begin(number, going, batch.rows)
+        self.draws |= generator_states(recipe.device) != states
+
+    @torch_settings_kept()
+    def forward(self, task: Action) -> None:
+        """Do F of a shard for the batch that is here; after the last shard, it is measured.
+
+        Raises:
+            NonFiniteLoss: its loss is NaN or infinite.
+        """
+        assert isinstance(self._predictor, GraphPredictor), "only batches of a graph cut move"
+        recipe = self._recipe
+        states = generator_states(recipe.device)
+        with torch.no_grad(), recipe.precision():
+            self.passes.perform(task)
+            if task.shard == self._trial.num_shards - 1:
+                batch, rows = self.passes.batch
+                outputs = self._predictor.take_outputs()
+                loss = recipe.compute_loss(outputs, batch.targets).item()
+                self._evaluation.add(loss, outputs, batch.targets, rows)
         self.draws |= generator_states(recipe.device) != states
 
     def _read_elsewhere(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> str | None:

@@ -23,7 +23,12 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import RandomKey
 from cerebro_hydra.shards.engine.barrier import GradientFacts
-from cerebro_hydra.shards.engine.graph_tasks import AutogradGraph, GraphPass, GraphTasks
+from cerebro_hydra.shards.engine.graph_tasks import (
+    AutogradGraph,
+    GraphPass,
+    GraphPredictor,
+    GraphTasks,
+)
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import LiveBytes, MemoryLimit, Microbatch
 
@@ -169,7 +174,7 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
 
 
 class GraphPasses:
-    """Does F and B of shards for microbatches, of which one is here at a time.
+    """Does F and B of shards for microbatches, or F for an evaluation's; one is here at a time.
 
     Of the others, autograd's graphs are kept here if activations are, and all else is where
     `put_down` has left it.
@@ -183,7 +188,7 @@ class GraphPasses:
 
     def __init__(
         self,
-        tasks: GraphTasks,
+        tasks: GraphTasks | GraphPredictor,
         trial: TrialRuntime,
         start_step: int,
         copies: dict[str, Tensor],
@@ -225,13 +230,14 @@ class GraphPasses:
             if task.kind is ActionKind.F:
                 self._tasks.forward(k, going)
             else:
+                assert isinstance(self._tasks, GraphTasks), "an evaluation has no backward"
                 self._tasks.backward(k, going)
 
     @property
-    def loss(self) -> tuple[float, int]:
-        """Return the mean loss of the microbatch that is here, and its rows."""
+    def batch(self) -> tuple[Microbatch, int]:
+        """Return the microbatch that is here, and its rows."""
         assert self._going is not None
-        return self._going.batch.loss, self._rows
+        return self._going.batch, self._rows
 
     def end(self) -> None:
         """Let go of the microbatch that is here."""
@@ -255,6 +261,13 @@ class GraphPasses:
         with self._limit.kept(inputs, held, lambda kind, shard: None, live) as reach:
             reach("F", k)
             yield
+
+    @property
+    def tensors(self) -> dict[Key, Tensor]:
+        """Return the tensors of the microbatch that is here, with what is held for it."""
+        assert self._going is not None
+        shared = self._shared & self._copies.keys()
+        return tensors_of(self._going, {name: self._copies[name] for name in shared})
 
     # ------------------------------------------------------------------ records
 
@@ -289,12 +302,10 @@ class GraphPasses:
             MemoryError: the memory has no room for what the microbatch leaves there.
         """
         going, record, log = self._going, self._record, self._log
-        self._going = None
         if going is not None:
             if going.graphs:
                 self._kept[self._number] = going.graphs
-            held = {name: self._copies[name] for name in self._shared & self._copies.keys()}
-            new = log.lay_out(tensors_of(going, held))
+            new = log.lay_out(self.tensors)
             check_room(log.nbytes, self._memory.nbytes)
             for tensor, place in new:
                 place.write(tensor, self._memory)
@@ -305,6 +316,7 @@ class GraphPasses:
                 batch.weight, batch.loss,
             )  # fmt: skip
             self._keep(record)
+        self._going = None
         del self._memory
         return replace(record, facts=dict(facts))
 
@@ -324,7 +336,8 @@ class GraphPasses:
             for kind in ("feature", "target")
         )
         batch = Microbatch(recipe, features, targets, record.weight, key, record.loss)
-        graph, kept = self._graphs.of(batch.inputs).train[k], self._kept.pop(self._number, {})
+        graphs, kept = self._graphs.of(batch.inputs), self._kept.pop(self._number, {})
+        graph = (graphs.train if isinstance(self._tasks, GraphTasks) else graphs.eval)[k]
         values = {} if k in kept else self._named("value", graph.live_in)
         before: dict[str, Tensor] = {}
         if first.kind is ActionKind.B and k not in kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +105,7 @@ class GraphTasks:
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     going.needs_grad.add(name)
-                value = value.detach() if keep else self._apart(k, value)
+                value = value.detach() if keep else apart(value, self._states[k].values.values())
             going.values[name] = value
         if graph.loss is not None:
             going.batch.finish_forward(graph.loss)
@@ -146,15 +146,6 @@ class GraphTasks:
                 going.values.pop(name, None)
         going.grads |= {n: v.grad for n, v in graph.received.items() if v.grad is not None}
         going.tied_grads |= {n: t.grad for n, t in graph.tied.items() if t.grad is not None}
-
-    def _apart(self, k: int, value: Tensor) -> Tensor:
-        """Return a value that stays good when shard k leaves its memory, in the same strides."""
-        storage = value.untyped_storage()
-        inside = {v.untyped_storage().data_ptr() for v in self._states[k].values.values()}
-        if storage.data_ptr() not in inside:
-            return value.detach()
-        copy = torch.empty(0, dtype=value.dtype, device=value.device)
-        return copy.set_(storage.clone(), value.storage_offset(), value.shape, value.stride())
 
     def _graph(self, k: int, going: GraphPass) -> ShardGraph:
         return self._graphs.of(going.batch.inputs).train[k]
@@ -203,6 +194,15 @@ class GraphTasks:
         return AutogradGraph(received, dict(zip(graph.live_out, out, strict=True)), tied)
 
 
+def apart(value: Tensor, own: Iterable[Tensor]) -> Tensor:
+    """Return a value that stays good when a shard's own tensors leave, in the same strides."""
+    storage = value.untyped_storage()
+    if storage.data_ptr() not in {each.untyped_storage().data_ptr() for each in own}:
+        return value.detach()
+    copy = torch.empty(0, dtype=value.dtype, device=value.device)
+    return copy.set_(storage.clone(), value.storage_offset(), value.shape, value.stride())
+
+
 class GraphPredictor:
     """Runs the evaluation graphs of all shards.
 
@@ -213,6 +213,7 @@ class GraphPredictor:
         self, cut_model: CutModel, states: Mapping[int, ShardState], held: HeldTensors
     ) -> None:
         assert cut_model.graphs is not None
+        self._outputs: Any = None
         self._graphs = cut_model.graphs
         self._owner = {t.name: t.owner for t in (*cut_model.params, *cut_model.buffers)}
         self._trained = {p.name for p in cut_model.params if not p.frozen}
@@ -221,19 +222,39 @@ class GraphPredictor:
 
     def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
         """Return the model's outputs, after `reach` has allowed F of each shard."""
-        graphs = self._graphs.of(inputs)
         values: dict[str, Any] = {}
-        out: Sequence[Any] = ()
-        for k, graph in enumerate(graphs.eval):
+        for k in range(len(self._graphs.of(inputs).eval)):
             reach("F", k)
-            out = graph.run(
-                *(self._parameter(name) for name in graph.params),
-                *(self._held[name] for name in graph.buffers),
-                *(values[name] for name in graph.live_in),
-                *(inputs[i] for i in graph.inputs),
-            )
-            values = dict(zip(graph.live_out, out, strict=False))
-        return graphs.outputs(out, False)
+            values = self._run(k, inputs, values)
+        return self.take_outputs()
+
+    def forward(self, k: int, going: GraphPass) -> None:
+        """Run F of shard k, whose values stay good when the shard leaves its memory."""
+        values = self._run(k, going.batch.inputs, going.values)
+        own = self._states[k].values.values()
+        going.values = {
+            name: apart(value, own) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+
+    def take_outputs(self) -> Any:
+        """Return the model's outputs after F of the last shard, and hold them no more."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
+
+    def _run(self, k: int, inputs: Sequence[Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+        """Run F of shard k, and return its values for the shard behind."""
+        graphs = self._graphs.of(inputs)
+        graph = graphs.eval[k]
+        out = graph.run(
+            *(self._parameter(name) for name in graph.params),
+            *(self._held[name] for name in graph.buffers),
+            *(values[name] for name in graph.live_in),
+            *(inputs[i] for i in graph.inputs),
+        )
+        if graph is graphs.eval[-1]:
+            self._outputs = graphs.outputs(out, False)
+        return dict(zip(graph.live_out, out, strict=False))
 
     def _parameter(self, name: str) -> Tensor:
         value = self._held.get(name)

@@ -306,7 +306,8 @@ class VisitRun:
             self._check_next(task, number)
         passes.perform(task)
         if kind is ActionKind.B and k == 0:
-            self.losses[number] = passes.loss
+            batch, rows = passes.batch
+            self.losses[number] = batch.loss, rows
         if self._moves:
             if kind is ActionKind.B and self._barrier:
                 self._facts[k] = self._sub_epoch.facts_of(k)

@@ -28,7 +28,8 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.profile import TrialProfile, profile
+from cerebro_hydra.shards.admission.profile import profile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_folder import read_document

@@ -39,7 +39,8 @@ def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> Search
     """Train every combination, and compare each trial with a replay on one device."""
     backend = LocalBackend(1, PRELOADED, **resources)
     with a_device_killed(backend, 1.0):
-        result = grid(backend, path, pipelined, space, evaluation_metric="loss").fit(ROWS)
+        search = grid(backend, path, pipelined, space, evaluation_metric="loss", validation=0.2)
+        result = search.fit(ROWS)
     assert set(statuses(result)) == {"finished"}, result.trials
     assert_replays(result)
     return result

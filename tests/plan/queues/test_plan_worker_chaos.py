@@ -53,13 +53,14 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         window=draw(st.integers(1, 3)),
         barrier=draw(st.booleans()),
         tied=draw(ties(shards)),
-        training=pipelined or draw(st.integers(0, 3)) > 0,
+        training=draw(st.integers(0, 3)) > 0,
     )
     if not graph.training:
         graph = replace(graph, window=1, barrier=False, tied=())
     by_modules = not pipelined and draw(st.booleans())
-    may_pipeline = graph.training and not by_modules
-    schedules = list(FLUSHED)[pipelined:] if may_pipeline else ["sequential"]
+    schedules = ["sequential"] if by_modules else list(FLUSHED)[pipelined:]
+    schedule = draw(st.sampled_from(schedules))
+    evaluates = schedule != "sequential" and not graph.training  # of which nothing is kept
     # Units have one task or many, and a device is given one of them ahead or several.
     scale = draw(st.sampled_from([1.0, 0.01, 0.002]))
     apart = draw(st.booleans())
@@ -80,10 +81,10 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         graph,
         tuple(draw(st.lists(shard, min_size=shards, max_size=shards))),
         by_modules=by_modules,
-        recompute=draw(st.booleans()),
+        recompute=draw(st.booleans()) or evaluates,
         fused=draw(st.booleans()),
         later_seconds=float(draw(st.integers(0, 10))),
-        schedule=draw(st.sampled_from(schedules)),
+        schedule=schedule,
         devices=draw(st.integers(2 if pipelined else 1, devices)),
         whole=draw(st.integers(0, 3)) == 0,
     )

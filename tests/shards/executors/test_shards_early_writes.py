@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.values import StandIns
 from cerebro_hydra.shards.engine.microbatch import LiveBytes
 from cerebro_hydra.testing.model_case import assert_same_state

@@ -166,7 +166,7 @@ class TestQueue(ExecutorCase):
             spec = found.evaluation(which, len(given_batches))
             residents.append(Resident(trial, spec, Staying(make)))
         work(residents, 0, self.share, self.devices)
-        return [resident.visit.visit.result for resident in residents]
+        return [resident.visit.result for resident in residents]
 
     @pytest.mark.parametrize("share", [1 / 8, 1 / 2])
     def test_many_trials_at_once(self, share: float) -> None:
@@ -225,6 +225,23 @@ class TestMoves(ExecutorCase):
         ]
         return work(self.residents, self.seed + number, self.share, self.devices, self.deaths)
 
+    def evaluate(self, proofs: Sequence[Proof], batches: Sequence[list]) -> list[Evaluation]:
+        """Evaluate as the schedule of a trial does, over the devices of a pipeline."""
+        if self.schedule == "sequential":
+            return super().evaluate(proofs, batches)
+        residents = []
+        for which, (each, given_batches) in enumerate(zip(proofs, batches, strict=True)):
+            pipeline = Pipeline(self.schedule, self.devices)
+            spec = each.profile.evaluation(which, len(given_batches), pipeline)
+            make = partial(
+                ShardEvaluation, each.trial.runtime(), given_batches, each.profile.tasks.shared,
+                moves=spec.moves,
+            )  # fmt: skip
+            visit = Moving(make, spec) if spec.moves else Staying(make)
+            residents.append(Resident(each.trial, spec, visit))
+        work(residents, self.seed, self.share, self.devices, self.deaths)
+        return [resident.visit.result for resident in residents]
+
 
 class TestGPipe(TestMoves):
     quick = column("gpipe")
@@ -250,7 +267,7 @@ def moving(
     schedule: str = "sequential",
 ) -> Resident:
     """Return a visit whose microbatches move."""
-    spec = spec_of(each, number, visit, recompute, Pipeline(schedule, devices))
+    spec = spec_of(each, number, visit, recompute, devices, schedule)
     assert spec.moves
     windows = each.sub_epochs[number]
 

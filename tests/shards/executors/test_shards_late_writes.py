@@ -14,7 +14,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import HostSegments
 from cerebro_hydra.testing.model_case import assert_same_state

@@ -27,7 +27,7 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.admission.late_effects import LateEffects
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.small_buffers import MOST_OF_SMALL_BUFFER
 from cerebro_hydra.shards.engine.differences import BY_OTHERS
 from cerebro_hydra.shards.engine.visit_run import VisitRun

@@ -25,7 +25,7 @@ from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.plan.sizing.stages import versions_held
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.replay.stale_weights import train_stale
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.state import WeightVersions
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.testing.model_case import assert_same_state

@@ -33,7 +33,7 @@ from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Candidate
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
-from cerebro_hydra.recipe import Recipe, Window
+from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
@@ -222,18 +222,24 @@ class Staying:
         self.visit.close()
         return getattr(self.visit, "losses", {})
 
+    @property
+    def result(self) -> Evaluation | None:
+        return self.visit.result
+
 
 class Moving:
-    """Trains microbatches that go from device to device.
+    """Trains, or evaluates, microbatches that go from device to device.
 
     A shard is bound for one unit, or as long as it is on its device if activations are kept.
     """
 
-    def __init__(self, make: Callable[[], VisitRun], spec: VisitSpec, start_step: int = 0) -> None:
+    def __init__(
+        self, make: Callable[[], VisitRun | ShardEvaluation], spec: VisitSpec, start_step: int = 0
+    ) -> None:
         self._make, self.spec, self.start_step = make, spec, start_step
         self.held: dict[int, int] = {}  # the most versions of each shard that tasks will read
-        self._visits: dict[int, VisitRun] = {}
-        self._bound: dict[int, VisitRun] = {}
+        self._visits: dict[int, VisitRun | ShardEvaluation] = {}
+        self._bound: dict[int, VisitRun | ShardEvaluation] = {}
         self.boundary: VisitBoundary
         self.left = 0  # the most bytes between two units
         self.places: dict[int, set[int]] = {}  # the devices of each microbatch
@@ -241,7 +247,7 @@ class Moving:
 
     def cancel(self) -> None:
         for visit in self._visits.values():
-            visit.cancel()
+            visit.cancel() if isinstance(visit, VisitRun) else visit.close()
 
     def begin(self) -> None:
         self.cancel()
@@ -282,14 +288,15 @@ class Moving:
         assert order.record is not None
         visit.take_up(tasks, memory_of(order.slabs["boundary"]), order.record)
         if k not in self._bound:
-            slot.load(visit, k)
+            slot.load(visit, k) if isinstance(visit, VisitRun) else visit.load(k, slot.here)
             self._bound[k] = visit
         for task in tasks:
             visit.perform(task)
             if task.kind is ActionKind.B:
                 self._ended[k] = (task.microbatch or 0) + 1
             self.places.setdefault(task.microbatch or 0, set()).add(device)
-        slot.cursor = json.dumps(visit.cursor(k))
+        if isinstance(visit, VisitRun):
+            slot.cursor = json.dumps(visit.cursor(k))
         if self.spec.graph.staleness and tasks[-1].kind is ActionKind.U:
             self._poison(slot, k, visit.cursor(k)["step"] - self.start_step)
         if self.spec.recompute:
@@ -297,7 +304,7 @@ class Moving:
         record = visit.put_down()
         self.left = max(self.left, record.nbytes)
         self.boundary.note(tasks[-1], record)
-        self._losses |= visit.losses
+        self._losses |= getattr(visit, "losses", {})
 
     def _poison(self, slot: Slot, k: int, newest: int) -> None:
         """Overwrite the versions of a shard that no task will read, now that it was updated."""
@@ -312,13 +319,19 @@ class Moving:
     def lose(self, device: int) -> None:
         self.boundary.lose(device)
         if (visit := self._visits.pop(device, None)) is not None:
-            visit.cancel()
+            visit.cancel() if isinstance(visit, VisitRun) else visit.close()
             self._bound = {k: other for k, other in self._bound.items() if other is not visit}
 
     def close(self) -> dict[int, tuple[float, int]]:
         for visit in self._visits.values():
             visit.close()
         return self._losses
+
+    @property
+    def result(self) -> Evaluation | None:
+        """Return what the device with the last shard has summed."""
+        (found,) = (r for v in self._visits.values() if (r := v.result) is not None)
+        return found
 
 
 @dataclass

@@ -1,0 +1,174 @@
+"""Describes a trial to the queues of workers: bytes of its shards, what ties them, its tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
+from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile
+from cerebro_hydra.shards.cut.model import CutModel
+from cerebro_hydra.shards.engine.layout import ShardBytes, TrialLayout
+
+
+def asked_recompute(recipe: Recipe) -> bool | None:
+    """Return whether activations are to be computed again; None leaves it to the budget."""
+    return recipe.recompute if isinstance(recipe.recompute, bool) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProfile:
+    """Describes a trial to the queues, in whichever process it was built.
+
+    Args:
+        shards: the bytes of each shard.
+        tied: the groups of shards that share a parameter.
+        barrier: whether all gradients come before any update.
+        tasks: what tasks need beside the shards; None if nobody has measured that.
+        build_seconds: what the user's factory took.
+    """
+
+    shards: tuple[ShardBytes, ...]
+    tied: tuple[tuple[int, ...], ...]
+    barrier: bool
+    tasks: TaskProfile | None = None
+    build_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, cut_model: CutModel, layout: TrialLayout, tasks: TaskProfile | None
+    ) -> TrialProfile:
+        """Return the profile of a trial that was built."""
+        return cls(
+            tuple(map(ShardBytes.of, layout.shards)),
+            tuple(cut_model.tied_groups),
+            recipe.barrier,
+            tasks,
+        )
+
+    def recomputes(
+        self,
+        asked: bool | None,
+        budget: int | None,
+        window: int,
+        pipeline: Pipeline = ALONE,
+    ) -> bool:
+        """Return whether a backward computes its forward again on devices with this budget."""
+        if asked is not None:
+            return asked
+        if self.tasks is not None and None in (self.tasks.keep, self.tasks.recompute):
+            return self.tasks.keep is None  # the other way is impossible
+        kept = self.training(0, window, window, False, pipeline)
+        return budget is not None and kept.device_need > budget
+
+    def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
+        """Return the bytes of a shard's gradients if they outlive a unit, else 0."""
+        kept = graph.training and (graph.window > 1 or graph.barrier or bool(graph.tied))
+        return self.shards[shard].gradients if kept else 0
+
+    def versions(self, shard: int, graph: TaskGraph) -> int:
+        """Return the bytes of a shard's older weights, which tasks read."""
+        return graph.staleness[shard] * self.shards[shard].gradients if graph.staleness else 0
+
+    def training(
+        self,
+        visit: int,
+        microbatches: int,
+        window: int,
+        recompute: bool,
+        pipeline: Pipeline = ALONE,
+    ) -> VisitSpec:
+        """Return the visit of a sub-epoch, whose microbatches may move among devices.
+
+        They stay on one device where nobody knows what they would leave for another one. Tasks that
+        read older weights are for so many devices at most that none waits for itself.
+        """
+        devices, schedule = pipeline.devices, pipeline.schedule
+        graph = TaskGraph(
+            len(self.shards), microbatches, window, self.barrier, self.tied,
+            staleness=pipeline.staleness, stage_sizes=pipeline.stages,
+        )  # fmt: skip
+        if not is_flushed(schedule):
+            devices = min(devices, graph.most_devices)
+        kept = [self.kept_gradients(number, graph) for number in range(graph.shards)]
+        if self.tasks is None:  # the least that tasks need are gradients that nobody keeps
+            least = [s.gradients - own for s, own in zip(self.shards, kept, strict=True)]
+            needs: Needs = tuple(ShardSpec(0, activations=each) for each in least)
+        else:
+            needs = self.tasks.training(recompute)
+        shards = tuple(
+            replace(
+                need,
+                state=shard.frozen + shard.trainable + own + self.versions(number, graph),
+                forward_writes=shard.forward_writes,
+                gradients=own,
+                optimizer=shard.optimizer,
+            )
+            for number, (shard, need, own) in enumerate(zip(self.shards, needs, kept, strict=True))
+        )
+        moving = None if self.tasks is None else self.tasks.moving
+        if 1 in (devices, graph.shards) or moving is None:
+            moving = None
+        elif not recompute and schedule == "sequential":
+            moving = None  # autograd's graphs stay where they are
+        if moving is None:
+            return VisitSpec(visit, graph, shards, by_modules=True, recompute=recompute)
+        # A task has no more of what the microbatch holds on its device.
+        held = sum(shard.boundary for shard in shards) if recompute else 0
+        shards = tuple(
+            replace(shard, activations=held + shard.activations, boundary=left)
+            for shard, left in zip(shards, moving, strict=True)
+        )
+        found = VisitSpec(
+            visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
+        )
+        return pipeline.staged(found, [shard.gradients for shard in self.shards])
+
+    def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
+        """Return how the trial is spread over devices of which the smallest has this budget.
+
+        Raises:
+            ConfigurationError: see `Pipeline.settled`.
+        """
+        found = Pipeline(recipe.schedule, devices, budget, (), (), recipe.vertical_sync)
+        # Stages are chosen by bytes of one version of the weights, as a flushed schedule has it.
+        one = found if is_flushed(recipe.schedule) else replace(found, schedule="1f1b")
+        window, asked = recipe.accumulate, asked_recompute(recipe)
+        recompute = self.recomputes(asked, budget, window, one)
+        visit = self.training(0, window, window, recompute, one)
+        return found.settled(recipe.stages, visit, [shard.gradients for shard in self.shards])
+
+    def evaluation(self, visit: int, microbatches: int, pipeline: Pipeline = ALONE) -> VisitSpec:
+        """Return the visit of an evaluation, which goes over devices as training does."""
+        graph = TaskGraph(
+            len(self.shards), microbatches, training=False, stage_sizes=pipeline.stages
+        )
+        needs = (ShardSpec(0),) * len(self.shards) if self.tasks is None else self.tasks.evaluation
+        shards = tuple(
+            replace(
+                need,
+                state=shard.frozen + shard.trainable,
+                optimizer=0 if shard.averages else shard.optimizer,
+            )
+            for shard, need in zip(self.shards, needs, strict=True)
+        )
+        left = None if self.tasks is None else self.tasks.evaluated
+        fewest = min(pipeline.devices, graph.most_stages, microbatches)
+        if self.tasks is None or left is None or fewest == 1 or not is_pipelined(pipeline.schedule):
+            return VisitSpec(visit, graph, shards, by_modules=True)
+        held = sum(shard.boundary for shard in shards)
+        trained = self.tasks.training(recompute=self.tasks.keep is None)
+        shards = tuple(
+            replace(shard, activations=held + shard.activations, boundary=nbytes)
+            for shard, nbytes in zip(shards, left, strict=True)
+        )
+        shards = tuple(
+            replace(shard, forward=own.forward, backward=0.0)
+            for shard, own in zip(shards, trained, strict=True)
+        )
+        devices, schedule = pipeline.devices, pipeline.schedule
+        found = VisitSpec(visit, graph, shards, schedule=schedule, devices=devices)
+        return pipeline.staged(found, [0] * graph.shards)
