@@ -7,15 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from cerebro_hydra.observe.timeline import read_run
+from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from cerebro_hydra.tune import GridSearch, SearchResult
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice, hp_log
 from tests.end_to_end.queues.mixed_models import mixed
 from tests.end_to_end.queues.mixed_searches import TEXT
-from tests.end_to_end.runs import PRELOADED, a_device_killed, assert_replays, grid, statuses
+from tests.end_to_end.runs import (
+    PRELOADED,
+    Tape,
+    a_device_killed,
+    assert_replays,
+    classes,
+    grid,
+    statuses,
+)
+from tests.end_to_end.searches.populations import population
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +119,39 @@ def test_each_kind_of_model_in_a_pipeline_replays(
     if schedule == "pipedream":  # the weight that gpt2 reads twice has one version
         space["vertical_sync"] = [True]
     assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)
+
+
+def forkable(params: dict[str, Any]) -> Recipe:
+    """Build three layers with dropout, whose schedule a fork may change."""
+    model = nn.Sequential(
+        nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 12), nn.Dropout(0.2), nn.Linear(12, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=params["lr"], momentum=0.9)
+    accumulate = 1 if params["schedule"] == "pipedream" else 2
+    return Recipe(
+        model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], batch_size=8, shards=3,
+        accumulate=accumulate, schedule=params["schedule"],
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_forks_of_trials_that_read_older_weights_replay_by_their_lineage(tmp_path: Path) -> None:
+    tape = Tape()
+    result = population(
+        tmp_path, backend=LocalBackend(1, PRELOADED, devices_per_worker=2), num_models=5,
+        num_epochs=3, estimator_gen_fn=forkable, mutations=["lr", "schedule"], observers=[tape],
+        search_space={
+            "lr": hp_log(1e-2, 0.3), "schedule": hp_choice(["pipedream", "2bw", "1f1b"]),
+        },
+    ).fit(classes(80))  # fmt: skip
+    assert_replays(result)
+    folder = RunFolder.open(result.run_path)
+    pairs = [
+        [folder.read_trial(n, folder.run_id) for n in (event.config.trial, event.parent)]
+        for event in tape.of(TrialForked)
+    ]
+    assert {parent.schedule for _, parent in pairs} & {"pipedream", "2bw"}
+    for fork, parent in pairs:
+        assert fork.cut == parent.cut
+        if fork.schedule == parent.schedule:
+            assert (fork.stages, fork.staleness) == (parent.stages, parent.staleness)
