@@ -27,6 +27,7 @@ MODERN_TESTS := $(addprefix tests/plan/,test_plan_seeds.py messages/test_plan_ac
   readers.py rows.py) tests/data/existing/test_data_existing.py \
   tests/storage tests/wire tests/observe/test_observe_view.py \
   tests/spark/test_spark_checks.py tests/spark/test_spark_java.py \
+  tests/spark/test_spark_transform.py::test_a_show_prints_its_table_alone \
   tests/end_to_end/drivers/test_spark_runs.py::test_a_grid_on_spark_replays_and_transforms
 
 # One thread per task: another number of threads gives other bits.

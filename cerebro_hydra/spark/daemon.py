@@ -12,6 +12,10 @@ import importlib
 import sys
 import warnings
 import zipimport
+from collections.abc import Callable
+from typing import Any
+
+Worker = Callable[..., int]
 
 # torch._dynamo is what torch.export, which cuts models, takes longest to load.
 PRELOADED = (
@@ -49,9 +53,26 @@ def settle() -> None:
     gc.freeze()
 
 
+def quiet_where_nobody_reads(worker: Worker) -> Worker:
+    """Let a forked worker end without a traceback when Spark has closed the pipe it writes to.
+
+    Spark does so where it needs no more rows, as `show` and `limit` do. Since 4.2 its own daemon
+    prints the flush that fails then, above the table that was asked for.
+    """
+
+    def quiet(*args: Any) -> int:
+        try:
+            return worker(*args)
+        except (BrokenPipeError, ConnectionResetError):
+            return 1  # what Spark's own code gives for a worker that can't be used again
+
+    return quiet
+
+
 if __name__ == "__main__":
     preload()
-    from pyspark.daemon import manager
+    from pyspark import daemon
 
+    daemon.worker = quiet_where_nobody_reads(daemon.worker)
     settle()
-    manager()
+    daemon.manager()

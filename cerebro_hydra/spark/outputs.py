@@ -44,7 +44,7 @@ class Outputs(Protocol):
 
 @dataclass(frozen=True)
 class RawOutputs:
-    """Makes a column of each prediction as the network gives it: logits stay logits.
+    """Makes columns of the first predictions as the network gives them: logits stay logits.
 
     One value per row becomes a double, more become an array, nested as the output is.
     """
@@ -52,20 +52,20 @@ class RawOutputs:
     names: tuple[str, ...]
 
     def types(self, sample: Sequence[Tensor]) -> list[DataType]:
-        """Return one type per prediction."""
+        """Return one type per column."""
         return [output_type(tensor) for tensor in self._counted(sample)]
 
     def arrays(self, predictions: Sequence[Tensor]) -> list[pa.Array]:
-        """Return one column per prediction."""
+        """Return one column per name."""
         return [from_tensor(tensor) for tensor in self._counted(predictions)]
 
     def _counted(self, predictions: Sequence[Tensor]) -> Sequence[Tensor]:
-        if len(predictions) != len(self.names):
+        if len(predictions) < len(self.names):
             raise ConfigurationError(
                 f"forward gives {len(predictions)} tensors and there are {len(self.names)} output "
-                "columns; name each with set_output_columns([...])"
+                "columns; name as many with set_output_columns([...]), or fewer"
             )
-        return predictions
+        return predictions[: len(self.names)]
 
 
 def feature(df: DataFrame, spec: ColumnSpec) -> Column:

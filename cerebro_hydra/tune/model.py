@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class TrainedModel:
         self.trial: Trial = weights.trial
         self.run_path: str = weights.run_path
         self._output_columns = output_names(weights.label_columns)
+        self._told = False  # that more outputs were left out
 
     def __repr__(self) -> str:
         return f"TrainedModel({self.trial_id!r}, {self.params})"
@@ -126,18 +128,21 @@ class TrainedModel:
         return arrays[0] if len(arrays) == 1 else arrays
 
     def set_output_columns(self, output_columns: Sequence[str]) -> TrainedModel:
-        """Name the columns that `transform` adds, one per label column; returns itself.
+        """Name the columns that `transform` adds, one per label column at least; returns itself.
 
-        A model that was trained without labels has one for each tensor that forward gives.
+        They hold the first tensors that forward gives, in its order.
 
         Raises:
-            ConfigurationError: they are not as many as label columns.
+            ConfigurationError: they are fewer than the label columns.
         """
         self._output_columns = checked_outputs(output_columns, self._weights.label_columns)
         return self
 
     def transform(self, df: Any) -> Any:
         """Add the model's outputs to a DataFrame, by default in `<label>__output`, else `output`.
+
+        Where forward gives more tensors than there are output columns, as a student with its
+        features does, the first ones are taken. A warning says so once.
 
         A table of pandas or polars is predicted in this process, and comes back as such a table,
         with its index; a path is read by Spark.
@@ -149,7 +154,16 @@ class TrainedModel:
             ReplayError: the factory can't be found; says how to give it.
             StoreError: the prepared data is gone, whose manifest says what the columns hold.
         """
-        return self._weights.inference.transform(df, RawOutputs(tuple(self._output_columns)))
+        inference, names = self._weights.inference, tuple(self._output_columns)
+        if not self._told and (left := len(inference.sample) - len(names)) > 0:
+            self._told = True
+            warnings.warn(
+                f"forward gives {len(inference.sample)} tensors, and transform takes the first "
+                f"{len(names)}, as {list(names)}; name the other {left} too with "
+                "set_output_columns([...]) to have them",
+                stacklevel=2,
+            )
+        return inference.transform(df, RawOutputs(names))
 
     def save(self, path: str, overwrite: bool = False) -> None:
         """Save the model so that it loads without its source and its run, and without pickle.
@@ -302,14 +316,14 @@ def output_names(labels: Sequence[str]) -> list[str]:
 
 
 def checked_outputs(output_columns: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return the names of output columns, one per label column, or any number without labels.
+    """Return the names of output columns, one per label column at least; others may follow.
 
     Raises:
-        ConfigurationError: they are not as many.
+        ConfigurationError: they are fewer.
     """
     given = 0 if isinstance(output_columns, str) else len(output_columns)
-    if not given or (labels and given != len(labels)):
-        per_label = f"{len(labels)} names, one for each of {list(labels)}"
+    if not given or given < len(labels):
+        per_label = f"{len(labels)} names, one for each of {list(labels)}, or more"
         per_tensor = "names, one for each tensor that forward gives"
         raise ConfigurationError(
             f"output_columns is {output_columns!r}; give a list of "

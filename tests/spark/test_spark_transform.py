@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +20,7 @@ from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.spark import outputs as arrow_columns
+from cerebro_hydra.spark.daemon import quiet_where_nobody_reads
 from cerebro_hydra.spark.launcher import pickle_factory
 from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.transform import BuiltPredictor, Inference, gpu_index, load_state
@@ -183,8 +188,54 @@ def test_several_features_and_several_outputs(spark: SparkSession) -> None:
     given = df, factory, factory({}).model, specs, Columns(("image", "flag"), ("label",))
     out = predict(*given, outputs=("sum", "flagged"))
     assert [(r["sum"], r.flagged) for r in out.collect()] == [(20.0, 1), (2.0, 0)]
-    with pytest.raises(ConfigurationError, match=r"gives 2 tensors and there are 1 output columns"):
-        predict(*given)
+    first = predict(*given).collect()
+    assert [row.prediction for row in first] == [20.0, 2.0]
+    with pytest.raises(ConfigurationError, match=r"gives 2 tensors and there are 3 output columns"):
+        predict(*given, outputs=("a", "b", "c"))
+
+
+def test_a_worker_whose_reader_has_gone_ends_quietly() -> None:
+    def worker(error: type[Exception] | None) -> int:
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "wb") as file:
+            if error is not None:
+                raise error
+            file.write(b"rows")
+            file.flush()
+        return 0
+
+    assert quiet_where_nobody_reads(worker)(None) == 1
+    with pytest.raises(ValueError):
+        quiet_where_nobody_reads(worker)(ValueError)
+
+
+SHOWN = """
+if __name__ == "__main__":
+    from cerebro_hydra import local_spark
+    from tests.spark.test_spark_transform import frame, net_factory, predict, trained
+
+    factory = net_factory()
+    predict(frame(local_spark(2), 4, 20_000), factory, trained(factory)).show(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_show_prints_its_table_alone(tmp_path: Path) -> None:
+    """Spark 4.2 and later tell of a worker whose rows nobody reads any more; `daemon.py` does not.
+
+    Java starts here anew, because it gives its own standard error to its workers.
+    """
+    (tmp_path / "shown.py").write_text(SHOWN)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "shown.py")],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0 and "only showing top 3 rows" in ran.stdout
+    assert "Traceback" not in ran.stderr, ran.stderr
 
 
 def test_an_output_name_that_is_taken_is_refused(spark: SparkSession) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,17 @@ def test_a_search_without_labels_hops_goes_on_and_replays(tmp_path: Path) -> Non
         loaded = cerebro_hydra.load_model(str(tmp_path / "model"))
         assert all(map(torch.equal, loaded.torch()(x), outputs))
     assert not torch.equal(F.relu(outputs[1]), outputs[1])
+    table = pd.DataFrame({"features": list(data.arrays["features"][:5])})
+    with pytest.warns(UserWarning, match="gives 3 tensors, and transform takes the first 1, as"):
+        first = loaded.transform(table)
+    assert list(first) == ["features", "output"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = loaded.transform(table)  # it is told once
+        both = loaded.set_output_columns(["rebuilt", "code"]).transform(table)
+    for column in (again.output, both.rebuilt):
+        assert np.array_equal(np.stack(column), np.stack(first.output))
+    assert list(both) == ["features", "rebuilt", "code"]
     with pytest.raises(ConfigurationError, match="one for each tensor that forward gives"):
         loaded.set_output_columns([])
 
