@@ -140,7 +140,7 @@ integration-lightning: $(LIGHTNING)/.installed
 
 # Into build/site; a link that leads nowhere, or a docstring that can't be read, ends it.
 docs: $(DOCS)/.installed
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "The site is in build/site/index.html."
 
 lint: $(STAMP)
