@@ -174,6 +174,16 @@ def test_a_model_is_told_of_the_highest_rung_with_enough_results(
     assert any(inf in told for told in models), "a trial without a number is the worst"
 
 
+def test_a_trial_that_goes_on_counts_at_its_next_rung_too() -> None:
+    searcher = bohb(brackets=[Bracket(3, (1, 3, 9))])
+    for trial, value in enumerate((0.3, 0.9, 0.5)):
+        searcher.ask()
+        searcher.tell(trial, 1, {RUN.metric: value})
+    for epochs, value in ((2, 0.2), (3, 0.1)):
+        searcher.tell(0, epochs, {RUN.metric: value})
+    assert [drawn.values for drawn in searcher._drawn] == [{1: 0.3, 3: 0.1}, {1: 0.9}, {1: 0.5}]
+
+
 def test_who_is_over_before_its_rung_counts_by_what_it_has_measured_last() -> None:
     searcher = bohb(brackets=[Bracket(4, (2, 4))], at_once=4)
     for _ in range(4):
