@@ -38,6 +38,10 @@ def test_trials_are_compared_where_all_have_been_and_the_cause_is_found() -> Non
     assert set(found.shares) == {"lr", "<b>", "deep.name"}, "what never changes is left out"
     assert "within the first epoch, which 30 trials have ended" in found.note
     assert importance_of(view_of(30), now=True) == found
+    short = view_of(30)
+    for trial in short.trials.values():
+        trial.epochs = {0: trial.epochs[0]}
+    assert importance_of(short, now=True) == found, "who trains on is not compared by that"
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
