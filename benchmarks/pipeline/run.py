@@ -22,15 +22,19 @@ from benchmarks.pipeline.peer import Case
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.sizing.pipeline import step_seconds
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 
 LAYERS, BATCH, STEPS, EPOCHS, ROUNDS = 8, 16, 2, 3, 3
 MICROBATCHES = (4, 8, 16)
 DEVICES = 2
-WAYS = ("plain", "one device", "gpipe", "1f1b", "torch gpipe", "torch 1f1b")
-QUICK_WAYS = ("plain", "gpipe", "torch gpipe")
+WAYS = ("plain", "one device", "gpipe", "1f1b", "2bw", "torch gpipe", "torch 1f1b")
+QUICK_WAYS = ("plain", "1f1b", "2bw", "torch gpipe")
 
 
 def make(case: Case, params: Mapping[str, Any]) -> Recipe:
@@ -43,8 +47,11 @@ def make(case: Case, params: Mapping[str, Any]) -> Recipe:
     )  # fmt: skip
 
 
-def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> float:
-    """Return the seconds of a step, the median over the sub-epochs after the first."""
+def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> tuple[float, float]:
+    """Return the seconds of a step, and what admission predicts of it.
+
+    They are the median over the sub-epochs after the first.
+    """
     random = np.random.default_rng(0)
     rows = STEPS * case.microbatches * case.batch
     data: Any = Arrays(
@@ -64,17 +71,25 @@ def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> float:
             audit_share=0.0,
             verbose=0,
         ).fit(data)
-        _, timeline = read_run(RunFolder.open(result.run_path))
+        run = RunFolder.open(result.run_path)
+        _, timeline = read_run(run)
+        spec = run.read_trial(0, run.run_id)
     bars = [bar for bar in timeline.tasks if isinstance(bar.task, StartSubEpoch)]
-    return statistics.median(bar.end - bar.start for bar in bars[1:]) / STEPS
+    seconds = statistics.median(bar.end - bar.start for bar in bars[1:]) / STEPS
+    if schedule == "sequential":
+        return seconds, seconds
+    assert spec.tasks is not None
+    needs = TaskProfile.from_json(spec.tasks).training(recompute=False)
+    graph = TaskGraph(DEVICES, case.microbatches, case.microbatches, stage_sizes=spec.stages)
+    return seconds, step_seconds(VisitSpec(0, graph, needs, schedule=schedule, devices=devices))
 
 
-def seconds(way: str, case: Case, epochs: int) -> float:
-    """Return the seconds of a step in one of `WAYS`."""
-    if way == "plain":
-        return peer.plain_seconds(case, STEPS)
-    if way.startswith("torch "):
-        return peer.pipelined_seconds(way.removeprefix("torch "), case, STEPS)
+def seconds(way: str, case: Case, epochs: int) -> tuple[float, float]:
+    """Return the seconds of a step in one of `WAYS`, and what was predicted if anything was."""
+    if way == "plain" or way.startswith("torch "):
+        pipelined = partial(peer.pipelined_seconds, way.removeprefix("torch "))
+        found = (peer.plain_seconds if way == "plain" else pipelined)(case, STEPS)
+        return found, found
     if way == "one device":
         return our_seconds("sequential", 1, case, epochs)
     return our_seconds(way, DEVICES, case, epochs)
@@ -83,16 +98,20 @@ def seconds(way: str, case: Case, epochs: int) -> float:
 def measure(case: Case, ways: Sequence[str], rounds: int, epochs: int) -> list[str]:
     """Return the cells of a case: seconds of a plain step, and how much faster the others are."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
+    off: list[float] = []  # predicted over measured, of pipelines
     for turn in range(rounds):
         # Each round begins at another way, so that none always runs after the same one.
         for place in range(len(ways)):
             way = ways[(turn + place) % len(ways)]
-            taken[way].append(seconds(way, case, epochs))
+            measured, predicted = seconds(way, case, epochs)
+            taken[way].append(measured)
+            off += [predicted / measured] * (predicted != measured)
     plain = taken["plain"]
     faster = [
         statistics.median(p / s for p, s in zip(plain, taken[way], strict=True)) for way in ways[1:]
     ]
-    return [f"{statistics.median(plain):.2f}", *(f"{each:.2f}" for each in faster)]
+    cells = [f"{statistics.median(plain):.2f}", *(f"{each:.2f}" for each in faster)]
+    return [*cells, f"{min(off):.2f} to {max(off):.2f}"]
 
 
 def table(cases: Iterable[Case], ways: Sequence[str], rounds: int, epochs: int) -> None:
@@ -101,8 +120,8 @@ def table(cases: Iterable[Case], ways: Sequence[str], rounds: int, epochs: int) 
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n"
     )
-    print(f"| model | m | a plain step, s | {' | '.join(ways[1:])} | theory |")
-    print("| --- " * (len(ways) + 3) + "|", flush=True)
+    print(f"| model | m | a plain step, s | {' | '.join(ways[1:])} | predicted | theory |")
+    print("| --- " * (len(ways) + 4) + "|", flush=True)
     for case in cases:
         cells, m = measure(case, ways, rounds, epochs), case.microbatches
         theory = DEVICES * m / (m + DEVICES - 1)

@@ -189,13 +189,19 @@ def test_a_run_is_refused_that_has_too_few_devices_or_too_small_ones() -> None:
     assert refused == VisitEnded(0, "refused", "it needs 11 bytes of device 1, which has 10")
 
 
-@pytest.mark.parametrize(
-    "broken", [{"by_modules": True}, {"graph": TaskGraph(2, 2, training=False)}]
-)
-def test_what_can_not_be_pipelined_is_no_run(broken: dict[str, object]) -> None:
-    given = {"graph": TaskGraph(2, 2, 2), **broken}
+def test_a_cut_by_modules_can_not_be_pipelined() -> None:
     with pytest.raises(ValueError, match="which gpipe can't pipeline"):
-        VisitSpec(0, shards=(ShardSpec(1),) * 2, schedule="gpipe", devices=2, **given)
+        VisitSpec(0, TaskGraph(2, 2, 2), (ShardSpec(1),) * 2, True, schedule="gpipe", devices=2)
+
+
+@pytest.mark.parametrize(("devices", "batches"), [(2, 1), (2, 6), (3, 5), (4, 9)])
+def test_an_evaluation_fills_its_devices_once(devices: int, batches: int) -> None:
+    shards = (ShardSpec(8, 3, 2, forward=1.0),) * devices
+    graph = TaskGraph(devices, batches, training=False)
+    spec = VisitSpec(0, graph, shards, schedule="1f1b", devices=devices)
+    timeline = simulate([spec], devices)
+    assert timeline.makespan == pytest.approx(batches + devices - 1)
+    assert all(len(given(timeline, device)) == batches for device in range(devices))
 
 
 def test_a_task_waits_for_another_device_and_begins_when_that_has_done_it() -> None:
