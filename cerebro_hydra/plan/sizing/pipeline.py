@@ -224,7 +224,9 @@ def stages_text(visit: VisitSpec) -> str:
     stages, taken = _stages(visit), stage_seconds(visit)
     total, window = sum(taken), visit.graph.window
     devices = min(visit.devices, len(stages))
-    lines = [f"  {len(stages)} stages for schedule {visit.schedule!r} on {devices} devices"]
+    own = len(visit.graph.stage_sizes)
+    joined = f": neighbours of the trial's {own} share a device" if own > len(stages) else ""
+    lines = [f"  {len(stages)} stages for schedule {visit.schedule!r} on {devices} devices{joined}"]
     for place, (stage, seconds) in enumerate(zip(stages, taken, strict=True)):
         first, last = stage.start, stage.stop - 1
         which = f"shard {first}" if first == last else f"shards {first} to {last}"

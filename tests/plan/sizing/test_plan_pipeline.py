@@ -152,5 +152,7 @@ def test_the_text_says_why_boundaries_lie_there_and_what_a_step_takes() -> None:
     )
     assert told[3].startswith("    a step of 4 batches takes 24000.0 ms by these times")
     assert step_seconds(visit) == pytest.approx(9 + 3 * 5)
+    three = stages_text(cut(visit, (2, 1, 2))).splitlines()[0]
+    assert three.endswith("on 2 devices: neighbours of the trial's 3 share a device")
     worse = stages_text(cut(visit, (1, 4))).splitlines()[2]
     assert worse.endswith("would be 7000.0 ms a shard later; memory, or stages=, decides)")
