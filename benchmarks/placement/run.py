@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 
@@ -38,7 +39,7 @@ NBYTES = 1e6  # of the state of the shortest trial, of which a microbatch takes 
 PLANNING = 8.0  # seconds of CPU after which the search ends; what it found is simulated after that
 UNEVEN = 0.6  # of the logarithm of a unit's seconds and bytes
 SLOPE = 4.0  # how much more a first unit computes than one in the middle, and has fewer bytes
-CHANGES = 100  # for the speed of a changed timeline
+CHANGES = 200  # for the speed of a changed timeline
 
 
 def trials_of(number: int, units: tuple[int, int], uneven: bool, seed: int) -> list[UncutTrial]:
@@ -46,10 +47,10 @@ def trials_of(number: int, units: tuple[int, int], uneven: bool, seed: int) -> l
     random, found = Random(seed), []
     for trial in range(number):
         cost = SPREAD ** (trial / max(1, number - 1))
-        count = random.randint(*units)
-        seconds, nbytes = [1.0] * count, [1.0] * count
+        number_of_units = random.randint(*units)
+        seconds, nbytes = [1.0] * number_of_units, [1.0] * number_of_units
         if uneven:
-            places = [1 - 2 * k / (count - 1) for k in range(count)]
+            places = [1 - 2 * k / (number_of_units - 1) for k in range(number_of_units)]
             seconds = [math.exp(random.gauss(0, UNEVEN)) * SLOPE**x for x in places]
             nbytes = [math.exp(random.gauss(0, UNEVEN)) / SLOPE**x for x in places]
         kept = tuple(
@@ -62,7 +63,7 @@ def trials_of(number: int, units: tuple[int, int], uneven: bool, seed: int) -> l
             for s, b in zip(seconds, nbytes, strict=True)
         )
         again = tuple(replace(u, boundary=1000, backward=u.forward + u.backward) for u in kept)
-        found.append(UncutTrial(TaskGraph(count, MICROBATCHES, WINDOW), again, kept))
+        found.append(UncutTrial(TaskGraph(number_of_units, MICROBATCHES, WINDOW), again, kept))
     random.shuffle(found)
     return found
 
@@ -159,8 +160,8 @@ def faster(trials: Sequence[UncutTrial], memory: WorkerMemory) -> float:
     plan = first_plan(options)
     seconds = TimelineSeconds(options, plan.placements, plan.order)
     whole = changed = 0.0
-    for _ in range(CHANGES):
-        change = options.change(plan.placements, range(len(trials)), random)
+    drawn = (options.change(plan.placements, range(len(trials)), random) for _ in count())
+    for change in islice(filter(None, drawn), CHANGES):
         begun = time.process_time()
         seconds.change(change)
         between = time.process_time()

@@ -111,7 +111,10 @@ def planned_visit(number: int, trial: UncutTrial, placement: TrialPlacement) -> 
     shard_of = {unit: k for k, part in enumerate(parts) for unit in part}
     tied = (tuple(dict.fromkeys(shard_of[unit] for unit in group)) for group in trial.graph.tied)
     graph = replace(
-        trial.graph, shards=len(parts), tied=tuple(group for group in tied if len(group) > 1)
+        trial.graph,
+        shards=len(parts),
+        tied=tuple(group for group in tied if len(group) > 1),
+        stage_sizes=(),
     )
     return VisitSpec(
         number,
