@@ -19,6 +19,28 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert run_python("-c", code).stdout == "set()\n"
 
 
+def test_a_program_that_names_its_search_loads_no_torch_before_it_fits() -> None:
+    """What it names, and what it makes of that before `fit`, but for the model of its factory."""
+    code = """
+import sys
+from cerebro_hydra import *
+
+space = {"lr": hp_loguniform(1e-4, 1e-1)}
+print({"torch", "pyspark", "pandas"} & set(sys.modules))
+"""
+    names = sorted(WITHOUT_TORCH)
+    code = code.replace("import *", f"import {', '.join(names)}")
+    assert run_python("-c", code).stdout == "set()\n"
+
+
+WITHOUT_TORCH = {
+    "ASHASearch", "BOHBSearch", "CustomSearch", "GridSearch", "HDFSStore", "HyperbandSearch",
+    "LocalStore", "MedianStopping", "OptunaSearch", "PBTSearch", "RandomSearch", "SparkBackend",
+    "SuccessiveHalvingSearch", "TLS", "TPESearch", "doctor", "hp_choice", "hp_int", "hp_log",
+    "hp_loguniform", "hp_qloguniform", "hp_quniform", "hp_uniform", "local_spark",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", cerebro_hydra.__all__)
 def test_public_name_resolves_and_is_listed(name: str) -> None:
     assert getattr(cerebro_hydra, name) is not None

@@ -35,7 +35,6 @@ import cerebro_hydra
 from cerebro_hydra.data.petastorm_reader import obstacle
 from cerebro_hydra.errors import CerebroHydraError, SetupError
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.recipe import fingerprint_differences, is_portable
 from cerebro_hydra.spark.findings import Finding
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, with_kernels
 from cerebro_hydra.storage import Store
@@ -184,6 +183,8 @@ def check_numerics(workers: Sequence[WorkerFacts], numerics: str = "fast") -> It
     No single machine can replay what unlike workers train together. `numerics` is as
     `SparkBackend` has it.
     """
+    from cerebro_hydra.recipe import fingerprint_differences, is_portable  # imports torch
+
     told = [facts for facts in workers if facts.numeric]
     for facts in told:
         differing = [

@@ -1,8 +1,12 @@
-"""Holds search spaces, searches and their results; importing it imports no pyspark."""
+"""Holds search spaces, searches and their results; importing it imports neither pyspark nor torch.
+
+A result is loaded when it is first named, because that imports torch.
+"""
 
 from __future__ import annotations
 
-from cerebro_hydra.tune.result import SearchResult
+from typing import TYPE_CHECKING
+
 from cerebro_hydra.tune.rung_searches import (
     ASHASearch,
     BOHBSearch,
@@ -24,6 +28,9 @@ from cerebro_hydra.tune.searchers.space import (
 )
 from cerebro_hydra.tune.searches import CustomSearch, GridSearch, RandomSearch
 from cerebro_hydra.tune.trial import Trial
+
+if TYPE_CHECKING:
+    from cerebro_hydra.tune.result import SearchResult
 
 __all__ = [
     "ASHASearch",
@@ -52,3 +59,12 @@ __all__ = [
     "hp_quniform",
     "hp_uniform",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "SearchResult":
+        raise AttributeError(f"module 'cerebro_hydra.tune' has no attribute {name!r}")
+    from cerebro_hydra.tune.result import SearchResult
+
+    globals()[name] = SearchResult
+    return SearchResult

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
 from cerebro_hydra.observe.records import ENDS
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.search import AT_ONCE_PER_PARTITION, Search, drawn, require_as_begun
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import check_space, whole
@@ -22,6 +21,8 @@ from cerebro_hydra.tune.trial import Trial
 if TYPE_CHECKING:
     import optuna
     from optuna.samplers import BaseSampler
+
+    from cerebro_hydra.tune.result import SearchResult
 
 _MARK = "cerebro_hydra"
 """The attribute of a study's trial that says which trial of which run it is."""

@@ -16,8 +16,6 @@ from math import isfinite
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.existing import existing_paths
@@ -30,24 +28,10 @@ from cerebro_hydra.keywords import named_init
 from cerebro_hydra.observe import Observer
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.recipe import Columns, build_recipe, exclusive_generator, trial_seed
-from cerebro_hydra.shards.admission.admit import memory_needed
-from cerebro_hydra.shards.admission.compare import evaluate_once
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE, HeldOut, RunDocument
-from cerebro_hydra.tune.admission import (
-    Admission,
-    directions_of,
-    loading_exporter,
-    refusing,
-    require_measured,
-)
 from cerebro_hydra.tune.decisions import AskAndTell, Target
-from cerebro_hydra.tune.example_batches import ExampleBatches, batch_of
-from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.resume import LIMITS, RunToResume
-from cerebro_hydra.tune.running import Surroundings, interruptible, run_claim, run_trials
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import (
     Dimension,
@@ -58,11 +42,17 @@ from cerebro_hydra.tune.searchers.space import (
     share,
     whole,
 )
-from cerebro_hydra.tune.trials import EndOfRun, SearchTrials, look_first
 from cerebro_hydra.waits import Waiting
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from cerebro_hydra.tune.admission import Admission
+    from cerebro_hydra.tune.result import SearchResult
+    from cerebro_hydra.tune.running import Surroundings
+    from cerebro_hydra.tune.trials import EndOfRun
+
+# What imports torch, which takes seconds, is imported by the methods of a fit that need it.
 
 
 AT_ONCE_PER_PARTITION = 2
@@ -272,6 +262,11 @@ class Search(ABC):
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
         folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
+
+        from cerebro_hydra.tune.admission import loading_exporter
+        from cerebro_hydra.tune.resume import RunToResume
+        from cerebro_hydra.tune.running import interruptible
+
         with interruptible():
             if RunToResume.begun(folder):
                 return self._resume(folder, df)
@@ -303,6 +298,8 @@ class Search(ABC):
             DataError: rows of existing files can't be used.
             StoreError: the data is not as it was; and whatever `fit` raises.
         """
+        from cerebro_hydra.tune.running import interruptible
+
         refuse_while_imported(self.estimator_gen_fn)
         if prepared is None and existing_paths(self.store) is not None:
             with interruptible():
@@ -327,6 +324,8 @@ class Search(ABC):
         return RunFolder(self.store, folder.run_id)
 
     def _resume(self, folder: RunFolder, df: DataFrame) -> SearchResult:
+        from cerebro_hydra.tune.resume import LIMITS, RunToResume
+
         run = RunToResume(folder)
         run.require_same(
             seed=self.seed,
@@ -358,6 +357,15 @@ class Search(ABC):
 
     def _look_first(self, df: DataFrame) -> None:
         """Refuse what a model and the first rows show, however many rows there are."""
+        import torch
+
+        from cerebro_hydra.recipe import Columns, build_recipe, exclusive_generator, trial_seed
+        from cerebro_hydra.shards.admission.admit import memory_needed
+        from cerebro_hydra.shards.admission.compare import evaluate_once
+        from cerebro_hydra.tune.admission import directions_of, refusing, require_measured
+        from cerebro_hydra.tune.example_batches import batch_of
+        from cerebro_hydra.tune.trials import look_first
+
         self.backend.check_factory(self.estimator_gen_fn)
         columns = Columns.of(self.data_spec)
 
@@ -384,6 +392,9 @@ class Search(ABC):
         folder: RunFolder | None = None,
         held_out: HeldOut | None = None,
     ) -> SearchResult:
+        from cerebro_hydra.tune.running import run_claim, run_trials
+        from cerebro_hydra.tune.trials import SearchTrials
+
         folder = folder or RunFolder(self.store, _new_run_id())
         with run_claim(folder):
             with _removed_on_error(folder):
@@ -423,6 +434,8 @@ class Search(ABC):
             self.result = interrupted.result
             raise
         except AllTrialsFailed:
+            from cerebro_hydra.tune.result import SearchResult
+
             self.result = SearchResult.open(folder.path)
             raise
         return self.result
@@ -440,6 +453,8 @@ class Search(ABC):
         )
 
     def _end(self, validated: bool, directions: Callable[[], Mapping[str, str]]) -> EndOfRun:
+        from cerebro_hydra.tune.trials import EndOfRun
+
         if self.target is None:
             return EndOfRun(self.time_budget)
         split = "val" if validated else "train"
@@ -451,9 +466,15 @@ class Search(ABC):
 
     @property
     def _surroundings(self) -> Surroundings:
+        from cerebro_hydra.tune.running import Surroundings
+
         return Surroundings(self.backend, self.estimator_gen_fn, self.verbose, self.observers)
 
     def _admission(self, folder: RunFolder, manifest: Manifest) -> Admission:
+        from cerebro_hydra.recipe import Columns
+        from cerebro_hydra.tune.admission import Admission
+        from cerebro_hydra.tune.example_batches import ExampleBatches
+
         columns = Columns.of(self.data_spec)
         return Admission(
             self.estimator_gen_fn,

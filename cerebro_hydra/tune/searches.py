@@ -13,9 +13,6 @@ from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns
-from cerebro_hydra.recipe.build import build_keeping_random_state
-from cerebro_hydra.shards.admission.admit import training_key
 from cerebro_hydra.tune.search import (
     Search,
     drawn,
@@ -27,7 +24,6 @@ from cerebro_hydra.tune.searchers.median_stopping import MedianStopped, MedianSt
 from cerebro_hydra.tune.searchers.searcher import CandidateList, SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.shared_prefixes import SharedPrefixes
 from cerebro_hydra.tune.searchers.space import check_space, grid, whole
-from cerebro_hydra.tune.trials import TimedCall
 from cerebro_hydra.waits import Waiting
 
 
@@ -96,6 +92,8 @@ class _DrawnSearch(Search):
 
     def _kinds_of_epochs(self, run: SearchedRun) -> list[list[int]]:
         """Return what `SharedPrefixes` is given; each candidate's model is built for it."""
+        from cerebro_hydra.tune.trials import TimedCall
+
         known: dict[Hashable, int] = {}
         new, kinds = count(), []
         candidates = self.candidates()
@@ -120,6 +118,10 @@ class _DrawnSearch(Search):
 
     def _epochs_of(self, params: Mapping[str, Any], rows: Sequence[int]) -> list[Hashable] | None:
         """Return for each epoch what is equal where another candidate trains alike, if known."""
+        from cerebro_hydra.recipe import Columns
+        from cerebro_hydra.recipe.build import build_keeping_random_state
+        from cerebro_hydra.shards.admission.admit import training_key
+
         columns = Columns.of(self.data_spec)
         recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
         key = training_key(recipe)

@@ -14,8 +14,7 @@ import torch
 
 from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.process import gpu_memory
-from cerebro_hydra.agent.device.runtime import CudaRuntime
-from cerebro_hydra.agent.device.visible_gpus import THE_GPU
+from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from cerebro_hydra.shards.engine.layout import Bytes
 from tests.agent.device.device_memory_promises import DeviceMemoryPromises, content, of, shard

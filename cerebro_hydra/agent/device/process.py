@@ -40,8 +40,8 @@ from cerebro_hydra.agent.device.messages import (
     Order,
     Ready,
 )
-from cerebro_hydra.agent.device.runtime import CudaRuntime
-from cerebro_hydra.agent.device.visible_gpus import THE_GPU, show_gpu
+from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime
+from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from cerebro_hydra.available_memory import memory_kills

@@ -19,6 +19,9 @@ from cerebro_hydra.agent.device.visible_gpus import reserved
 from cerebro_hydra.agent.memory.pool import BufferPool, Lease, private_pages
 from cerebro_hydra.shards.engine.layout import Bytes
 
+THE_GPU = torch.device("cuda", 0)
+"""The only one that a process sees after `show_gpu`."""
+
 
 class Stream(Protocol):
     """Does what it is given in order, maybe later and beside other streams. Thread-safe."""

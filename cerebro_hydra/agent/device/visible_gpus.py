@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # nvidia-smi counts by bus, CUDA by speed unless it is told otherwise.
@@ -21,9 +19,6 @@ RESERVED_SHARE = 0.1
 
 LEAST_RESERVED = 1 << 30
 """Bytes that are left for that on any GPU."""
-
-THE_GPU = torch.device("cuda", 0)
-"""The only one that a process sees after `show_gpu`."""
 
 
 def reserved(total: int) -> int:
