@@ -30,7 +30,8 @@ from cerebro_hydra.agent.device.process import (
     fork_server,
     gpu_memory,
 )
-from cerebro_hydra.agent.device.visible_gpus import THE_GPU, show_gpu
+from cerebro_hydra.agent.device.runtime import THE_GPU
+from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages import events

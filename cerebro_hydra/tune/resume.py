@@ -31,7 +31,7 @@ from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
-from cerebro_hydra.tune.searchers.searcher import Searcher
+from cerebro_hydra.tune.searchers.searcher import ExtendingSearcher, Searcher, TrainTo
 from cerebro_hydra.tune.trials import EndOfRun, SearchTrials
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
@@ -244,10 +244,11 @@ class RunToResume:
     ) -> list[Event]:
         """Return the events that extend a run whose search is closed; there may be none.
 
-        Trials that may train as far as any other go on, candidates that wait to be admitted may
-        train as far, and candidates that the run lacks are proposed. How far the search went is in
-        the journal alone: a driver that was killed before it journalled an extension has written
-        the larger `num_epochs` to the document already.
+        A searcher that has `extend` says which trials go on. Else those go on that may train as far
+        as any other, candidates that wait to be admitted may train as far, and candidates that the
+        run lacks are proposed. How far the search went is in the journal alone: a driver that was
+        killed before it journalled an extension has written the larger `num_epochs` to the document
+        already.
         """
         proposed = [event for event, _ in records if isinstance(event, TrialProposed)]
         *_, before = (event.num_epochs for event, _ in records if isinstance(event, SearchClosed))
@@ -255,16 +256,22 @@ class RunToResume:
         budgets = [t.budget for t in trials.values()] + [c.budget for c in candidates.values()]
         most = max(budgets, default=0)
         news: list[Event] = []
-        if num_epochs > (before or self.document.num_epochs):
+        longer = num_epochs > (before or self.document.num_epochs)
+        extends = longer and isinstance(searcher, ExtendingSearcher)
+        if extends:
+            news += self._asked(searcher, state, records, num_epochs)
+        elif longer:
             news += [BudgetExtended(n, num_epochs) for n, t in trials.items() if t.budget == most]
             waiting = [each for each in candidates.values() if each.budget == most]
             news += [replace(each, budget=num_epochs) for each in waiting]
-        known = [event.params for event in proposed]
+        known = [] if extends else [event.params for event in proposed]
         numbers = itertools.count(1 + max((event.trial for event in proposed), default=-1))
         while searcher is not None and (params := searcher.ask()) is not None:
             plain = json.loads(json.dumps(params))
             if plain in known:
                 known.remove(plain)
+            elif extends:
+                news.append(TrialProposed(next(numbers), plain, searcher.epochs))
             elif searcher.epochs < num_epochs:
                 raise ConfigurationError(
                     f"the run {self.folder.path!r} has compared its trials and is over, so that "
@@ -274,3 +281,30 @@ class RunToResume:
             else:
                 news.append(TrialProposed(next(numbers), plain, num_epochs))
         return [SearchReopened(), *news, SearchClosed(num_epochs)] if news else []
+
+    def _asked(
+        self,
+        searcher: ExtendingSearcher,
+        state: HopState,
+        records: Sequence[tuple[Event, Sequence[Instruction]]],
+        num_epochs: int,
+    ) -> list[Event]:
+        """Tell a new searcher again what happened before its search closed, and ask who goes on.
+
+        Raises:
+            JournalError: it decides otherwise than the journal says.
+            ConfigurationError: it lets a trial train to what can't be.
+        """
+        closed = next(n for n, (event, _) in enumerate(records) if isinstance(event, SearchClosed))
+        first = getattr(records[closed][0], "num_epochs", None) or self.document.num_epochs
+        AskAndTell(searcher, first, self.manifest.num_partitions).replay(records[: closed + 1])
+        decided = list(searcher.extend(num_epochs))
+        for each in decided:
+            trial = state.trials.get(each.trial) if isinstance(each, TrainTo) else None
+            if trial is None or not len(trial.history) < each.epochs <= num_epochs:
+                raise ConfigurationError(
+                    f"the searcher extends the run by {each!r}; return TrainTo(trial, epochs) of "
+                    "trials that the run has, with more epochs than they have ended, and at most "
+                    f"num_epochs={num_epochs}"
+                )
+        return [BudgetExtended(each.trial, each.epochs) for each in decided]

@@ -120,6 +120,21 @@ class Searcher(Protocol):
         """
 
 
+@runtime_checkable
+class ExtendingSearcher(Searcher, Protocol):
+    """A searcher that says how its run goes on when it is over and gets more epochs.
+
+    Of any other one's run, the trials go on that may train as far as any other.
+    """
+
+    def extend(self, num_epochs: int) -> Iterable[TrainTo]:
+        """Return which trials go on, and how far, when trials may train `num_epochs` from now on.
+
+        A new searcher is told again what the first one was told before it closed, and is then asked
+        this; after it, `ask` is called until it returns None. `tell` is not called any more.
+        """
+
+
 class CandidateList:
     """Is the searcher of a grid, of random draws, and of every other list of candidates."""
 

@@ -27,6 +27,7 @@ from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import run_claim
+from cerebro_hydra.tune.searchers.searcher import TrainTo
 from cerebro_hydra.verification import verify
 from tests.end_to_end import models
 from tests.end_to_end.drivers import flaky
@@ -129,6 +130,37 @@ def uneven(place: Path, *epochs: int, num_epochs: int) -> CustomSearch:
 
 def epochs_of(result: SearchResult) -> list[int]:
     return [len(trial.history["train_loss"]) for trial in result.trials]
+
+
+class Extending(Uneven):
+    """Lets its last trial alone go on where its run is extended, and proposes one more."""
+
+    def extend(self, num_epochs: int) -> list[TrainTo]:
+        self._left = [1]
+        return [TrainTo(1, num_epochs)]
+
+
+def test_a_searcher_is_asked_who_goes_on_where_its_run_is_extended(tmp_path: Path) -> None:
+    def searching(num_epochs: int, further: int | None = None) -> CustomSearch:
+        searcher = Extending(2, 1)
+        if further is not None:
+            searcher.extend = lambda num_epochs: [TrainTo(0, further)]  # type: ignore[method-assign]
+        return replaced(uneven(tmp_path, num_epochs=num_epochs), searcher)
+
+    run = searching(2).fit(classes()).run_path
+    assert epochs_of(SearchResult.open(run)) == [2, 1]
+    for wrong in (2, 4):
+        with pytest.raises(ConfigurationError, match=r"extends the run by TrainTo\(trial=0"):
+            searching(3, wrong).fit(classes(), resume=run)
+    again = searching(3).fit(classes(), resume=run)
+    assert epochs_of(again) == [2, 3, 1], "the trial that may train longest is not asked for"
+    assert verify(run).ok
+    assert epochs_of(searching(3).fit(classes(), resume=run)) == [2, 3, 1], "it is over"
+
+
+def replaced(search: CustomSearch, searcher: Uneven) -> CustomSearch:
+    search._make_searcher = lambda: searcher
+    return search
 
 
 def as_if_killed_before_its_extension_was_journalled(run: str, num_epochs: int) -> None:
