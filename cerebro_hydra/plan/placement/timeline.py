@@ -12,7 +12,7 @@ where its own times are the old ones, because what follows it there began withou
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,8 +97,7 @@ class TaskTimeline:
         self.looked_at = 0
         self._on: defaultdict[int, set[int]] = defaultdict(set)  # tasks by lane
         self._ends: dict[int, float] = {}  # of lanes
-        # How many tasks of other lanes each lane has before or behind its own.
-        self._near: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._behind: defaultdict[int, set[int]] = defaultdict(set)
         self._before: tuple[dict[int, TimedTask | None], dict[int, Times]] = {}, {}
         self._set(tasks)
         self._simulate({task.lane for task in tasks.values()})
@@ -136,7 +135,8 @@ class TaskTimeline:
         lanes = set()
         for number in changed:
             if (task := self.tasks.get(number)) is not None:
-                self._join(task, -1)
+                for each in task.after:
+                    self._behind[each].discard(number)
                 lanes.add(task.lane)
         for number, task in changed.items():
             if number in self.tasks:
@@ -145,27 +145,20 @@ class TaskTimeline:
                 self.tasks[number] = task
                 self._on[task.lane].add(number)
                 lanes.add(task.lane)
-        for task in changed.values():
-            if task is not None:
-                self._join(task, 1)
+        for number, task in changed.items():
+            for each in task.after if task is not None else ():
+                if each not in self.tasks:
+                    raise ValueError(f"task {number} waits for task {each}, which is not there")
+                self._behind[each].add(number)
         return lanes
-
-    def _join(self, task: TimedTask, by: int) -> None:
-        """Count what comes before a task on other lanes."""
-        for each in task.after:
-            if each not in self.tasks:
-                raise ValueError(f"a task waits for task {each}, which is not there")
-            other = self.tasks[each].lane
-            if other != task.lane:
-                self._near[task.lane][other] += by
-                self._near[other][task.lane] += by
 
     def _simulate(self, lanes: Collection[int]) -> dict[int, Times]:
         """Simulate these lanes, and all that tasks connect with them; return the old times."""
         found, waiting = set(lanes), [*lanes]
         while waiting:
-            near = self._near[waiting.pop()]
-            new = {lane for lane, count in near.items() if count} - found
+            here = self._on[waiting.pop()]
+            near = {each for n in here for each in (*self.tasks[n].after, *self._behind[n])}
+            new = {self.tasks[each].lane for each in near} - found
             found |= new
             waiting += new
         numbers = [number for lane in found for number in self._on[lane]]
