@@ -84,8 +84,6 @@ def planted(tmp_path: Path) -> Path:
         # What setuptools brings along lies behind whatever a program adds to its path.
         if spec is not None and "_vendor" not in f"{spec.origin}{spec.submodule_search_locations}":
             (folder / f"{name}.py").write_text(code)
-    for name in ("sitecustomize", "usercustomize"):  # which Python looks for as it starts
-        (folder / f"{name}.py").write_text(code)
     assert (folder / "numpy.py").exists() and (folder / "socket.py").exists()
     (folder / "my_models.py").write_text(MODELS)
     return folder
@@ -103,6 +101,8 @@ def run_in(folder: Path, *command: str) -> str:
 
 
 def test_the_doctor_imports_nothing_from_the_folder_it_is_started_in(planted: Path) -> None:
+    for name in ("sitecustomize", "usercustomize"):  # which Python looks for as it starts
+        (planted / f"{name}.py").write_text((planted / "numpy.py").read_text())
     command = str(Path(sys.executable).with_name("cerebro-hydra"))
     assert "PROBLEM" not in run_in(planted, command, "doctor", "--workers", "1")
 
