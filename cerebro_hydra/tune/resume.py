@@ -257,20 +257,20 @@ class RunToResume:
         most = max(budgets, default=0)
         news: list[Event] = []
         longer = num_epochs > (before or self.document.num_epochs)
-        extends = longer and isinstance(searcher, ExtendingSearcher)
-        if extends:
-            news += self._asked(searcher, state, records, num_epochs)
+        asked = searcher if longer and isinstance(searcher, ExtendingSearcher) else None
+        if asked is not None:
+            news += self._asked(asked, state, records, num_epochs)
         elif longer:
             news += [BudgetExtended(n, num_epochs) for n, t in trials.items() if t.budget == most]
             waiting = [each for each in candidates.values() if each.budget == most]
             news += [replace(each, budget=num_epochs) for each in waiting]
-        known = [] if extends else [event.params for event in proposed]
+        known = [] if asked else [event.params for event in proposed]
         numbers = itertools.count(1 + max((event.trial for event in proposed), default=-1))
         while searcher is not None and (params := searcher.ask()) is not None:
             plain = json.loads(json.dumps(params))
             if plain in known:
                 known.remove(plain)
-            elif extends:
+            elif asked:
                 news.append(TrialProposed(next(numbers), plain, searcher.epochs))
             elif searcher.epochs < num_epochs:
                 raise ConfigurationError(
