@@ -1,4 +1,4 @@
-"""Runs the command line: `demo`, `resume`, `replay`, `report`, `watch`, `runs` and others."""
+"""Runs the command line: `demo`, `resume`, `replay`, `plan`, `report`, `watch` and others."""
 
 from __future__ import annotations
 
@@ -98,6 +98,24 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
     report.set_defaults(command=_report)
 
+    plan = commands.add_parser(
+        "plan", help="say what the trials of a run would take on other workers, without Spark"
+    )
+    plan.add_argument(
+        "--from",
+        dest="run",
+        metavar="RUN",
+        required=True,
+        help="a run's folder, <store>/runs/<run id>, whose events say what tasks cost",
+    )
+    counts = "one or several, as in 2,8,32; default: those of the run"
+    plan.add_argument("--workers", metavar="N", type=_counts, help=counts)
+    plan.add_argument("--devices", metavar="N", type=_counts, help=f"of a worker; {counts}")
+    plan.add_argument("--device-memory", metavar="SIZE", help="such as 2GiB; default: the run's")
+    plan.add_argument("--price-per-hour", metavar="PRICE", type=float, help="of a worker")
+    plan.add_argument("--report", metavar="PATH", help="write the first row's timeline as a page")
+    plan.set_defaults(command=_plan)
+
     watch = commands.add_parser("watch", help="show a run's report in a browser while it goes on")
     watch.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
     watch.add_argument("--port", type=int, default=0, help="of this machine; default: a free one")
@@ -146,6 +164,10 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -248,6 +270,22 @@ def _report(arguments: argparse.Namespace) -> int:
         print(folder.write_file(REPORT_FILE, page.encode()))
     if arguments.trace:
         _write(arguments.trace, json.dumps(trace(folder)))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from cerebro_hydra.planning.earlier_run import EarlierRun
+    from cerebro_hydra.planning.plan import Question, plan_again
+    from cerebro_hydra.storage import RunFolder
+    from cerebro_hydra.tune.admission import copy_rates
+
+    run = EarlierRun(RunFolder.open(arguments.run), copy_rates())
+    asked = (arguments.workers, arguments.devices, arguments.device_memory)
+    question = Question.checked(run.resources, run.workers, *asked, arguments.price_per_hour)
+    found = plan_again(run, question)
+    print(visible(str(found)))
+    if arguments.report:
+        _write(arguments.report, found.page())
     return 0
 
 

@@ -12,6 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.placement.every import every_plan, plain_plan
 from cerebro_hydra.plan.placement.options import PlacementOptions
 from cerebro_hydra.plan.placement.plan import (
@@ -30,7 +31,6 @@ from cerebro_hydra.plan.placement.seconds import TimelineSeconds
 from cerebro_hydra.plan.placement.timeline import simulated
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 
 MICROBATCHES, WINDOW = 8, 4

@@ -35,12 +35,13 @@ from cerebro_hydra.agent.device.messages import (
 )
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
-from cerebro_hydra.plan.simulate.worker import MoveRates, WorkerSimulation
+from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, QueueWorker, train
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U

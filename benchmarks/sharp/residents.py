@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from random import Random
 
 from benchmarks.scheduler.bound import lower_bound
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
-from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices
+from cerebro_hydra.plan.simulate.worker import SimulatedDevices
 
 SHARDS, STEPS, EPOCHS = 4, 6, 2
 SLOTS = 3  # one computes, one is loaded, one is written back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +30,7 @@ from cerebro_hydra.observe.text import (
     utf8,
     without_addresses,
 )
-from cerebro_hydra.observe.timeline import DeviceLane, HopBar, TaskBar, Timeline, read_run
+from cerebro_hydra.observe.timeline import DeviceLane, HopBar, TaskBar, Timeline, fold, read_run
 from cerebro_hydra.observe.view import RunView, TrialView, human_bytes
 from cerebro_hydra.plan.messages.device_work import Span
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -84,6 +84,14 @@ def render(folder: RunFolder, running: bool = False, importance: bool = False) -
         content = _content(view, timeline, running)
         content["importance"] = _importance(view, running, importance)
     return utf8(page().render(**content, version=__version__))
+
+
+def render_records(records: Iterable[Record], planned: str) -> str:
+    """Return the page of a run that was only simulated, with its plan as text."""
+    view, timeline = fold(records)
+    content = _content(view, timeline, running=False)
+    content["importance"] = Importance("Nothing was trained.")
+    return utf8(page().render(**content, planned=planned, version=__version__))
 
 
 def page() -> Template:

@@ -17,7 +17,7 @@ memory that devices used. Times are whole microseconds since the run's first rec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -310,8 +310,13 @@ def read_run(folder: RunFolder, running: bool = False) -> tuple[RunView, Timelin
         StoreError: there is no run document.
         JournalError: the journal is damaged.
     """
+    return fold(records_of(folder), running)
+
+
+def fold(records: Iterable[Record], running: bool = False) -> tuple[RunView, Timeline]:
+    """Fold the records of a run, also of one that was only simulated, into its state and bars."""
     view, timeline = RunView(), Timeline()
-    for record in records_of(folder):
+    for record in records:
         if not (running and isinstance(record, RunEnded)):
             view.apply(record)
         timeline.apply(record)

@@ -55,7 +55,8 @@ class TrialSpec:
     `nbytes` is the size of its state; `steps` holds optimizer steps per partition; `parameters`
     counts the model's elements, frozen ones too; `recompute` says whether
     activations are computed again in backward, None leaves it to the worker; `tasks` is what the
-    tasks of its shards were measured to need of a device, None where no queues were asked for. A
+    tasks of its shards were measured to need of a device, None where no queues were asked for;
+    `sizes` is what else its profile says, by which it can be planned. A
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
     `attributes` marks what else its first steps changed, which may change later, too;
     `set_in_evaluation` is what its first evaluations changed. `staleness` says, by shard, how many
@@ -94,6 +95,7 @@ class TrialSpec:
     set_in_evaluation: tuple[str, ...] = ()
     staleness: tuple[Count, ...] = ()
     stages: tuple[Positive, ...] = ()
+    sizes: Mapping[str, Any] | None = None
 
     @property
     def steps_per_epoch(self) -> int:

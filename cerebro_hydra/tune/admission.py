@@ -30,15 +30,16 @@ from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
 from cerebro_hydra.observe.text import parameters
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
-from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
 from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text
+from cerebro_hydra.planning.trials import sizes_of
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -140,14 +141,17 @@ class Admission:
         factory: Callable[[Any], Any],
         columns: Columns,
         examples: ExampleBatches,
-        folder: RunFolder,
+        folder: RunFolder | None,
         seed: int,
         evaluation_metric: str,
         report: Callable[[str], None],
         memory_bill: MemoryBill,
         keep: str | None = None,
     ) -> None:
-        """Admit nothing yet; `report` is given a description of every new cut."""
+        """Admit nothing yet; `report` is given a description of every new cut.
+
+        Without a folder nothing is written, as where trials are only planned.
+        """
         if not exact_by_address():
             report(
                 "warning: products here depend on where in memory their operands lie, because "
@@ -166,7 +170,7 @@ class Admission:
         self.metrics: dict[str, str] = {}
         """Direction of every measured name, "loss" first; empty before a trial is admitted."""
         self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
-        self._ranges = value_ranges(examples.manifest, folder.store)
+        self._ranges = value_ranges(examples.manifest, examples.store)
         self._cut_models = CutModelCache()
         self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
@@ -203,12 +207,15 @@ class Admission:
         """
         with exclusive_generator:
             with refusing():
+                assert self._folder is not None, "what is only planned is not cut finer"
                 spec = self._folder.read_trial(asked.trial, self._folder.run_id)
                 recipe = build_recipe(self._factory, spec.params, self._seed, self._columns)
             with self._within_memory(spec.trial, recipe):
                 return self._recut(spec, recipe, asked)
 
     def _recut(self, spec: TrialSpec, recipe: Recipe, asked: CutFiner) -> TrialRecut:
+        assert self._folder is not None, "what is only planned is not cut finer"
+        folder = self._folder
         recipe.shards, recipe.recompute = AUTO, True
         before, examples = len(spec.shards), self._example_batches(recipe)
         with refusing():
@@ -217,13 +224,13 @@ class Admission:
             if recipe.warm_start is not None:
                 load_warm_start(recipe.model, recipe.warm_start)
             cut = self._cut(recipe, examples, spec.seed, 2 * before)
-            if len(cut.layout.shards) <= before or cut.profile is None:
+            if len(cut.layout.shards) <= before:
                 raise ConfigurationError(
                     f"the model can't be cut into more than {before} shards; use a smaller "
                     "batch_size, with accumulate"
                 )
             profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
-            states = [relaid_state(self._folder, spec.trial, v, cut.layout) for v in asked.states]
+            states = [relaid_state(folder, spec.trial, v, cut.layout) for v in asked.states]
         finer = replace(
             spec,
             **_structure(cut),
@@ -232,6 +239,7 @@ class Admission:
             attributes=cut.attributes,
             set_in_evaluation=cut.set_in_evaluation,
             tasks=profile.tasks.to_json() if profile.tasks is not None else None,
+            sizes=sizes_of(profile),
             finer=asked.inherited and spec.finer,
             stages=(),
         )
@@ -296,11 +304,11 @@ class Admission:
                     "neither"
                 )
         shards = self._written(initial) if parent is None else parent.shards
-        if parent is None:  # else it begins with a state of its parent
+        if parent is None and self._folder is not None:  # a fork begins with its parent's state
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
             self._folder.write_state(trial, 0, {"trial": trial, "state": 0, "shards": entries})
         profile = admission.profile
-        if finer_tasks is not None and profile is not None:
+        if finer_tasks is not None:
             profile = replace(profile, tasks=finer_tasks)
         spec = TrialSpec(
             trial=trial,
@@ -321,7 +329,8 @@ class Admission:
             parameters=sum(p.numel() for p in recipe.model.parameters()),
             schedule=recipe.schedule,
             recompute=asked_recompute(recipe),
-            tasks=profile.tasks.to_json() if profile is not None and profile.tasks else None,
+            tasks=profile.tasks.to_json() if profile.tasks is not None else None,
+            sizes=sizes_of(profile),
             finer=finer,
             attributes=admission.attributes,
             set_in_evaluation=admission.set_in_evaluation,
@@ -329,10 +338,11 @@ class Admission:
             stages=pipeline.stages,
         )
         stages = ""
-        if profile is not None:
+        if self._profiler is not None:
             with refusing():
                 stages = self._memory_bill.check(spec, profile)
-        self._folder.write_trial(spec)
+        if self._folder is not None:
+            self._folder.write_trial(spec)
         self._report_cut(spec, admission.report, stages)
         for metric, warning in admission.warnings.items():
             self._report_once(metric, f"warning: {spec.trial_id}: {warning}")
@@ -474,12 +484,17 @@ class MemoryBill:
         resources: what each worker has.
         num_workers: how many there are.
         report: is given each table whose numbers are new.
+        measures_all: whether trials are measured where nobody asks for more than the defaults, too.
     """
 
     def __init__(
-        self, resources: WorkerResources, num_workers: int, report: Callable[[str], None]
+        self,
+        resources: WorkerResources,
+        num_workers: int,
+        report: Callable[[str], None],
+        measures_all: bool = False,
     ) -> None:
-        self._resources = resources
+        self._resources, self._measures_all = resources, measures_all
         self._num_workers = num_workers
         self._report = report
         self._reported: set[VisitSpec] = set()
@@ -492,7 +507,7 @@ class MemoryBill:
     @cached_property
     def profiler(self) -> TaskProfiler | None:
         """Return what measures trials; None where none is billed."""
-        if self._resources.computes_in_place:
+        if self._resources.computes_in_place and not self._measures_all:
             return None
         return TaskProfiler(self._resources.device_memory, self.devices)
 
@@ -537,18 +552,19 @@ class MemoryBill:
         devices = (self._resources.device_memory,) * self._resources.devices
         residents = self._resources.most_residents
         host, disk = self._resources.queued_memory, self._resources.disk
-        rates = MoveRates(_copied_per_second(), math.inf if host is None else _stored_per_second())
+        rates = replace(copy_rates(), disk=math.inf if host is None else _stored_per_second())
         beside = self._resources.device_kind == "cuda"
         return WorkerMemory(devices, host, disk, residents, rates, beside)
 
 
-def _copied_per_second() -> float:
-    """Return how many bytes this machine copies in a second."""
+@lru_cache(1)
+def copy_rates() -> MoveRates:
+    """Return the speeds of moves, of which only that of this machine's memory is measured."""
     source = np.ones(_COPIED, np.uint8)
     target = np.ones(_COPIED, np.uint8)
     begun = time.perf_counter()
     target[:] = source
-    return _COPIED / (time.perf_counter() - begun)
+    return MoveRates(device=_COPIED / (time.perf_counter() - begun))
 
 
 def _stored_per_second() -> float:
@@ -579,11 +595,15 @@ def relaid_state(folder: RunFolder, trial: int, state: int, layout: TrialLayout)
     return RecutState(state, tuple(made), None if cursors[0] is None else dict(cursors[0]))
 
 
-def write_segments(folder: RunFolder, segments: Mapping[str, Bytes]) -> tuple[str, str]:
-    """Write the segments of a shard by digest; return those of (frozen, trainable)."""
+def write_segments(folder: RunFolder | None, segments: Mapping[str, Bytes]) -> tuple[str, str]:
+    """Write the segments of a shard by digest; return those of (frozen, trainable).
+
+    Without a folder they are only named.
+    """
     named = {name: digest(buffer) for name, buffer in segments.items()}
-    for name, buffer in segments.items():
-        folder.write_object(named[name], buffer.data)
+    if folder is not None:
+        for name, buffer in segments.items():
+            folder.write_object(named[name], buffer.data)
     return named["frozen"], named["trainable"]
 
 

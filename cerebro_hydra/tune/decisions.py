@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, JournalError
@@ -70,6 +70,31 @@ class Target:
     def _is_reached(self, name: str, value: float) -> bool:
         asked = self.values[name]
         return value <= asked if self.directions()[_bare(name)] == "min" else value >= asked
+
+
+def checked_target(target: Any, validation: Any) -> dict[str, float] | None:
+    """Return the target that a search is given.
+
+    Raises:
+        ConfigurationError: it names no metrics, no numbers, or what is not measured.
+    """
+    if target is None:
+        return None
+    if not isinstance(target, Mapping) or not target:
+        raise ConfigurationError(
+            f'target is {target!r}; give a dictionary such as {{"accuracy": 0.97}}, or None'
+        )
+    for name, value in target.items():
+        if not isinstance(name, str) or isinstance(value, bool):
+            raise ConfigurationError(f"target has {name!r}: {value!r}; give a metric and a number")
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise ConfigurationError(f"target has {name!r}: {value!r}; give a finite number")
+        if validation is None and name not in ("loss", "train_loss"):
+            raise ConfigurationError(
+                f"target has {name!r} and validation is None, but metrics are measured on "
+                "validation rows only; give validation=0.2, or a target of the training loss"
+            )
+    return dict(target)
 
 
 def _bare(name: str) -> str:

@@ -53,7 +53,7 @@ class ExampleBatches:
             ConfigurationError: a training partition has no rows.
         """
         self.manifest = manifest
-        self._store = store
+        self.store = store
         self._data_path = store.data_path(manifest.fingerprint)
         self._columns = columns
         self._head: CachedPartition | None = None
@@ -86,7 +86,7 @@ class ExampleBatches:
         count = min(count, info.rows)
         if self._head is None or self._head.rows < count:
             read: list[RowBlock] = []
-            with self._store.local_copy(self._data_path, info.path) as data_path:
+            with self.store.local_copy(self._data_path, info.path) as data_path:
                 for rows in read_rows(info, self.manifest, data_path):
                     read.append(rows)
                     if sum(map(len, read)) >= count:

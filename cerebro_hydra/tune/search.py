@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE, HeldOut, RunDocument
-from cerebro_hydra.tune.decisions import AskAndTell, Target
+from cerebro_hydra.tune.decisions import AskAndTell, Target, checked_target
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import (
     Dimension,
@@ -47,7 +46,8 @@ from cerebro_hydra.waits import Waiting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from cerebro_hydra.tune.admission import Admission
+    from cerebro_hydra.planning.plan import Plan
+    from cerebro_hydra.tune.admission import Admission, MemoryBill
     from cerebro_hydra.tune.result import SearchResult
     from cerebro_hydra.tune.running import Surroundings
     from cerebro_hydra.tune.trials import EndOfRun
@@ -179,7 +179,7 @@ class Search(ABC):
             raise ConfigurationError(f"keep is {keep!r}; it is one of {KEEPS}, or None")
         self.keep = keep
         self.time_budget = duration("time_budget", time_budget)
-        self.target = _checked_target(target, validation)
+        self.target = checked_target(target, validation)
         self.verbose = whole("verbose", verbose, least=0)
         if not isinstance(observers, Sequence):
             raise ConfigurationError(f"observers is {observers!r}; give a list: [{observers!r}]")
@@ -314,6 +314,60 @@ class Search(ABC):
         with interruptible():
             return self._fit(choose_prepared(self.store, workers, self.data_spec, prepared))
 
+    def plan(
+        self,
+        df: Any,
+        *,
+        workers: int | Sequence[int] | None = None,
+        devices: int | Sequence[int] | None = None,
+        device_memory: int | str | None = None,
+        price_per_hour: float | None = None,
+        from_run: str | None = None,
+        metric: Callable[[int, int], float] | None = None,
+    ) -> Plan:
+        """Say what `fit` would take, without training: each candidate is built, and one is tried.
+
+        Args:
+            df: the rows, which are prepared as `fit` does.
+            workers: one or several numbers of workers to plan for; None is the backend's.
+            devices, device_memory: likewise, of each worker; a size such as "2GiB".
+            price_per_hour: what an hour of a worker costs, if the cost shall be told.
+            from_run: the folder of a run with a model of this search, whose events correct costs.
+            metric: what the evaluation metric is, by trial and epoch; None lets each get better.
+
+        Returns:
+            a table with a row for each kind of workers (docs/planning.md).
+
+        Raises:
+            ConfigurationError: an argument can't be used, or the run has other models; or as `fit`.
+            AllTrialsFailed: no candidate can be built; what only does not fit is in the table.
+        """
+        from cerebro_hydra.planning.earlier_run import EarlierRun
+        from cerebro_hydra.planning.plan import Question
+        from cerebro_hydra.tune.admission import copy_rates, loading_exporter
+        from cerebro_hydra.tune.running import interruptible
+        from cerebro_hydra.tune.trials import Sketches
+
+        has = self.backend.resources, self.backend.num_workers
+        question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
+        earlier = None if from_run is None else EarlierRun(RunFolder.open(from_run), copy_rates())
+        df = self.backend.rows(df)
+        require_dataframe("plan", df)
+        with interruptible(), loading_exporter(), Waiting(self._surroundings.report) as waiting:
+            manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
+            sketches = Sketches(self._admission, manifest)
+
+            def follower(partitions: int) -> AskAndTell:
+                found = self._searched(manifest, lambda: sketches.metrics, {})
+                searcher = self.searcher(replace(found, partitions=partitions))
+                return AskAndTell(searcher, self.num_epochs, partitions)
+
+            def document(partitions: int) -> RunDocument:
+                named = self._document(_new_run_id(), manifest, sketches.metrics)
+                return replace(named, num_partitions=partitions)
+
+            return sketches.plan(question, follower, document, metric, earlier)
+
     def _folder_of(self, run_path: str) -> RunFolder:
         folder = RunFolder.open(run_path)
         if folder.store.prefix != self.store.prefix:
@@ -420,7 +474,7 @@ class Search(ABC):
                 self.check_direction(run.direction())
                 self.backend.check_factory(self.estimator_gen_fn)
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
-                document = self._document(folder, manifest, admission.metrics)
+                document = self._document(folder.run_id, manifest, admission.metrics)
                 document = replace(document, held_out=held_out)
                 folder.write_json(RUN_FILE, document.to_json())
             parts = (folder, document, trials, manifest)
@@ -470,7 +524,9 @@ class Search(ABC):
 
         return Surroundings(self.backend, self.estimator_gen_fn, self.verbose, self.observers)
 
-    def _admission(self, folder: RunFolder, manifest: Manifest) -> Admission:
+    def _admission(
+        self, folder: RunFolder | None, manifest: Manifest, memory_bill: MemoryBill | None = None
+    ) -> Admission:
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.tune.admission import Admission
         from cerebro_hydra.tune.example_batches import ExampleBatches
@@ -484,15 +540,13 @@ class Search(ABC):
             self.seed,
             self.evaluation_metric,
             self._surroundings.report,
-            self._surroundings.memory_bill,
+            memory_bill or self._surroundings.memory_bill,
             self.keep,
         )
 
-    def _document(
-        self, folder: RunFolder, manifest: Manifest, metrics: Mapping[str, str]
-    ) -> RunDocument:
+    def _document(self, run_id: str, manifest: Manifest, metrics: Mapping[str, str]) -> RunDocument:
         return RunDocument(
-            run_id=folder.run_id,
+            run_id=run_id,
             factory=estimator_factories.name_of(self.estimator_gen_fn),
             seed=self.seed,
             order=self.order,
@@ -597,23 +651,3 @@ def _checked_metric(metric: Any, validation: Any) -> str:
             "training loss"
         )
     return metric
-
-
-def _checked_target(target: Any, validation: Any) -> dict[str, float] | None:
-    if target is None:
-        return None
-    if not isinstance(target, Mapping) or not target:
-        raise ConfigurationError(
-            f'target is {target!r}; give a dictionary such as {{"accuracy": 0.97}}, or None'
-        )
-    for name, value in target.items():
-        if not isinstance(name, str) or isinstance(value, bool):
-            raise ConfigurationError(f"target has {name!r}: {value!r}; give a metric and a number")
-        if not isinstance(value, int | float) or not isfinite(value):
-            raise ConfigurationError(f"target has {name!r}: {value!r}; give a finite number")
-        if validation is None and name not in ("loss", "train_loss"):
-            raise ConfigurationError(
-                f"target has {name!r} and validation is None, but metrics are measured on "
-                "validation rows only; give validation=0.2, or a target of the training loss"
-            )
-    return dict(target)

@@ -6,19 +6,25 @@ The user's code is called in a thread that can be given up when it takes too lon
 from __future__ import annotations
 
 import ctypes
+import json
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trials import News, NewTrial
 from cerebro_hydra.observe.text import parameters
+from cerebro_hydra.plan.costs.model import CostModel
 from cerebro_hydra.plan.messages.events import (
     Event,
     RecutRefused,
@@ -30,13 +36,18 @@ from cerebro_hydra.plan.messages.events import (
     TrialRefused,
 )
 from cerebro_hydra.plan.messages.instructions import CutFiner, FinishTrial, Instruction
+from cerebro_hydra.planning.earlier_run import EarlierRun
+from cerebro_hydra.planning.followed import Admit, Follower
+from cerebro_hydra.planning.plan import Plan, Question, SearchParts, plan_search
+from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
-from cerebro_hydra.tune.admission import Admission, Refused
+from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.tune.admission import Admission, MemoryBill, Refused, copy_rates
 from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.trial import all_failed, reason
-from cerebro_hydra.waits import Waiting
+from cerebro_hydra.waits import Waiting, to_nobody
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,10 @@ class EndOfRun:
         """Refuse a target that no trial measures; raises as `Target.check`."""
         if self.target is not None:
             self.target.check()
+
+
+ASSUMED_WIRE = 1.25e9
+"""Bytes per second between workers of which no run has told, as of a network of 10 Gbit/s."""
 
 
 T = TypeVar("T")
@@ -375,3 +390,93 @@ class TimedCall(Generic[T]):
             self._error = Overdue(stack)
             self._ended.set()
         return stack
+
+
+class Sketches:
+    """Admits the candidates of a plan, for workers of several kinds; nothing is written.
+
+    Args:
+        admission: makes one without a folder, for the rows and the bill of some workers.
+        manifest: describes the rows.
+    """
+
+    def __init__(
+        self, admission: Callable[[None, Manifest, MemoryBill], Admission], manifest: Manifest
+    ) -> None:
+        self._make, self._manifest = admission, manifest
+        self._admits: dict[WorkerResources, Admit] = {}
+        self.metrics: dict[str, str] = {}
+        """Direction of every measured name; empty before a candidate is admitted."""
+
+    def plan(
+        self,
+        question: Question,
+        follower: Callable[[int], Follower],
+        document: Callable[[int], RunDocument],
+        metric: Callable[[int, int], float] | None,
+        earlier: EarlierRun | None,
+    ) -> Plan:
+        """Plan a search, by what an earlier run cost if there is one.
+
+        Raises:
+            ConfigurationError: that run has no model of the search.
+        """
+        splits = ("train", "val") if self._manifest.has_validation else ("train",)
+        rows = {
+            split: sum(self._manifest.rows(split, p) for p in range(self._manifest.num_partitions))
+            for split in splits
+        }
+        parts = SearchParts(
+            (rows["train"], rows.get("val", 0)), follower, self._admitting, document, metric
+        )
+        costs = CostModel(rates=replace(copy_rates(), wire=ASSUMED_WIRE))
+        notes = [
+            "Seconds are those of a few steps here; the start of workers is not counted, and "
+            f"{ASSUMED_WIRE / 1e9:g} GB/s between workers are assumed."
+        ]
+        if earlier is not None:
+            costs = earlier.costs(self._measured(question, follower, earlier))
+            notes = [f"Corrected by run {earlier.document.run_id}."]
+        return plan_search(question, parts, costs, notes)
+
+    def _measured(
+        self, question: Question, follower: Callable[[int], Follower], earlier: EarlierRun
+    ) -> dict[str, PlannedTrial]:
+        """Return the trials by structure with which the search begins."""
+        workers, resources = question.places[0]
+        admit, found = self._admitting(resources), dict[str, PlannedTrial]()
+        for event in follower(workers).begin():
+            if isinstance(event, TrialProposed):
+                trial = admit(event)
+                if not isinstance(trial, str):
+                    found.setdefault(trial.structure, trial)
+        models = {trial.model for trial in found.values()}
+        if found and not models & {trial.model for trial in earlier.trials.values()}:
+            raise ConfigurationError(
+                f"from_run is {earlier.document.run_id!r}, none of whose trials has a model, an "
+                "optimizer and a cut of this search; give a run of the same models, or None"
+            )
+        return found
+
+    def _admitting(self, resources: WorkerResources) -> Admit:
+        bill = MemoryBill(resources, 1, to_nobody, measures_all=True)
+        if resources in self._admits:
+            return self._admits[resources]
+        admission, known = self._make(None, self._manifest, bill), dict[str, PlannedTrial | str]()
+
+        def admit(candidate: TrialProposed) -> PlannedTrial | str:
+            key = json.dumps(candidate.params, sort_keys=True)
+            if key not in known:
+                begun = time.perf_counter()
+                try:
+                    spec = admission.admit(candidate.trial, candidate.params).spec
+                except Refused as refusal:
+                    known[key] = str(refusal)
+                else:
+                    known[key] = PlannedTrial(spec, time.perf_counter() - begun)
+                    self.metrics = self.metrics or dict(admission.metrics)
+            found, number = known[key], candidate.trial
+            return found if isinstance(found, str) else found.numbered(number)
+
+        self._admits[resources] = admit
+        return admit

@@ -10,8 +10,8 @@ import pytest
 
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, RunView, TrialAdmitted
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.messages.events import TrialAdded
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
+from cerebro_hydra.plan.messages.events import Hop, TrialAdded
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.testing.local_backend import LocalBackend
@@ -113,7 +113,7 @@ def simulate() -> Simulate:
             ClosedSearch(config, trials, EPOCHS),
             workers,
             lambda kind, trial, partition: 1.0 + 0.1 * trial,
-            hop_seconds=0.01,
+            overheads=Overheads(hop=lambda trial, first: Hop(1_000_000, 0, 0.01)),
             crashes=losses,
             metric=loss,
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from typing import Protocol
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.hop.state import HopState
@@ -28,7 +29,8 @@ from cerebro_hydra.plan.messages.events import (
     TrialAdded,
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
-from cerebro_hydra.plan.simulate.worker import DeviceClock, SimulatedDevices
+from cerebro_hydra.plan.simulate.fluid import FluidClock, Mixes
+from cerebro_hydra.plan.simulate.worker import DeviceClock, SimulatedDevices, TierTotals
 
 TaskSeconds = Callable[[TaskKind, int, int], float]  # by kind, trial and partition
 ENDING_SHARE = 0.1  # of a sub-epoch's time is left when it says that it is ending
@@ -43,15 +45,66 @@ class WorkerCrash:
     back_after: float
 
 
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Says what a simulated run spends beside its tasks.
+
+    Args:
+        hop: what it costs to bring a trial's state to a worker, by trial, and by whether that
+            has had no state of it.
+        wait: the seconds from a task that has its shards to its first forward, by whether the
+            worker has had no task of the trial.
+        join: when a worker joins, by number.
+    """
+
+    hop: Callable[[int, bool], ev.Hop] = lambda trial, first: ev.Hop(0, 0, 0.0)
+    wait: Callable[[bool], float] = lambda first: 0.0
+    join: Callable[[int], float] = lambda worker: 0.0
+
+
+NO_OVERHEADS = Overheads()
+"""Those of a run that only trains."""
+
+
 @dataclass(slots=True)
 class SimulatedTimeline:
-    """Holds the decisions and visits of a simulated run, and its makespan in seconds."""
+    """Holds the decisions and visits of a simulated run, its makespan in seconds and its bytes.
+
+    Args:
+        records: events with their instructions, and when they were, unless something else takes
+            them.
+        hopped: the bytes that were moved between workers.
+        tiers: of all workers together; a peak is that of one worker.
+    """
 
     makespan: float = 0.0
     records: list[tuple[ev.Event, list[ins.Instruction]]] = field(default_factory=list)
     visit_logs: list[list[tuple[int, int]]] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
+    hopped: int = 0
+    tiers: TierTotals = field(default_factory=TierTotals)
 
 
+class SimulatedSearch(Protocol):
+    """Says what a simulated run trains; `ClosedSearch` is one."""
+
+    @property
+    def config(self) -> HopConfig:
+        """Return what is fixed for the run."""
+        ...
+
+    def events(self) -> Sequence[Event]:
+        """Return the events that begin the run."""
+        ...
+
+    def after(
+        self, now: float, event: Event, instructions: Sequence[ins.Instruction]
+    ) -> Sequence[tuple[float, Event]]:
+        """Return what the search decides on an event, and when that happens."""
+        ...
+
+
+Clock = DeviceClock | FluidClock
 _Task = ins.StartSubEpoch | ins.Evaluate
 _HeldState = tuple[str, int, int]  # incarnation, trial, state
 
@@ -63,7 +116,7 @@ class Simulation:
         search: the trials and what is fixed for them.
         workers: the partitions of each worker.
         seconds: how long a task takes on a worker of one device.
-        hop_seconds: how long any fetch of a state takes.
+        overheads: what is spent beside tasks.
         crashes: the workers that die, and when.
         metric: the value of every metric of a trial, by trial and epoch.
         on_decision: is given every event with its instructions; else the timeline keeps them.
@@ -72,11 +125,11 @@ class Simulation:
 
     def __init__(
         self,
-        search: ClosedSearch,
+        search: SimulatedSearch,
         workers: Sequence[tuple[int, ...]],
         seconds: TaskSeconds,
         *,
-        hop_seconds: float = 0.0,
+        overheads: Overheads = NO_OVERHEADS,
         crashes: Sequence[WorkerCrash] = (),
         metric: Callable[[int, int], float] = lambda trial, epoch: 1.0,
         on_decision: Callable[[ev.Event, list[ins.Instruction]], object] | None = None,
@@ -87,23 +140,29 @@ class Simulation:
         self.timeline = SimulatedTimeline()
         self._on_decision = on_decision or self._keep
         self._workers = workers
-        self._seconds, self._hop_seconds, self._metric = seconds, hop_seconds, metric
+        self._search, self._overheads = search, overheads
+        self._seconds, self._metric = seconds, metric
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
         self._live: dict[int, str] = {}  # incarnation by worker
         self._incarnations = 0
         self._tasks_of: dict[str, dict[int, _Task]] = {}  # by incarnation and attempt
-        self._computing: set[int] = set()  # attempts
+        self._computing: set[int] = set()  # attempts that have their shards
+        self._begun: set[int] = set()  # those of them whose first forward has begun
         self._held: set[_HeldState] = set()
         self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
         self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
         self._devices = devices
-        self._clocks: dict[str, DeviceClock] = {}  # by incarnation, of workers of several devices
-        self._configs = {trial.trial: trial for trial in search.trials}
+        self._mixes = None if devices is None or not devices.fluid else Mixes(devices)
+        self._clocks: dict[str, Clock] = {}  # by incarnation, of workers of several devices
+        self._met: set[tuple[str, int]] = set()  # incarnations and trials that they have trained
+        self._had: set[tuple[str, int]] = set()  # and of which they have had a state
+        self._hops: dict[_HeldState, ev.Hop] = {}  # of states that no task was charged for
+        self._configs: dict[int, TrialConfig] = {}
         for event in search.events():
             self._schedule(0.0, partial(self._handle, event))
         for worker in range(len(workers)):
-            self._schedule(0.0, partial(self._join, worker))
+            self._schedule(overheads.join(worker), partial(self._join, worker))
         for crash in crashes:
             self._schedule(crash.at, partial(self._crash, crash))
 
@@ -116,6 +175,8 @@ class Simulation:
         while not self.state.finished:
             self.step()
         self.timeline.makespan = self.now
+        for clock in self._clocks.values():
+            self.timeline.tiers.add(clock.totals)
         self.timeline.visit_logs = [
             [(visit.epoch, visit.partition) for visit in trial.visits]
             for trial in self.state.trials.values()
@@ -142,15 +203,20 @@ class Simulation:
 
     def _keep(self, event: ev.Event, instructions: list[ins.Instruction]) -> None:
         self.timeline.records.append((event, instructions))
+        self.timeline.moments.append(self.now)
 
     def _schedule(self, moment: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (moment, self._scheduled, happen))
         self._scheduled += 1
 
     def _handle(self, event: ev.Event) -> None:
-        for decision in self.scheduler.handle(event):
-            self._on_decision(*decision)
-            for instruction in decision[1]:
+        if isinstance(event, TrialAdded):
+            self._configs[event.config.trial] = event.config
+        for happened, instructions in self.scheduler.handle(event):
+            self._on_decision(happened, instructions)
+            for moment, decided in self._search.after(self.now, happened, instructions):
+                self._schedule(moment, partial(self._handle, decided))
+            for instruction in instructions:
                 self._carry_out(instruction)
 
     def _join(self, worker: int) -> None:
@@ -159,7 +225,10 @@ class Simulation:
         self._tasks_of[self._live[worker]] = {}
         joined = ev.WorkerJoined(worker, self._live[worker], self._workers[worker])
         if (devices := self._devices) is not None:
-            self._clocks[joined.incarnation] = DeviceClock(devices)
+            mixes = self._mixes
+            self._clocks[joined.incarnation] = (
+                DeviceClock(devices) if mixes is None else FluidClock(devices, mixes)
+            )
             joined = replace(joined, devices=len(devices.budgets), residents=devices.residents)
         self._handle(joined)
 
@@ -167,7 +236,8 @@ class Simulation:
         incarnation = self._live.pop(crash.worker, None)
         if incarnation is None:
             return
-        self._clocks.pop(incarnation, None)
+        if clock := self._clocks.pop(incarnation, None):
+            self.timeline.tiers.add(clock.totals)
         for task in list(self._tasks_of[incarnation].values()):
             self._remove_task(task)
         self._held = {state for state in self._held if state[0] != incarnation}
@@ -189,7 +259,7 @@ class Simulation:
                 self._fetch(instruction.incarnation, instruction.trial, instruction.source)
             case ins.Cancel():
                 clock = self._clocks.get(instruction.incarnation)
-                if clock is not None and instruction.attempt in self._computing:
+                if clock is not None and instruction.attempt in self._begun:
                     clock.cancel(self.now, instruction.attempt)
                     self._wake(instruction.incarnation)
                 self._remove_task(instruction)
@@ -226,7 +296,12 @@ class Simulation:
         """Start the transfer if the owner has published the state."""
         owner = self._fetches[state]
         if owner is None or (owner, *state[1:]) in self._held:
-            self._schedule(self.now + self._hop_seconds, partial(self._receive, state))
+            incarnation, trial, _ = state
+            hop = self._overheads.hop(trial, (incarnation, trial) not in self._had)
+            self._had.add((incarnation, trial))
+            self._hops[state] = hop
+            self.timeline.hopped += 0 if owner is None else hop.bytes_moved
+            self._schedule(self.now + hop.seconds, partial(self._receive, state))
         else:
             self._waiting.setdefault((owner, *state[1:]), []).append(state)
 
@@ -246,9 +321,20 @@ class Simulation:
         if state not in self._held or task.attempt in self._computing:
             return
         self._computing.add(task.attempt)
+        first = (task.incarnation, task.trial) not in self._met
+        self._met.add((task.incarnation, task.trial))
+        if wait := self._overheads.wait(first):
+            self._schedule(self.now + wait, partial(self._compute, task))
+        else:
+            self._compute(task)
+
+    def _compute(self, task: _Task) -> None:
+        if task.attempt not in self._tasks_of[task.incarnation]:
+            return  # it was cancelled, or its worker died
         train = isinstance(task, ins.StartSubEpoch)
         kind: TaskKind = "train" if train else "evaluate"
         (partition,) = task.partitions
+        self._begun.add(task.attempt)
         if clock := self._clocks.get(task.incarnation):
             clock.start(self.now, kind, task.trial, partition, task.attempt)
             self._wake(task.incarnation)
@@ -288,10 +374,14 @@ class Simulation:
             return
         self._remove_task(task)
         trial = self._configs[task.trial]
+        source = (task.incarnation, task.trial, task.source.state)
+        hop = self._hops.pop(source, ev.Hop(0, 0, 0.0))
         value = self._metric(task.trial, task.epoch)
         if isinstance(task, ins.Evaluate):
-            sums = {"loss": (value, 1)}
-            hop = ev.Hop(0, 0, 0.0)
+            compared = self._search.config.metric.removeprefix("val_")
+            sums = {"loss": (value, 1), compared: (value, 1)}
+            for name in trial.custom_metrics:  # those are merged
+                sums.pop(name, None)
             states = dict.fromkeys(trial.custom_metrics)
             evaluated = ev.EvaluationDone(
                 task.attempt, task.incarnation, sums, seconds, hop, states, device_seconds
@@ -305,7 +395,6 @@ class Simulation:
             for shard, (frozen, _) in enumerate(trial.initial_digests)
         )
         nbytes = trial.nbytes
-        hop = ev.Hop(nbytes, 0, self._hop_seconds)
         trained = ev.SubEpochDone(
             task.attempt, task.incarnation, 1, value, digests, nbytes, seconds, hop,
             device_seconds=device_seconds,
@@ -318,6 +407,7 @@ class Simulation:
     def _remove_task(self, task: _Task | ins.Cancel) -> None:
         self._tasks_of[task.incarnation].pop(task.attempt, None)
         self._computing.discard(task.attempt)
+        self._begun.discard(task.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +434,12 @@ class ClosedSearch:
     def events(self) -> list[Event]:
         """Return the events that begin the run: every trial with its whole budget, then the end."""
         return [*(TrialAdded(trial, self.epochs) for trial in self.trials), SearchClosed()]
+
+    def after(
+        self, now: float, event: Event, instructions: Sequence[ins.Instruction]
+    ) -> Sequence[tuple[float, Event]]:
+        """Decide nothing: all was known at the begin."""
+        return ()
 
     def events_after(self, state: HopState) -> list[Event]:
         """Return the events that make a run one of this search: new trials, and larger budgets."""

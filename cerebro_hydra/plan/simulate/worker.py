@@ -6,8 +6,6 @@ A device computes, loads and writes back at the same time, one action of each ki
 without double buffering it does one action of any kind after the other.
 Transfers from other workers and to disk go one after the other too. Every action is checked against
 the places and bytes of ``plan/schedules/validate.py`` when it begins and ends.
-
-`MoveRates` tells how long the actions of a worker take, by the speed of its tiers.
 """
 
 from __future__ import annotations
@@ -15,9 +13,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
@@ -32,7 +31,7 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.ledger import PartBytes
-from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
@@ -237,29 +236,6 @@ class WorkerSimulation:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveRates:
-    """Holds bytes per second, each way: between DRAM and a device, and between disk and DRAM."""
-
-    device: float = math.inf
-    disk: float = math.inf
-
-    def seconds(self, action: Action, shard: ShardSpec) -> float:
-        """Return how long an action on the shard takes; transfers to other workers count nothing.
-
-        They go on while other visits compute, and the seconds of a hop have them.
-        """
-        if action.kind.computes:
-            return shard.seconds(action.kind)
-        if action.kind not in (ActionKind.LOAD, ActionKind.SPILL):
-            return 0.0
-        return shard.moved(action) / (self.disk if action.device == HOST else self.device)
-
-
-FREE_MOVES = MoveRates()
-"""Moves that take no time."""
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedDevices:
     """Describes the devices of a worker and what its residents do there.
 
@@ -270,6 +246,8 @@ class SimulatedDevices:
         has. host_budget: the bytes of DRAM; None means no limit.
         rates: how long moves take.
         rule: picks a visit for a free device.
+        fluid: whether visits flow at the speed that a mix of them has (``plan/simulate/fluid.py``),
+            instead of task by task.
     """
 
     budgets: tuple[int | None, ...]
@@ -278,6 +256,7 @@ class SimulatedDevices:
     host_budget: int | None = None
     rates: MoveRates = FREE_MOVES
     rule: Rule = PICKS[DEFAULT_PICK]
+    fluid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +266,41 @@ class EndedVisit:
     visit: int
     seconds: float
     device_seconds: float
+
+
+@dataclass(slots=True)
+class TierTotals:
+    """Holds what a worker's tiers had and moved.
+
+    Args:
+        peak: the most bytes that each device had, and DRAM under `HOST`.
+        copied: the bytes between DRAM and devices, both ways.
+        disk: those between disk and DRAM, both ways.
+    """
+
+    peak: dict[int, int] = field(default_factory=dict)
+    copied: float = 0.0
+    disk: float = 0.0
+
+    def add(self, other: TierTotals, share: float = 1.0) -> None:
+        """Add what another worker or time had, or the share of it that was moved here."""
+        self.copied += other.copied * share
+        self.disk += other.disk * share
+        for place, peak in other.peak.items():
+            self.peak[place] = max(peak, self.peak.get(place, 0))
+
+
+def moved_bytes(done: Iterable[DoneAction], specs: Mapping[int, VisitSpec]) -> TierTotals:
+    """Return the bytes that actions moved."""
+    found = TierTotals()
+    for action in (each.action for each in done):
+        if action.kind in (ActionKind.LOAD, ActionKind.SPILL):
+            nbytes = specs[action.trial].shards[action.shard].moved(action)
+            if action.device == HOST:
+                found.disk += nbytes
+            else:
+                found.copied += nbytes
+    return found
 
 
 class DeviceClock:
@@ -307,6 +321,14 @@ class DeviceClock:
     def next_moment(self) -> float:
         """Return when the next thing happens; infinity if nothing is left to happen."""
         return self._simulation.next_moment
+
+    @property
+    def totals(self) -> TierTotals:
+        """Return what the tiers had and moved so far."""
+        found = moved_bytes(self._simulation.timeline.done, self._specs)
+        peak = self._simulation.check.peak.items()
+        found.peak = {place: most for place, most in peak if place is not None}
+        return found
 
     def start(self, now: float, kind: TaskKind, trial: int, partition: int, visit: int) -> None:
         """Let the worker accept a task."""

@@ -42,7 +42,7 @@ from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.torch_cond import cond_failed, is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.trace import CutFailed
 from cerebro_hydra.shards.digest import tensor_digest
-from cerebro_hydra.shards.engine.layout import ShardBytes, TrialLayout, check_no_overlap
+from cerebro_hydra.shards.engine.layout import TrialLayout, check_no_overlap
 from cerebro_hydra.shards.engine.microbatch import UnfitShape
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED, StateTemplate
 from cerebro_hydra.shards.heap import kept_heap
@@ -69,16 +69,14 @@ class AdmittedCut:
     report: CutReport
     template: StateTemplate
     layout: TrialLayout
-    profile: TrialProfile | None = None
-    """What the queues of workers must know; None if nobody asked for it."""
+    profile: TrialProfile
+    """What the queues of workers must know; without tasks if nobody asked for them."""
     attributes: tuple[str, ...] = ()
     """Marks of what else the first steps changed, which depends on no history; `KnownChanges`."""
     set_in_evaluation: tuple[str, ...] = ()
     """What the first evaluations changed, each of which sets it anew."""
     warnings: Mapping[str, str] = field(default_factory=dict)
     """What the user should know of metrics, by their names."""
-    tied: tuple[tuple[int, ...], ...] = ()
-    """The groups of shards that share a parameter."""
 
     def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
         """Return how the trial is spread over the devices of a worker.
@@ -93,9 +91,7 @@ class AdmittedCut:
             ConfigurationError: there are no stages as they were asked for, or the schedule can't
                 have what the trial demands of it.
         """
-        shards = tuple(map(ShardBytes.of, self.layout.shards))
-        profile = self.profile or TrialProfile(shards, self.tied, recipe.barrier)
-        return profile.pipeline(recipe, devices, budget)
+        return self.profile.pipeline(recipe, devices, budget)
 
 
 def memory_needed(recipe: Recipe) -> int:
@@ -243,10 +239,12 @@ def _admit(
         if difference is None:
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
             report = CutReport.of(cut_model, layout, choice.why, notes, attempts)
-            profile = None if profiler is None else profiled(choice.spec)
+            profile = TrialProfile.of(recipe, cut_model, layout, None)
+            if profiler is not None:
+                profile = profiled(choice.spec)
             return AdmittedCut(
                 choice.spec, report, template, layout, profile, check.attributes,
-                check.set_in_evaluation, check.warnings, tuple(cut_model.tied_groups),
+                check.set_in_evaluation, check.warnings,
             )  # fmt: skip
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.placement.every import every_plan, plain_plan
 from cerebro_hydra.plan.placement.options import PlacementOptions
 from cerebro_hydra.plan.placement.plan import (
@@ -29,7 +30,6 @@ from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, is_pipelined
-from cerebro_hydra.plan.simulate.worker import MoveRates
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 from tests.examples import examples
 

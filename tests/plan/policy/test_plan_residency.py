@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.scheduler.bound import lower_bound
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
@@ -17,8 +18,8 @@ from cerebro_hydra.plan.policy.policy import most_work_first
 from cerebro_hydra.plan.policy.view import View
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, WorkerCrash
-from cerebro_hydra.plan.simulate.worker import MoveRates, SimulatedDevices
+from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation, WorkerCrash
+from cerebro_hydra.plan.simulate.worker import SimulatedDevices
 from tests.plan.driver import Driver, done, of
 
 
@@ -170,7 +171,9 @@ def test_devices_share_the_work_of_a_simulated_run(devices: int, residents: int)
 
 def test_a_simulated_run_outlives_its_workers() -> None:
     crashes = [WorkerCrash(11.0, 0, 3.0), WorkerCrash(30.0, 1, 5.0)]
-    simulation, bound = simulate(2, 3, crashes=crashes, hop_seconds=0.5)
+    simulation, bound = simulate(
+        2, 3, crashes=crashes, overheads=Overheads(hop=lambda trial, first: ev.Hop(100, 0, 0.5))
+    )
     timeline = simulation.run()
     assert timeline.makespan > bound
     assert {trial.status for trial in simulation.state.trials.values()} == {"finished"}

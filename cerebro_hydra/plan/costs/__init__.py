@@ -1,0 +1,1 @@
+"""Holds what tasks, hops and moves cost, in seconds and bytes."""

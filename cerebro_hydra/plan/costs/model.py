@@ -1,0 +1,94 @@
+"""The one model of what a run costs beside its shard tasks, and by how much those differ.
+
+What tasks take and need is measured when a trial is admitted (`ShardSpec`). What a run's events say
+corrects it: `measured` in ``plan/costs/measured.py`` makes a model of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates
+from cerebro_hydra.plan.costs.spread import NOTHING, Spread
+
+Kind = Literal["train", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Holds seconds and speeds, each with its spread where it was measured several times.
+
+    Args:
+        rates: of moves and hops.
+        start: from the begin of a run until its first worker has joined.
+        later: from then until another worker has joined.
+        devices: from the first task of a worker, and its shards, to its first forward; meanwhile
+            its devices start.
+        admission: of a candidate while others train; of the first one of its structure.
+        admission_again: of a candidate whose structure was admitted before.
+        build: from the moment at which a worker has a task and its shards to its first forward,
+            where it has the trial for the first time.
+        turn: the same where it has had the trial before.
+        pace: what a task took for each second of its profile, by structure and kind.
+    """
+
+    rates: MoveRates = FREE_MOVES
+    start: Spread = NOTHING
+    later: Spread = NOTHING
+    devices: Spread = NOTHING
+    admission: Spread = NOTHING
+    admission_again: Spread = NOTHING
+    build: Spread = NOTHING
+    turn: Spread = NOTHING
+    pace: Mapping[tuple[str, Kind], Spread] = field(default_factory=dict)
+
+    def pace_of(self, structure: str, kind: Kind) -> float:
+        """Return what a task takes for each second of its profile; 1 where nothing was measured.
+
+        A kind of tasks that was not measured goes at the pace of the other one.
+        """
+        other: Kind = "evaluate" if kind == "train" else "train"
+        for each in (kind, other):
+            if spread := self.pace.get((structure, each)):
+                return spread.mean
+        return 1.0
+
+    def waits(self, first: bool) -> float:
+        """Return the seconds before a task's first forward beside those for its shards."""
+        return (self.build if first and self.build.count else self.turn).mean
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe the model in JSON; unlimited speeds are null."""
+        spreads = {
+            name: _told(getattr(self, name))
+            for name in (
+                "start",
+                "later",
+                "devices",
+                "admission",
+                "admission_again",
+                "build",
+                "turn",
+            )
+        }
+        pace = [[*key, _told(spread)] for key, spread in sorted(self.pace.items())]
+        rates = {
+            name: None if (rate := getattr(self.rates, name)) == float("inf") else rate
+            for name in ("device", "disk", "wire", "latency")
+        }
+        return {"rates": rates, **spreads, "pace": pace}
+
+
+_SPREADS = ("start", "later", "devices", "admission", "admission_again", "build", "turn")
+
+
+def _told(spread: Spread) -> dict[str, float]:
+    return {
+        "mean": spread.mean,
+        "median": spread.median,
+        "low": spread.low,
+        "high": spread.high,
+        "count": spread.count,
+    }

@@ -1,0 +1,122 @@
+"""A trial as it is planned: what its document says of it, as visits of a worker's queues."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, TypedDict
+
+from cerebro_hydra.data.batches import batch_sizes
+from cerebro_hydra.documents import decode
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
+from cerebro_hydra.plan.costs.model import Kind
+from cerebro_hydra.plan.queues.visit_spec import VisitSpec
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
+from cerebro_hydra.shards.admission.task_profile import TaskProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.engine.layout import ShardBytes
+from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.storage.run_document import TrialSpec
+
+
+class _Sizes(TypedDict):
+    shards: tuple[ShardBytes, ...]
+    tied: tuple[tuple[int, ...], ...]
+    barrier: bool
+
+
+def sizes_of(profile: TrialProfile) -> dict[str, Any]:
+    """Return as JSON what a trial's document keeps of its profile beside the tasks."""
+    return {
+        "shards": [asdict(shard) for shard in profile.shards],
+        "tied": [list(group) for group in profile.tied],
+        "barrier": profile.barrier,
+    }
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """Is a trial that is planned, as its document describes it.
+
+    Args:
+        admission: seconds that its admission took; None leaves them to the cost model.
+
+    Raises:
+        ConfigurationError: the document is of a version that kept no sizes.
+    """
+
+    spec: TrialSpec
+    admission: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a document that says too little."""
+        if self.spec.sizes is None:
+            raise ConfigurationError(
+                f"{self.spec.trial_id} was admitted by a version of cerebro_hydra that wrote no "
+                "sizes of shards; plan with a run of this version"
+            )
+
+    @cached_property
+    def profile(self) -> TrialProfile:
+        """Return what the queues must know of it."""
+        sizes: _Sizes = decode(_Sizes, dict(self.spec.sizes or {}), "the sizes of a trial")
+        tasks = None if self.spec.tasks is None else TaskProfile.from_json(self.spec.tasks)
+        return TrialProfile(sizes["shards"], sizes["tied"], sizes["barrier"], tasks)
+
+    @cached_property
+    def structure(self) -> str:
+        """Return a name that trials share whose tasks cost the same."""
+        spec = self.spec
+        told = (spec.cut, spec.template, spec.nbytes, spec.batch_size, spec.accumulate)
+        return json.dumps(told, sort_keys=True, default=list)
+
+    @cached_property
+    def model(self) -> str:
+        """Return a name that trials of one model and optimizer share."""
+        return json.dumps((self.spec.cut, self.spec.template, self.spec.nbytes), default=list)
+
+    @property
+    def frozen(self) -> int:
+        """Return the bytes that a worker keeps from one state of the trial to the next."""
+        return sum(shard.frozen for shard in self.profile.shards)
+
+    def visit(self, kind: Kind, rows: int, resources: WorkerResources, pace: float) -> VisitSpec:
+        """Return a task over so many rows as a visit of number 0; each second takes `pace`."""
+        spec, profile = self.spec, self.profile
+        microbatches = max(1, len(batch_sizes(rows, spec.batch_size)))
+        window, budget = spec.accumulate, resources.device_memory
+        way = Pipeline(spec.schedule, resources.devices, budget, spec.staleness, spec.stages)
+        recompute = profile.recomputes(spec.recompute, budget, window, way)
+        training = profile.training(0, microbatches, window, recompute, way)
+        found = training
+        if kind == "evaluate":
+            found = profile.evaluation(0, microbatches, way)
+        shards = tuple(
+            replace(
+                shard,
+                forward=pace * timed.forward,
+                backward=pace * timed.backward,
+                update=pace * timed.update,
+            )
+            for shard, timed in zip(found.shards, training.shards, strict=True)
+        )
+        return replace(found, shards=shards)
+
+    def numbered(self, trial: int) -> PlannedTrial:
+        """Return it as another trial of the same parameters."""
+        return replace(self, spec=replace(self.spec, trial=trial, trial_id=trial_name(trial)))
+
+    def require_measured(self, resources: WorkerResources) -> None:
+        """Refuse devices for which nobody has measured what tasks need.
+
+        Raises:
+            ConfigurationError: they have a budget, or there are several.
+        """
+        if self.spec.tasks is None and not resources.computes_in_place:
+            raise ConfigurationError(
+                f"the tasks of {self.spec.trial_id} were not measured by shard, because the "
+                "workers of its run had one device without a limit, which the trials had to "
+                "themselves; plan for such workers, or with search.plan(df), which measures them"
+            )
