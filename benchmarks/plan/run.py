@@ -86,18 +86,18 @@ class Case:
 
 CASES = (
     Case(2, 1, 1),
-    Case(4, 2, 1),
-    Case(9, 3, 1),
     Case(4, 1, 2),
-    Case(8, 2, 2),
-    Case(16, 1, 4),
-    Case(8, 3, 2),
-    Case(4, 2, 1, spilled=True),
-    Case(6, 1, 2, spilled=True),
-    Case(8, 2, 2, spilled=True),
     Case(2, 1, 2, schedule="1f1b"),
+    Case(4, 2, 1, spilled=True),
+    Case(8, 2, 2),
     Case(4, 2, 2, schedule="gpipe"),
+    Case(6, 1, 2, spilled=True),
+    Case(9, 3, 1),
+    Case(16, 1, 4),
+    Case(4, 2, 1),
+    Case(8, 2, 2, spilled=True),
     Case(4, 1, 4, schedule="1f1b"),
+    Case(8, 3, 2),
 )
 
 

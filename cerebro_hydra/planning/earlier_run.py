@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import QUEUED_SHARE, WorkerResources
+from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe.records import Decision, records_of
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.costs.measured import Decided, measured
 from cerebro_hydra.plan.costs.model import CostModel, Kind
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages.actions import HOST
-from cerebro_hydra.plan.messages.events import DevicesWorked, WorkerJoined
+from cerebro_hydra.plan.messages.events import (
+    DevicesWorked,
+    EvaluationDone,
+    Event,
+    RunResumed,
+    RunSuspended,
+    SubEpochDone,
+    TaskFailed,
+    TransferFailed,
+    WorkerGivenUp,
+    WorkerJoined,
+    WorkerLost,
+)
 from cerebro_hydra.plan.simulate.fluid import Flow
+from cerebro_hydra.planning.followed import Recorded
+from cerebro_hydra.planning.simulated import Place, simulate
 from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
@@ -83,7 +98,6 @@ class EarlierRun:
             for split in ("train", "val")
         )
         self.rows = train, val
-
         self._decisions, self._rates, self._partition_rows = decisions, rates, dict(view.rows)
 
     def costs(self, measured_anew: Mapping[str, PlannedTrial] | None = None) -> CostModel:
@@ -107,4 +121,49 @@ class EarlierRun:
             rows = self._partition_rows["train" if kind == "train" else "val", partition]
             return profiled(kind, structures[trial], rows)
 
-        return measured(self._decisions, structures, seconds, self._rates)
+        found = measured(self._decisions, structures, seconds, self._rates)
+        return replace(found, lag=self._lag(found, trials))
+
+    def _lag(self, costs: CostModel, trials: Mapping[int, PlannedTrial]) -> float:
+        """Return what the run took for each second that it takes when it is simulated by its costs.
+
+        Nobody measures what devices wait for between two tasks, or lose to one another.
+        """
+        rows = [
+            tuple(
+                self._partition_rows.get((split, partition), 0)
+                for partition in range(self.document.num_partitions)
+            )
+            for split in ("train", "val")
+        ]
+        disturbed = any(isinstance(event, _DISTURBANCES) for _, event, _ in self._decisions)
+        if disturbed or self.workers != self.document.num_partitions:
+            return 1.0
+        again = [(trials[number], epochs) for number, epochs in self.epochs.items() if epochs]
+        place = Place(self.workers, self.resources, *rows)
+        config = hop_config(self.document)
+        timeline = simulate(
+            config,
+            Recorded(again),
+            lambda candidate: again[candidate.trial][0].numbered(candidate.trial),
+            place,
+            costs,
+            lambda trial, epoch: 1.0 / (epoch + 1),
+        ).timeline
+        simulated = zip(timeline.moments, (event for event, _ in timeline.records), strict=True)
+        took = _span((moment, event) for moment, event, _ in self._decisions)
+        would = _span(simulated)
+        return took / would if would > 0 else 1.0
+
+
+_DISTURBANCES = (WorkerLost, WorkerGivenUp, TaskFailed, TransferFailed, RunResumed, RunSuspended)
+
+
+def _span(events: Iterable[tuple[float, Event]]) -> float:
+    """Return the seconds from the first forward of any task to the end of the last one."""
+    tasks = [
+        (moment - event.seconds, moment)
+        for moment, event in events
+        if isinstance(event, SubEpochDone | EvaluationDone)
+    ]
+    return max(end for _, end in tasks) - min(begin for begin, _ in tasks)

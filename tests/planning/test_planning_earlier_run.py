@@ -103,6 +103,7 @@ def test_a_run_is_predicted_by_its_own_events(folder: RunFolder) -> None:
     (row,) = plan_again(run, Question.checked(run.resources, run.workers, *[None] * 4)).rows
     assert row.outcome is not None
     assert row.outcome.seconds == pytest.approx(run.seconds, rel=0.01)
+    assert run.costs().lag == pytest.approx(1.0, rel=0.01)
     assert row.outcome.bound <= row.outcome.seconds
     assert row.outcome.hopped % (2 * TRAINABLE) == 0  # frozen segments stay
 

@@ -32,6 +32,7 @@ class CostModel:
             where it has the trial for the first time.
         turn: the same where it has had the trial before.
         pace: what a task took for each second of its profile, by structure and kind.
+        lag: what a whole run took for each second that all of these explain.
     """
 
     rates: MoveRates = FREE_MOVES
@@ -43,17 +44,18 @@ class CostModel:
     build: Spread = NOTHING
     turn: Spread = NOTHING
     pace: Mapping[tuple[str, Kind], Spread] = field(default_factory=dict)
+    lag: float = 1.0
 
     def pace_of(self, structure: str, kind: Kind) -> float:
-        """Return what a task takes for each second of its profile; 1 where nothing was measured.
+        """Return what a task takes for each second of its profile, without a measurement the lag.
 
         A kind of tasks that was not measured goes at the pace of the other one.
         """
         other: Kind = "evaluate" if kind == "train" else "train"
         for each in (kind, other):
             if spread := self.pace.get((structure, each)):
-                return spread.mean
-        return 1.0
+                return self.lag * spread.mean
+        return self.lag
 
     def waits(self, first: bool) -> float:
         """Return the seconds before a task's first forward beside those for its shards."""
@@ -78,7 +80,7 @@ class CostModel:
             name: None if (rate := getattr(self.rates, name)) == float("inf") else rate
             for name in ("device", "disk", "wire", "latency")
         }
-        return {"rates": rates, **spreads, "pace": pace}
+        return {"rates": rates, **spreads, "pace": pace, "lag": self.lag}
 
 
 _SPREADS = ("start", "later", "devices", "admission", "admission_again", "build", "turn")

@@ -30,7 +30,7 @@ F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 FEW_WINDOWS = 4
 """Optimizer steps of each visit that a mix is tried with, at least."""
 
-MOST_MICROBATCHES = 32
+MOST_MICROBATCHES = 16
 """Of a visit that is tried, unless its window has more."""
 
 _NEGLIGIBLE = 1e-9
