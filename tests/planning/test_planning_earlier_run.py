@@ -197,6 +197,8 @@ def test_a_large_search_is_planned_by_a_part_of_it(
 ) -> None:
     monkeypatch.setattr(simulated, "MOST_SUB_EPOCHS", 1000)
     run = EarlierRun(folder_of(tmp_path), FREE_MOVES)
+    costs = run.costs()
+    monkeypatch.setattr(run, "costs", lambda: costs)  # those of the run as it was
     many = {number: run.trials[0].numbered(number) for number in range(100)}
     run.trials, run.epochs = many, dict.fromkeys(many, 2)
     run.rows = 2000, 200
