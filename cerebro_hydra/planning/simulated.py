@@ -25,7 +25,7 @@ from cerebro_hydra.planning.trials import PlannedTrial
 MOST_ACTIONS = 20_000
 """Tasks that are simulated one by one; visits of a search that has more flow."""
 
-MOST_SUB_EPOCHS = 40_000
+MOST_SUB_EPOCHS = 20_000
 """Sub-epochs and evaluations that are simulated; of a search that has more, a part is."""
 
 Metric = Callable[[int, int], float]
