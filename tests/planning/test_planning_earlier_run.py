@@ -14,7 +14,7 @@ from cerebro_hydra.hopper.run_config import hop_config, trial_config
 from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.observe.timeline import fold
 from cerebro_hydra.plan.costs.moves import FREE_MOVES
-from cerebro_hydra.plan.messages.events import Hop, TrialAdded
+from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone, TrialAdded
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation
 from cerebro_hydra.planning import simulated
@@ -105,7 +105,9 @@ def test_a_run_is_predicted_by_its_own_events(folder: RunFolder) -> None:
     assert row.outcome.seconds == pytest.approx(run.seconds, rel=0.01)
     assert run.costs().lag == pytest.approx(1.0, rel=0.01)
     assert row.outcome.bound <= row.outcome.seconds
-    assert row.outcome.hopped % (2 * TRAINABLE) == 0  # frozen segments stay
+    events = [event for event, _ in row.outcome.timeline.records]
+    hops = [e.hop for e in events if isinstance(e, SubEpochDone | EvaluationDone)]
+    assert {hop.bytes_moved for hop in hops} == {0, 2 * TRAINABLE, 2 * (FROZEN + TRAINABLE)}
 
 
 def test_other_workers_are_compared_in_a_table(folder: RunFolder) -> None:
