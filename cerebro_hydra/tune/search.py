@@ -325,22 +325,20 @@ class Search(ABC):
         from_run: str | None = None,
         metric: Callable[[int, int], float] | None = None,
     ) -> Plan:
-        """Say what `fit` would take, without training: each candidate is built, and one is tried.
+        """Say what `fit` on `df` would take, without training: candidates are built and tried.
 
         Args:
-            df: the rows, which are prepared as `fit` does.
-            workers: one or several numbers of workers to plan for; None is the backend's.
+            workers: one or several numbers of workers; None is the backend's.
             devices, device_memory: likewise, of each worker; a size such as "2GiB".
             price_per_hour: what an hour of a worker costs, if the cost shall be told.
             from_run: the folder of a run with a model of this search, whose events correct costs.
             metric: what the evaluation metric is, by trial and epoch; None lets each get better.
 
         Returns:
-            a table with a row for each kind of workers (docs/planning.md).
+            a row for each kind of workers, as a table (docs/planning.md).
 
         Raises:
             ConfigurationError: an argument can't be used, or the run has other models; or as `fit`.
-            AllTrialsFailed: no candidate can be built; what only does not fit is in the table.
         """
         from cerebro_hydra.planning.earlier_run import EarlierRun
         from cerebro_hydra.planning.plan import Question
@@ -351,16 +349,15 @@ class Search(ABC):
         has = self.backend.resources, self.backend.num_workers
         question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
         earlier = None if from_run is None else EarlierRun(RunFolder.open(from_run), copy_rates())
-        df = self.backend.rows(df)
-        require_dataframe("plan", df)
+        require_dataframe("plan", df := self.backend.rows(df))
         with interruptible(), loading_exporter(), Waiting(self._surroundings.report) as waiting:
             manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             sketches = Sketches(self._admission, manifest)
 
-            def follower(partitions: int) -> AskAndTell:
-                found = self._searched(manifest, lambda: sketches.metrics, {})
-                searcher = self.searcher(replace(found, partitions=partitions))
-                return AskAndTell(searcher, self.num_epochs, partitions)
+            def follower(number: int) -> AskAndTell:
+                run = self._searched(manifest, lambda: sketches.metrics, {})
+                searcher = self.searcher(replace(run, partitions=number))
+                return AskAndTell(searcher, self.num_epochs, number)
 
             def document(partitions: int) -> RunDocument:
                 named = self._document(_new_run_id(), manifest, sketches.metrics)
