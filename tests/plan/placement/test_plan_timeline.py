@@ -88,6 +88,13 @@ def test_a_task_that_is_new_on_a_lane_delays_what_follows_it_there() -> None:
     assert timeline.times[1].begin == 2.0
 
 
+def test_a_task_that_changes_its_lane_still_delays_those_behind_it() -> None:
+    timeline = TaskTimeline({0: TimedTask(0, 1.0), 1: TimedTask(0, 1.0, (0,))})
+    timeline.change({0: TimedTask(1, 1.0)})
+    timeline.change({0: TimedTask(1, 4.0)})
+    assert timeline.times[1].begin == 4.0
+
+
 def test_tasks_are_refused_that_take_no_time_or_wait_for_ever() -> None:
     with pytest.raises(ValueError, match=r"takes 0\.0 seconds"):
         TimedTask(0, 0.0)
