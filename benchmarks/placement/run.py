@@ -206,7 +206,7 @@ def main() -> None:
     quick = arguments.quick
     number, devices, cpu = (6, 2, 0.5) if quick else (32, 8, PLANNING)
     print(
-        "| stages | device / largest trial | promotion / microbatch | makespan / bound | **SHARP, "
+        "| stages | device / largest model | promotion / microbatch | makespan / bound | **SHARP, "
         "equal cuts, over ours** | no plan over ours | trials pipelined | planned in | steps: "
         "coarse | queues | of the visits simulated | coarse, changed: faster by |"
     )
