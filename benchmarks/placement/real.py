@@ -86,9 +86,10 @@ class _Spec:
 def measure(plan: JointPlan, trials: Sequence[UncutTrial], memory: WorkerMemory) -> float:
     """Return the seconds from the first task that is given to the last report."""
     visits = dict(enumerate(planned_visits(plan, trials)))
+    warm_up = ShardSpec(1, forward=0.002, backward=0.002)
     warm = {
         len(trials) + device: VisitSpec(
-            0, TaskGraph(1, MICROBATCHES, MICROBATCHES), (ShardSpec(1, forward=0.002),),
+            0, TaskGraph(1, MICROBATCHES, MICROBATCHES), (warm_up,),
             by_modules=True, places=(device,),
         )
         for device in range(DEVICES)
