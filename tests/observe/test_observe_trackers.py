@@ -187,7 +187,7 @@ def test_mlflow_has_a_parent_and_a_run_per_trial(
     predictor = mlflow.pyfunc.load_model(location)
     for data in (features, {"features": features}, pd.DataFrame({"features": list(features)})):
         assert np.array_equal(predictor.predict(data), expected.numpy())
-    with pytest.raises(DataError, match="no column 'features'"):
+    with pytest.raises(DataError, match="column 'features' is not in the table"):
         predictor.predict(pd.DataFrame({"pixels": list(features)}))
     assert not [each for each in Path(location).rglob("*") if each.suffix in (".pkl", ".pth")]
     report = flow.download_artifacts(parent.info.run_id, "report.html", str(tmp_path))

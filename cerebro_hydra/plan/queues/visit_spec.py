@@ -176,9 +176,10 @@ class VisitSpec:
     def stays(self) -> bool:
         """Return whether what a task keeps for later ones stays on its device.
 
-        An evaluation is summed where its last shard is.
+        An evaluation in a pipeline is summed where its last shard is.
         """
-        return self.by_modules or not self.recompute or not self.graph.training
+        summed = self.is_pipelined and not self.graph.training
+        return self.by_modules or not self.recompute or summed
 
     @property
     def keeps_all(self) -> bool:

@@ -30,9 +30,8 @@ from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import evaluation as shard_evaluation
-from cerebro_hydra.shards.engine import module_tasks, visit_run
+from cerebro_hydra.shards.engine import graph_tasks, module_tasks, visit_run
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
-from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import (
     GradientLayout,
     LayoutEntry,
@@ -173,7 +172,7 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
         patch.object(FakeTensor, "tolist", tolist),
         patch.object(LayoutEntry, "view", view),
         patch.object(SegmentLayout, "check", check),
-        patch.object(GraphTasks, "_apart", lambda self, k, value: value.detach().clone()),
+        patch.object(graph_tasks, "apart", lambda value, own: value.detach().clone()),
         patch.object(visit_run, "PausedPass", PausedPass),
         patch.object(shard_evaluation, "PausedPass", PausedPass),
         modes[0],
