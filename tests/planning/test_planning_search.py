@@ -94,7 +94,7 @@ def test_a_search_that_was_planned_runs_and_is_planned_again_by_its_run(tmp_path
     result = search.fit(ROWS)
     assert before is not None and len(before.trials) == len(result.trials)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         plan = search.plan(ROWS, workers=[2, 1], from_run=result.run_path)
     outcome = plan.rows[0].outcome
     assert outcome is not None and 0 < outcome.bound <= outcome.seconds
