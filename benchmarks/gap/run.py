@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,12 +16,11 @@ from typing import Any
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
-from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, Answer, WorkerEvent
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
-from cerebro_hydra.testing.queue_worker import DelayRun, DelayTrials, QueueWorker, train
+from cerebro_hydra.testing.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker
 
 DEVICES = (1, 2, 4)
 MILLISECONDS = (1, 2, 5, 20)  # of a task
@@ -48,20 +47,6 @@ class PreciseTrials(DelayTrials):
         """Open a visit on the thread that will wait."""
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         return super().open(order)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Says of a trial what the queues need to know."""
-
-    trial: int
-    shards: tuple[None, ...] = (None,) * SHARDS
-    batch_size: int = ROWS
-    accumulate: int = 1
-    recompute: bool = True  # so that each task of a shard is a unit
-    schedule: str = "sequential"
-    staleness: tuple[int, ...] = ()
-    stages: tuple[int, ...] = ()
 
 
 class Span:
@@ -124,16 +109,16 @@ def measure(devices: int, milliseconds: float, pick: str, total: float, context:
         WorkerState([None] * devices, None, PICKS[pick]),
         None,
         rows=microbatches * ROWS,
-        spec_of=Spec,
+        spec_of=lambda trial: DelaySpec(trial, (None,) * SHARDS, ROWS),
     )
     span = Span(worker.state)
     try:
         for trial in numbers:
             worker.put(trial, 0, delays.initial(trial))
-        train_all(worker, numbers[trials:])
+        worker.train_all(numbers[trials:])
         span.begin()
         cpu = time.process_time()
-        train_all(worker, numbers[:trials])
+        worker.train_all(numbers[:trials])
         cpu = time.process_time() - cpu
     finally:
         worker.close()
@@ -146,15 +131,6 @@ def measure(devices: int, milliseconds: float, pick: str, total: float, context:
         lost=(device_seconds - work) / tasks,
         agent=cpu / tasks,
     )
-
-
-def train_all(worker: QueueWorker, trials: Sequence[int]) -> None:
-    for trial in trials:
-        worker.perform(train(trial, trial, 1))
-    for _ in trials:
-        result = worker.result()
-        if not isinstance(result, events.SubEpochDone):
-            raise RuntimeError(f"a trial was not trained: {result}")
 
 
 def main() -> None:

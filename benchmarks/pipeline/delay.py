@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gap.run import Span, Spec
+from benchmarks.gap.run import Span
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
@@ -24,7 +24,7 @@ from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, ShardBytes
-from cerebro_hydra.testing.queue_worker import DelayRun, DelayTrials, QueueWorker, train
+from cerebro_hydra.testing.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker, train
 
 DEVICES = (4, 8)
 FORWARD = 0.06  # seconds of a device for a microbatch; a backward takes twice as long
@@ -73,7 +73,7 @@ def measure(schedule: str, devices: int, forward: float, context: Any) -> tuple[
     microbatches = WINDOWS * 2 * devices
     graph = with_versions(TaskGraph(shards, microbatches, window), schedule, devices)
     delays = PipelinedDelays(shards, {0: NBYTES}, {0: forward / ranges}, 2.0, ROWS)
-    spec = Spec(0, (None,) * shards, ROWS, window, False, schedule, graph.staleness)
+    spec = DelaySpec(0, (None,) * shards, ROWS, window, False, schedule, graph.staleness)
     settings = DeviceSettings(context, delays)
 
     def start(slabs: Slabs, on_answer: Any, on_gone: Any) -> DeviceProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from benchmarks.placement.run import clock, sharp_with_equal_cuts, trials_of, wo
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
-from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.placement.every import plain_plan
 from cerebro_hydra.plan.placement.plan import JointPlan, UncutTrial, planned_visits
@@ -30,7 +28,7 @@ from cerebro_hydra.plan.sizing.bill import WorkerMemory
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import HostSegments, ShardBytes
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.testing.queue_worker import DelayMemory, DelayRun, QueueWorker, train
+from cerebro_hydra.testing.queue_worker import DelayMemory, DelayRun, DelaySpec, QueueWorker
 
 TRIALS, DEVICES, MICROBATCHES, ROWS = 12, 4, 8, 4
 TASK = 0.25  # seconds of a microbatch of the shortest trial
@@ -70,19 +68,6 @@ class PlannedTrials:
         ]
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """Says of a trial what queues need to know."""
-
-    trial: Any
-    shards: tuple[None, ...] = (None,)
-    batch_size: int = ROWS
-    accumulate: int = MICROBATCHES
-    recompute: bool | None = None
-    schedule: str = "sequential"
-    staleness: tuple[int, ...] = ()
-
-
 def measure(plan: JointPlan, trials: Sequence[UncutTrial], memory: WorkerMemory) -> float:
     """Return the seconds from the first task that is given to the last report."""
     visits = dict(enumerate(planned_visits(plan, trials)))
@@ -105,7 +90,9 @@ def measure(plan: JointPlan, trials: Sequence[UncutTrial], memory: WorkerMemory)
     state = WorkerState(memory.devices, None, PICKS[plan.pick])
     made = QueueWorker(
         start, state, memory.devices[0], rows=MICROBATCHES * ROWS,
-        spec_of=lambda trial: _Spec(trial, (None,) * len(opener.visits[trial].shards)),
+        spec_of=lambda trial: DelaySpec(
+            trial, (None,) * len(opener.visits[trial].shards), ROWS, MICROBATCHES, None
+        ),
     )  # fmt: skip
 
     def visit_spec(number: int, task: Any, profile: TrialProfile) -> VisitSpec:
@@ -116,21 +103,10 @@ def measure(plan: JointPlan, trials: Sequence[UncutTrial], memory: WorkerMemory)
     try:
         for trial in opener.visits:
             made.put(trial, 0, opener.initial(trial))
-        _train(made, sorted(warm))
-        return _train(made, plan.order)
+        made.train_all(sorted(warm))
+        return made.train_all(plan.order)
     finally:
         made.close()
-
-
-def _train(made: QueueWorker, order: Sequence[int]) -> float:
-    begun = time.monotonic()
-    for trial in order:
-        made.perform(train(trial, trial, 1))
-    for _ in order:
-        result = made.result()
-        if not isinstance(result, events.SubEpochDone):
-            raise RuntimeError(f"a trial was not trained: {result}")
-    return time.monotonic() - begun
 
 
 def main() -> None:

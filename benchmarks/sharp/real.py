@@ -36,13 +36,18 @@ from cerebro_hydra.agent.device.messages import (
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.costs.moves import MoveRates
-from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
-from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, QueueWorker, train
+from cerebro_hydra.testing.queue_worker import (
+    DelayMemory,
+    DelaySpec,
+    DelayTrials,
+    QueueWorker,
+    train,
+)
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 
@@ -144,13 +149,13 @@ def measure(case: Case, promotion: float, double_buffering: bool, context: Any) 
         WorkerState(budgets, None, sharp, double_buffering=double_buffering),
         budgets[0],
         rows=MICROBATCHES * ROWS,
-        spec_of=_Spec,
+        spec_of=spec_of,
     )
     try:
         for trial in range(case.trials + DEVICES):
             worker.put(trial, 0, delays.initial(trial))
-        _train(worker, range(case.trials, case.trials + DEVICES))
-        measured = _train(worker, range(case.trials))
+        worker.train_all(range(case.trials, case.trials + DEVICES))
+        measured = worker.train_all(range(case.trials))
     finally:
         worker.close()
     simulated = simulate(case, promotion, double_buffering)
@@ -164,7 +169,7 @@ def simulate(case: Case, promotion: float, double_buffering: bool) -> float:
     planner = VisitPlanner(lambda split, partition: MICROBATCHES * ROWS, budgets[0])
     specs = []
     for trial in range(case.trials):
-        spec: Any = _Spec(trial)
+        spec: Any = spec_of(trial)
         planner.learn(spec)
         specs.append(planner.visit_spec(trial, train(trial, trial, 1), delays.profile(spec)))
 
@@ -188,29 +193,9 @@ def budgets_of(case: Case) -> list[int]:
     return [SLOTS * max(case.delays().nbytes.values())] * DEVICES
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """Says of a trial what queues and delays need to know."""
-
-    trial: Any
-    shards: tuple[None, ...] = (None,) * SHARDS
-    batch_size: int = ROWS
-    accumulate: int = WINDOW
-    recompute: bool = True
-    schedule: str = "sequential"
-    staleness: tuple[int, ...] = ()
-    stages: tuple[int, ...] = ()
-
-
-def _train(worker: QueueWorker, trials: range) -> float:
-    begun = time.monotonic()
-    for trial in trials:
-        worker.perform(train(trial, trial, 1))
-    for _ in trials:
-        result = worker.result()
-        if not isinstance(result, events.SubEpochDone):
-            raise RuntimeError(f"a trial was not trained: {result}")
-    return time.monotonic() - begun
+def spec_of(trial: int) -> DelaySpec:
+    """Say of a trial what queues and delays need to know."""
+    return DelaySpec(trial, (None,) * SHARDS, ROWS, WINDOW)
 
 
 # ---------------------------------------------------------------------- fixed schedules

@@ -202,6 +202,21 @@ class QueueWorker:
             raise report
         return report
 
+    def train_all(self, trials: Sequence[int]) -> float:
+        """Train a sub-epoch of each trial, beginning with state 0; return the seconds it took.
+
+        Raises:
+            RuntimeError: one was not trained.
+        """
+        begun = time.monotonic()
+        for trial in trials:
+            self.perform(train(trial, trial, 1))
+        for _ in trials:
+            result = self.result()
+            if not isinstance(result, events.SubEpochDone):
+                raise RuntimeError(f"a trial was not trained: {result}")
+        return time.monotonic() - begun
+
     def result(self, seconds: float | None = None) -> Any:
         """Return the next end that the worker reports.
 
@@ -231,6 +246,21 @@ class QueueWorker:
         self.reported.put(report)
         if self._lane is not None:
             self._lane.put(lambda: None)  # whoever waits there looks for reports again
+
+
+@dataclass(frozen=True)
+class DelaySpec:
+    """Says of a trial what the queues of a worker ask, as ``TrialSpec`` does."""
+
+    trial: int
+    shards: tuple[None, ...]
+    batch_size: int
+    accumulate: int = 1
+    recompute: bool | None = True
+    schedule: str = "sequential"
+    staleness: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    tasks: None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from cerebro_hydra.agent.device.device import DeviceMemory
@@ -35,7 +34,13 @@ from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import QueueWorker, evaluate, in_this_process, train
+from cerebro_hydra.testing.queue_worker import (
+    DelaySpec,
+    QueueWorker,
+    evaluate,
+    in_this_process,
+    train,
+)
 from tests.agent.byte_visits import trained
 from tests.agent.standins import SECONDS
 
@@ -143,17 +148,7 @@ def spec_of(
     shards: int, window: int = 1, recompute: bool | None = None, batch_size: int = BATCH
 ) -> Callable[[int], Any]:
     """Return what describes trials to a worker, as far as its queues ask."""
-    return lambda trial: SimpleNamespace(
-        trial=trial,
-        shards=[None] * shards,
-        batch_size=batch_size,
-        accumulate=window,
-        recompute=recompute,
-        schedule="sequential",
-        staleness=(),
-        stages=(),
-        tasks=None,
-    )
+    return lambda trial: DelaySpec(trial, (None,) * shards, batch_size, window, recompute)
 
 
 class QueueBench(QueueWorker):
