@@ -13,7 +13,14 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, format_actions, parse_actions
-from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
+from cerebro_hydra.plan.queues.events import (
+    ActionDone,
+    DeviceLost,
+    ShardArrived,
+    VisitAdded,
+    VisitEnded,
+    VisitRestarted,
+)
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
@@ -202,6 +209,21 @@ def test_an_evaluation_fills_its_devices_once(devices: int, batches: int) -> Non
     timeline = simulate([spec], devices)
     assert timeline.makespan == pytest.approx(batches + devices - 1)
     assert all(len(given(timeline, device)) == batches for device in range(devices))
+
+
+@pytest.mark.parametrize("ended", [3.5, 5.5])
+def test_an_evaluation_begins_anew_whose_sums_were_on_a_device_that_died(ended: float) -> None:
+    shards = (ShardSpec(8, 3, 2, forward=1.0),) * 2
+    spec = VisitSpec(
+        0, TaskGraph(2, 6, training=False), shards, schedule="1f1b", devices=2, unit_seconds=0.0
+    )
+    seconds = lambda action: 1.0 if action.kind.computes else 0.0  # noqa: E731
+    simulation = WorkerSimulation([spec], [None, None], None, sharp, seconds)
+    while simulation.next_moment < ended:
+        simulation.step()
+    summed = [d for d in simulation.timeline.done if d.action.kind is F and d.action.shard == 1]
+    assert summed, "it has a sum"
+    assert VisitRestarted(0) in simulation.state.handle([DeviceLost(1)])
 
 
 def test_a_task_waits_for_another_device_and_begins_when_that_has_done_it() -> None:
