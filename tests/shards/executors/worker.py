@@ -244,6 +244,7 @@ class Moving:
         self.left = 0  # the most bytes between two units
         self.places: dict[int, set[int]] = {}  # the devices of each microbatch
         self.ahead = 0  # units that were ordered before the one before them was done
+        self.result: Evaluation | None = None  # devices may die after it
 
     def cancel(self) -> None:
         for visit in self._visits.values():
@@ -323,15 +324,11 @@ class Moving:
             self._bound = {k: other for k, other in self._bound.items() if other is not visit}
 
     def close(self) -> dict[int, tuple[float, int]]:
+        found = [r for v in self._visits.values() if (r := getattr(v, "result", None)) is not None]
+        (self.result,) = found or [None]  # what the device with the last shard has summed
         for visit in self._visits.values():
             visit.close()
         return self._losses
-
-    @property
-    def result(self) -> Evaluation | None:
-        """Return what the device with the last shard has summed."""
-        (found,) = (r for v in self._visits.values() if (r := v.result) is not None)
-        return found
 
 
 @dataclass
