@@ -6,10 +6,13 @@ local Spark that is the driver's, whoever may write there.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +37,20 @@ def driver_path() -> str:
     root = str(Path(__file__).resolve().parents[1])
     if root not in folders:
         folders.insert(0, root)
+    current = str(Path.cwd())
+    if current in folders[1:]:  # added after the installed ones, to find what was named there
+        folders.insert(folders.index(current), _no_customization())
     return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
+
+
+@functools.cache
+def _no_customization() -> str:
+    """Return a folder of modules that Python looks for as it starts, which do nothing."""
+    folder = tempfile.mkdtemp(prefix="cerebro-hydra-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("sitecustomize", "usercustomize"):
+        Path(folder, f"{name}.py").touch()
+    return folder
 
 
 @contextmanager

@@ -100,9 +100,14 @@ def run_in(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+def plant_customization(folder: Path) -> None:
+    """Add what Python looks for as it starts."""
+    for name in ("sitecustomize", "usercustomize"):
+        (folder / f"{name}.py").write_text((folder / "numpy.py").read_text())
+
+
 def test_the_doctor_imports_nothing_from_the_folder_it_is_started_in(planted: Path) -> None:
-    for name in ("sitecustomize", "usercustomize"):  # which Python looks for as it starts
-        (planted / f"{name}.py").write_text((planted / "numpy.py").read_text())
+    plant_customization(planted)
     command = str(Path(sys.executable).with_name("cerebro-hydra"))
     assert "PROBLEM" not in run_in(planted, command, "doctor", "--workers", "1")
 
@@ -112,6 +117,7 @@ def test_a_factory_of_the_current_folder_trains_and_nothing_else_there_is_import
     planted: Path,
 ) -> None:
     printed = run_in(planted, sys.executable, "-P", "-c", DRIVER, str(planted.parent / "store"))
+    plant_customization(planted)
     stopped = [line for line in printed.splitlines() if line.startswith(str(planted.parent))]
     command = str(Path(sys.executable).with_name("cerebro-hydra"))
     for run, master in zip(stopped, ([], ["--master", "local[2,8]"]), strict=True):
