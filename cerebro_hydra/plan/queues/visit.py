@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -391,6 +391,22 @@ class Visit:
         if following is None or not (graph.tied or self.spec.is_pipelined):
             return following is not None and following.microbatch == task.microbatch
         return following.microbatch in graph.window_of(task.microbatch or 0)
+
+
+def settled(spec: VisitSpec, alive: Mapping[int, bool], visits: Iterable[Visit]) -> VisitSpec:
+    """Return a visit with a device for each list, where it has several and fewer than devices.
+
+    They are devices that are alive and have the least work of the worker's visits.
+    """
+    lists = len(spec.lists(0))
+    if spec.places or not 1 < lists < len(alive):
+        return spec
+    work = dict.fromkeys(alive, 0.0)
+    for visit in visits:
+        for device in visit.devices if visit.has_places else visit.spec.places:
+            work[device] += visit.remaining / len(visit.lists)
+    ranked = sorted((not lives, work[number], number) for number, lives in alive.items())
+    return replace(spec, places=tuple(sorted(number for *_, number in ranked[:lists])))
 
 
 def placed(unit: Unit, device: int) -> tuple[Action, ...]:

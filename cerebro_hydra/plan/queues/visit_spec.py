@@ -109,8 +109,9 @@ class VisitSpec:
         later_seconds: the work of the trial after this visit, by which it is preferred.
         schedule: a name of `SCHEDULES`, which says what is done in which order.
         devices: how many devices such a schedule may spread the visit over.
-        places: the device of each list of the schedule. Without, list k is device k's, and one list
-            alone is whichever device's is free. With, it is that device's while that is alive.
+        places: the device of each list of the schedule. Without, they are the devices with the
+            least work of their own when the visit comes, or all of them, and one list alone is
+            whichever device's is free. With, it is that device's while that is alive.
         unit_seconds: what the tasks take at most that a device does without a message in between.
         source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
         whole: every task needs the whole state of its shard, as where it lies in place, or where

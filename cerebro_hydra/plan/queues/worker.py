@@ -64,7 +64,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.visit import Unit, Visit, unplaced
+from cerebro_hydra.plan.queues.visit import Unit, Visit, settled, unplaced
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 AHEAD_SECONDS = 0.02
@@ -518,7 +518,8 @@ class WorkerState:
                 self.queues[event.device].alive = True
 
     def _add(self, event: VisitAdded) -> None:
-        spec = event.spec
+        alive = {number: queue.alive for number, queue in self.queues.items()}
+        spec = settled(event.spec, alive, self.visits.values())
         if spec.visit in self.visits:
             raise ValueError(
                 f"visit {spec.visit} was added before; number the visits of a worker apart"

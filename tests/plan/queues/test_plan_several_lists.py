@@ -201,6 +201,20 @@ def test_lists_are_done_at_their_places() -> None:
     }
 
 
+def test_fewer_lists_than_devices_are_where_the_least_work_is() -> None:
+    alone = simulate([gpipe_run(0, TaskGraph(2, 2, 2))], (None,) * 2).makespan
+    pipelines = [gpipe_run(number, TaskGraph(2, 2, 2)) for number in (1, 2)]
+    timeline = simulate([placed(0, 0), *pipelines], (None,) * 5)
+    assert [{*devices_of(timeline, each.visit)} for each in pipelines] == [{1, 2}, {3, 4}]
+    assert timeline.makespan == alone
+    later: list[tuple[float, WorkerEvent]] = [
+        (0.5, DeviceLost(0)),
+        (0.5, VisitAdded(gpipe_run(0, TaskGraph(2, 2, 2)))),
+    ]
+    timeline = simulate([], (None,) * 3, later=[*later, (9.5, DeviceJoined(0))])
+    assert {*devices_of(timeline, 0)} == {1, 2}, "not where nobody is alive"
+
+
 def test_places_that_are_none_are_refused() -> None:
     graph = TaskGraph(2, 2, 2)
     for places in ((0,), (1, 1), (0, 1, 2)):
