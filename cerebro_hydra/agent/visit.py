@@ -168,6 +168,7 @@ class Visit:
             None if self.audits is None else self.audits.audited,
             self.spec.task_bytes if self.limited else None,
             self.spec.moves,
+            self.spec.crossings,
             self.resident,
             self.mapped,
         )

@@ -34,6 +34,7 @@ class VisitOrder:
         audits: the window that the uncut model takes alone, to audit another visit.
         task_bytes: what tasks of each shard may have beside their shards; None for any amount.
         moves: whether microbatches go from device to device between two units.
+        crossings: the shards to which microbatches come from other devices; None if any may.
         resident: whether shards stay once they are there, until the visit is over.
         mapped: whether what the visit changes and makes lies in mapped files, for want of memory.
     """
@@ -47,6 +48,7 @@ class VisitOrder:
     audits: int | None = None
     task_bytes: tuple[int, ...] | None = None
     moves: bool = False
+    crossings: tuple[int, ...] | None = None
     resident: bool = False
     mapped: bool = False
 

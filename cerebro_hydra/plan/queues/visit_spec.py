@@ -165,13 +165,27 @@ class VisitSpec:
             return 1
         if not self.graph.training:  # one for each device, and one that waits for the last device
             return min(len(self.lists(0)) + 1, self.graph.microbatches)
-        first = [task for task in self.lists(0)[0] if task.shard == 0]
-        return max(accumulate((task.kind is F) - (task.kind is B) for task in first))
+        return _most(self.lists(0)[0], 0)
 
     @property
     def moves(self) -> bool:
         """Return whether boundary values are in DRAM from unit to unit, for other devices too."""
         return self.is_pipelined or not self.stays
+
+    @property
+    def crossings(self) -> tuple[int, ...] | None:
+        """Return the shards to which microbatches come from other devices; None if any may.
+
+        A device that keeps activations has what it leaves for its own next task itself.
+        """
+        if not (self.is_pipelined and self.graph.training and self.keeps_all):
+            return None
+        device_of = {k: place for place, share in enumerate(self._places()) for k in share}
+        return tuple(k for k in range(1, self.graph.shards) if device_of[k] != device_of[k - 1])
+
+    def _places(self) -> list[list[int]]:
+        """Return the shards of each list."""
+        return [sorted({task.shard for task in tasks}) for tasks in self.lists(0)]
 
     @property
     def stays(self) -> bool:
@@ -212,16 +226,20 @@ class VisitSpec:
             kept = sum(shard.activations for shard in self.shards)
             return (self._share(range(len(self.shards)), kept),)
         return tuple(
-            self._share(sorted({task.shard for task in tasks}), self._most_kept(tasks))
+            self._share(sorted({task.shard for task in tasks}), self._most_kept(tasks), tasks)
             for tasks in self.lists(0)
         )
 
-    def _share(self, shards: Sequence[int], kept: int) -> Share:
-        """Return what a device needs that does the tasks of these shards."""
+    def _share(self, shards: Sequence[int], kept: int, tasks: Sequence[Action] = ()) -> Share:
+        """Return what a device needs that does the tasks of these shards, in this order.
+
+        Of each microbatch that is open there, it may have what the others have left.
+        """
         state = sum(map(self.on_device, shards))
         if self.keeps_all:
             if self.is_pipelined:
-                kept += self.most_open * self.boundary_bytes + self._transient(shards)
+                opened = _most(tasks, shards[0])
+                kept += opened * self.boundary_bytes + self._transient(shards)
             return Share(tuple(shards), state, kept, state + kept, state + kept)
         held = 0 if self.moves else self.boundary_bytes
         need = held + max(self.on_device(k) + self.shards[k].activations for k in shards)
@@ -315,3 +333,9 @@ class VisitSpec:
         if self.host_need > host:
             return f"it needs {self.host_need} bytes of DRAM, and there are {host}"
         return ""
+
+
+def _most(tasks: Sequence[Action], shard: int) -> int:
+    """Return how many microbatches are between forward and backward of a shard at once."""
+    own = (task.kind for task in tasks if task.shard == shard)
+    return max(accumulate((kind is F) - (kind is B) for kind in own))

@@ -161,8 +161,6 @@ def _holds(
     """
     schedule, window, last = pipeline.schedule, visit.graph.window, number - 1
     updates = number + 1  # enough for the most versions and stashes that there can be
-    most_open = stashes_held(schedule, 0, number, window, window * updates)
-    boundaries = most_open * visit.boundary_bytes
 
     def holds(stage: range, place: int, _: int) -> bool:
         versions = versions_held(schedule, place, number, updates, pipeline.vertical_sync)
@@ -174,7 +172,7 @@ def _holds(
         stashes = stashes_held(schedule, place, number, window, window * updates)
         transient = 0 if place == last else units[-1].activations
         kept = stage_bytes(held, versions, stashes, False, place == 0)
-        return kept + boundaries + transient <= budget
+        return kept + stashes * visit.boundary_bytes + transient <= budget
 
     return holds
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile, watchable
+from cerebro_hydra.shards.admission.task_profile import CrossingBytes, Needs, TaskProfile, watchable
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
@@ -28,7 +28,7 @@ from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
-from cerebro_hydra.shards.engine.graph_passes import TensorLog, tensors_of
+from cerebro_hydra.shards.engine.graph_passes import StoredTensor, TensorLog, tensors_of
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
@@ -98,13 +98,14 @@ def profile(
         shared = cut_model.shared | _read_elsewhere(trial, example)
         measured = _Measured(trial, example, shared)
         again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
-        kept, left = _kept(measured) if keep else (None, None)
+        kept, left, crossing = _kept(measured) if keep else (None, None, None)
         evaluation, evaluated = _evaluated(measured), _left_by_evaluation(measured)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
         torch.default_generator.set_state(random_state)
     names = tuple(sorted(shared))
-    return TaskProfile(evaluation, kept, again, names, batch, moving or left, evaluated)
+    moved = moving or left
+    return TaskProfile(evaluation, kept, again, names, batch, moved, evaluated, crossing)
 
 
 class _Measured(NamedTuple):
@@ -129,10 +130,13 @@ def _recomputed(
         raise
 
 
-def _kept(measured: _Measured) -> tuple[Needs, tuple[int, ...] | None]:
-    """Return the needs of training, and what a microbatch leaves where it can move."""
+def _kept(measured: _Measured) -> tuple[Needs, tuple[int, ...] | None, CrossingBytes | None]:
+    """Return the needs of training, and what a microbatch leaves where it can move.
+
+    The second is what it leaves if it may go anywhere after every task, the third if it does not.
+    """
     step = _ProfiledStep(measured, recompute=False)
-    return _timed(step, _keeping(_measure_memory(step))), step.left
+    return _timed(step, _keeping(_measure_memory(step))), step.left, step.crossing
 
 
 def _evaluated(measured: _Measured) -> Needs:
@@ -326,6 +330,54 @@ def _microbatch(recipe: Recipe, example: Example) -> Microbatch:
     return Microbatch.collated(recipe, copy_example(example), RandomKey(0, 0, 0), weight=None)
 
 
+class _Crossing:
+    """Notes which tensors of a microbatch go from shard to shard, as `TensorLog` stores them."""
+
+    def __init__(self) -> None:
+        self._batch = 0
+        self._held: dict[str, int] = {}
+        self._values: dict[tuple[str, int], list[int]] = {}  # by name and address
+        self._gradients: dict[tuple[str, str, int], list[int]] = {}
+
+    def note(
+        self,
+        kind: str,
+        k: int,
+        going: GraphPass,
+        held: Mapping[str, Tensor],
+        behind: Collection[str],
+    ) -> None:
+        """Note what is there after F or B of shard k, with the values for the shard behind."""
+        tensors = tensors_of(going, {})
+        sizes = {key: _stored_bytes(tensor) for key, tensor in tensors.items()}
+        if kind == "F":
+            self._held |= {name: _stored_bytes(tensor) for name, tensor in held.items()}
+            self._batch = sum(n for (what, _), n in sizes.items() if what in ("feature", "target"))
+            for (what, name), nbytes in sizes.items():
+                if what == "value" and name in behind:
+                    place = str(name), tensors[what, name].data_ptr()
+                    self._values.setdefault(place, [k, k, nbytes])[1] = k + 1
+        else:
+            for (what, name), nbytes in sizes.items():
+                if what in ("gradient", "tied"):
+                    gradient = what, str(name), tensors[what, name].data_ptr()
+                    self._gradients.setdefault(gradient, [k, k, nbytes])[1] = k
+
+    @property
+    def bytes(self) -> CrossingBytes:
+        """Return what was noted."""
+        values, gradients = (
+            tuple(sorted((made, last, nbytes) for made, last, nbytes in spans.values()))
+            for spans in (self._values, self._gradients)
+        )
+        return CrossingBytes(self._batch + sum(self._held.values()), values, gradients)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    end = StoredTensor.of(tensor, 0).end
+    return end + -end % ALIGNMENT
+
+
 class _ProfiledStep:
     """Takes the first step of a trial, as often as wanted, and tells of every task."""
 
@@ -339,6 +391,7 @@ class _ProfiledStep:
         self._at: Task | None = None
         self._going: GraphPass | None = None
         self._left: list[int] = []
+        self._crossing = _Crossing()
         self._segments: list[HostSegments] = []
         self._gradients: list[Memory] = []
 
@@ -357,7 +410,7 @@ class _ProfiledStep:
             self._sub_epoch.begin_microbatch(0)
             if isinstance(tasks, GraphTasks):
                 self._log, self._left = TensorLog({}, 0), [0] * self._cut_model.num_shards
-                self._going = GraphPass(batch)
+                self._going, self._crossing = GraphPass(batch), _Crossing()
                 tasks.carry(self._going, self._reach)
             else:
                 tasks.run(batch, self._reach)
@@ -397,6 +450,10 @@ class _ProfiledStep:
             before = self._log.nbytes
             self._log.lay_out(tensors_of(self._going, self._moving_copies()))
             self._left[k] += self._log.nbytes - before
+            assert self._cut_model.graphs is not None
+            graphs = self._cut_model.graphs.of(self._going.batch.inputs).train
+            behind = graphs[k + 1].live_in if kind == "F" and k + 1 < len(graphs) else ()
+            self._crossing.note(kind, k, self._going, self._moving_copies(), behind)
         if kind == "B" and not self.gradients_outlive:
             self._update(k)
 
@@ -414,6 +471,13 @@ class _ProfiledStep:
         sizes = [buffers[name].nbytes for name in overwritten]
         more = sum(nbytes + -nbytes % ALIGNMENT for nbytes in sizes)
         return *self._left[:-1], self._left[-1] + more
+
+    @property
+    def crossing(self) -> CrossingBytes | None:
+        """Return what crosses if tasks of neighbours are on one device, if those were graphs."""
+        if self._cut_model.graphs is None:
+            return None
+        return self._crossing.bytes
 
     def _moving_copies(self) -> dict[str, Tensor]:
         copies, names = self._held.copies, self._cut_model.read_elsewhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +15,37 @@ from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond, plain_br
 
 Needs = tuple[ShardSpec, ...]
 """What the tasks of each shard need; the bytes of its state are not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossingBytes:
+    """Says what a microbatch leaves for other devices where every device keeps its activations.
+
+    Args:
+        batch: the bytes of the batch, and of what is read while another shard than its own runs.
+        values: of each value the shard that makes it, the last one that it comes to, its bytes.
+        gradients: of each gradient the shard whose backward makes it, the last one that it leaves,
+            its bytes.
+    """
+
+    batch: int
+    values: tuple[tuple[int, int, int], ...]
+    gradients: tuple[tuple[int, int, int], ...]
+
+    def left(self, crossings: Collection[int], shards: int) -> tuple[int, ...]:
+        """Return the bytes that tasks of each shard leave, if these begin other devices' ranges.
+
+        What crosses several times is stored once.
+        """
+        left = [self.batch] + [0] * (shards - 1)
+        for made, last, nbytes in self.values:
+            if crossed := [k for k in crossings if made < k <= last]:
+                left[min(crossed) - 1] += nbytes
+        for made, last, nbytes in self.gradients:
+            if crossed := [k for k in crossings if last <= k <= made]:
+                left[max(crossed)] += nbytes
+        return tuple(left)
+
 
 UNWATCHED = 1 << 62
 """More bytes than a batch has, in place of those of the batch that was measured."""
@@ -34,6 +65,7 @@ class TaskProfile:
         moving: the bytes that tasks of each shard leave for others in a microbatch that goes from
             device to device; None where it can't.
         evaluated: the same of a microbatch of an evaluation.
+        crossing: what a microbatch leaves where activations are kept; None if nobody measured it.
     """
 
     evaluation: Needs
@@ -43,6 +75,7 @@ class TaskProfile:
     batch: int
     moving: tuple[int, ...] | None = None
     evaluated: tuple[int, ...] | None = None
+    crossing: CrossingBytes | None = None
 
     def training(self, recompute: bool) -> Needs:
         """Return the needs of training; those of the other way where this one was not measured."""
@@ -79,7 +112,8 @@ def watchable(measure: Callable[[], TaskProfile]) -> TaskProfile:
     for taken in (True, False):
         with suppress(Exception), plain_branches(taken):  # one may not take what the other one can
             found.append(measure())
-    return replace(functools.reduce(_most, found), batch=UNWATCHED, moving=None, evaluated=None)
+    return replace(functools.reduce(_most, found), batch=UNWATCHED, moving=None, evaluated=None,
+                   crossing=None)  # fmt: skip
 
 
 def _most(one: TaskProfile, other: TaskProfile) -> TaskProfile:

@@ -125,7 +125,16 @@ class TrialProfile:
         found = VisitSpec(
             visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
         )
-        return pipeline.staged(found, [shard.gradients for shard in self.shards])
+        found = pipeline.staged(found, [shard.gradients for shard in self.shards])
+        crossing = None if self.tasks is None else self.tasks.crossing
+        if crossing is None or found.crossings is None:
+            return found
+        left = crossing.left(found.crossings, graph.shards)
+        shards = tuple(
+            replace(shard, boundary=nbytes)
+            for shard, nbytes in zip(found.shards, left, strict=True)
+        )
+        return replace(found, shards=shards)
 
     def pipeline(self, recipe: Recipe, devices: int, budget: int | None) -> Pipeline:
         """Return how the trial is spread over devices of which the smallest has this budget.

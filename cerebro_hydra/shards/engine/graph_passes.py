@@ -7,11 +7,14 @@ A record says where in this memory its values lie between two units. Whoever doe
 reads there what the unit needs, and writes what is new behind it. So the memory has all that a
 microbatch left since its begin, and a unit that is done again begins with the record before it, and
 writes the same bytes to the same place.
+
+Where activations are kept, a device that goes on with the shard behind has a microbatch itself, and
+the memory gets only what goes to another device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,6 +126,10 @@ class TensorLog:
         self._known[key] = _identity(tensor)
         return tensor
 
+    def has(self, key: Key) -> bool:
+        """Return whether a tensor was read or laid out."""
+        return key in self._known
+
     def lay_out(self, tensors: Mapping[Key, Tensor]) -> list[tuple[Tensor, StoredTensor]]:
         """Return which of the tensors are new, and where they are to be stored.
 
@@ -130,6 +137,15 @@ class TensorLog:
         """
         for key in self._known.keys() - tensors.keys():
             del self._known[key], self.stored[key]
+        return self.add(tensors)
+
+    def leave(self, kind: str) -> None:
+        """Note that tensors of a kind are in memory alone from now on, where they stay."""
+        for key in [key for key in self._known if key[0] == kind]:
+            del self._known[key]
+
+    def add(self, tensors: Mapping[Key, Tensor]) -> list[tuple[Tensor, StoredTensor]]:
+        """Return which of the tensors are new, and where they are to be stored."""
         new = []
         for key, tensor in tensors.items():
             identity = _identity(tensor)
@@ -184,6 +200,7 @@ class GraphPasses:
         start_step: the number of optimizer steps that the trial has done before the sub-epoch.
         copies: what is held of shards that may be away.
         limit: bounds what tasks hold of the device beside their shards; None does not.
+        crossings: the shards to which microbatches come from other devices; None if any may.
     """
 
     def __init__(
@@ -193,6 +210,7 @@ class GraphPasses:
         start_step: int,
         copies: dict[str, Tensor],
         limit: MemoryLimit | None,
+        crossings: Collection[int] | None = None,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
         assert cut_model.graphs is not None
@@ -201,12 +219,15 @@ class GraphPasses:
         self._recipe, self._trial_seed, self._start_step = recipe, trial.seed, start_step
         self._behind = max(trial.staleness, default=0)  # windows that may be under way beside one
         self._copies, self._limit = copies, limit
+        self._crossings = crossings
+        self._here: dict[int, tuple[GraphPass, TensorLog, LiveBytes]] = {}  # what goes on here
         self._kept: dict[int, dict[int, AutogradGraph]] = {}  # by microbatch and shard
         self._left: dict[int, PassRecord] = {}  # by microbatch, of the last unit here
         self._live = LiveBytes()  # what tasks of the microbatch have left while it is here
         self._going: GraphPass | None = None
         self._number = self._rows = 0  # of the microbatch that is here
         self._turns = True  # whether the unit has a backward
+        self._last: Action | None = None  # forward or backward of the unit
         self._memory: Memory
         self._record = PassRecord()
         self._log = TensorLog({}, 0)
@@ -246,6 +267,7 @@ class GraphPasses:
     def cancel(self) -> None:
         """Let go of all microbatches."""
         self._going = None
+        self._here.clear()
         self._kept.clear()
         self._left.clear()
 
@@ -280,17 +302,25 @@ class GraphPasses:
             record: of the unit before; an empty one before F of shard 0, and where the unit before
                 was done here.
         """
-        first = tasks[0]
+        first, number = tasks[0], tasks[0].microbatch or 0
+        passes = first.kind is not ActionKind.U
+        here = self._here.pop(number, None) if passes else None
         begins = first.kind is ActionKind.F and first.shard == 0
-        if not (record.tensors or begins or first.kind is ActionKind.U):
-            record = replace(self._left.pop(first.microbatch or 0), facts=record.facts)
+        if here is not None or not (record.tensors or begins or not passes):
+            record = replace(self._left.pop(number), facts=record.facts)
         self._memory, self._record = memory, record
         self._log = TensorLog(record.tensors, record.nbytes)
         self._turns = any(task.kind is ActionKind.B for task in tasks)
-        if first.kind is not ActionKind.U and record.tensors:
-            self._number, self._rows = first.microbatch or 0, record.rows
+        self._last = next((t for t in reversed(tasks) if t.kind is not ActionKind.U), None)
+        if here is None and not (passes and record.tensors):
+            return
+        self._number, self._rows = number, record.rows
+        if here is None:
             self._live = LiveBytes()
             self._going = self._read(first)
+        else:
+            self._going, self._log, self._live = here
+            self._read_more(self._going, first.shard)
 
     def put_down(self, facts: Mapping[int, GradientFacts]) -> PassRecord:
         """End a unit, and return what describes its microbatch now.
@@ -303,22 +333,56 @@ class GraphPasses:
         """
         going, record, log = self._going, self._record, self._log
         if going is not None:
-            if going.graphs:
+            goes_on = self._goes_on_here
+            if going.graphs and not goes_on:
                 self._kept[self._number] = going.graphs
-            new = log.lay_out(self.tensors)
+            tensors = self._for_others(going)
+            new = log.add(tensors) if goes_on else log.lay_out(tensors)
             check_room(log.nbytes, self._memory.nbytes)
             for tensor, place in new:
                 place.write(tensor, self._memory)
+            if goes_on:
+                log.leave("held")
+                self._here[self._number] = going, log, self._live
             batch = going.batch
             others = {n: v for n, v in going.values.items() if not isinstance(v, Tensor)}
             record = PassRecord(
-                log.nbytes, log.stored, others, frozenset(going.needs_grad), self._rows,
+                log.nbytes, dict(log.stored), others, frozenset(going.needs_grad), self._rows,
                 batch.weight, batch.loss,
             )  # fmt: skip
             self._keep(record)
         self._going = None
         del self._memory
         return replace(record, facts=dict(facts))
+
+    @property
+    def _goes_on_here(self) -> bool:
+        """Return whether this device does what comes after the unit in its microbatch."""
+        if self._crossings is None or self._last is None:
+            return False
+        k = self._last.shard
+        return (k if self._last.kind is ActionKind.B else k + 1) not in {0, *self._crossings}
+
+    def _for_others(self, going: GraphPass) -> Mapping[Key, Tensor]:
+        """Return the tensors of the microbatch that tasks of others need after the unit.
+
+        Where activations are kept, shards of this device have their values in autograd's graphs.
+        """
+        if self._crossings is None or self._last is None:
+            return self.tensors
+        k, goes_on = self._last.shard, self._goes_on_here
+        behind: Sequence[str] = ()
+        if self._last.kind is ActionKind.F:
+            kinds = {"held"} if goes_on else {"feature", "target", "held"}
+            if not goes_on:
+                behind = self._graphs.of(going.batch.inputs).train[k + 1].live_in
+        else:
+            kinds = set() if goes_on or k == 0 else {"feature", "target", "gradient", "tied"}
+        return {
+            (kind, name): tensor
+            for (kind, name), tensor in self.tensors.items()
+            if kind in kinds or (kind == "value" and name in behind)
+        }
 
     def _keep(self, record: PassRecord) -> None:
         """Keep the record of the microbatch, for units that are ordered before it is told."""
@@ -354,6 +418,14 @@ class GraphPasses:
             grads=self._named("gradient", graph.live_out),
             tied_grads=self._named("tied", [n for n, users in self._tied.items() if k in users]),
         )
+
+    def _read_more(self, going: GraphPass, k: int) -> None:
+        """Add what only tasks of shard k need of what other devices have left."""
+        graph = self._graphs.of(going.batch.inputs).train[k]
+        held = [n for n in (*graph.params, *graph.buffers) if n not in self._copies]
+        self._copies |= self._named("held", held)
+        tied = [name for name, users in self._tied.items() if k in users]
+        going.tied_grads |= self._named("tied", [n for n in tied if not self._log.has(("tied", n))])
 
     def _named(self, kind: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Return those of the tensors of a kind that are stored."""

@@ -83,6 +83,7 @@ class VisitRun:
         limit: bounds what tasks hold of the device beside their shards; None does not.
         resident: whether shards stay once they are there, until the visit is closed.
         moves: whether microbatches do.
+        crossings: see `GraphPasses`.
         steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
     """
 
@@ -98,6 +99,7 @@ class VisitRun:
         resident: bool = False,
         moves: bool = False,
         steps: int = 0,
+        crossings: Collection[int] | None = None,
     ) -> None:
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
@@ -117,7 +119,9 @@ class VisitRun:
         self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
         self._graph: GraphPasses | None = None  # does F and B, unless the paused pass does
         if isinstance(self._tasks, GraphTasks) and not resident:
-            self._graph = GraphPasses(self._tasks, trial, start_step, self._copies, limit)
+            self._graph = GraphPasses(
+                self._tasks, trial, start_step, self._copies, limit, crossings
+            )
         assert self._graph is not None or not moves, "only microbatches of a graph cut move"
         self._last = trial.num_shards - 1
         self._step = -1  # whose window was begun

@@ -70,8 +70,8 @@ class Bert(nn.Module):
         return self.head(self.bert(tokens).last_hidden_state[:, 0])
 
 
-def transformer(name: str) -> nn.Module:
-    """Build a small BERT, a GPT-2 with tied embeddings, or a Llama."""
+def transformer(name: str, blocks: int) -> nn.Module:
+    """Build a small BERT, a GPT-2 with tied embeddings, or a Llama of so many blocks."""
     from transformers import (
         BertConfig,
         BertModel,
@@ -82,9 +82,9 @@ def transformer(name: str) -> nn.Module:
     )  # fmt: skip
 
     if name == "gpt2":
-        size = {"n_embd": 32, "n_layer": 14, "n_head": 2, "n_positions": 32}
+        size = {"n_embd": 32, "n_layer": blocks, "n_head": 2, "n_positions": 32}
         return Speaks(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **size)))
-    size = {"hidden_size": 32, "num_hidden_layers": LAYERS, "intermediate_size": 64,
+    size = {"hidden_size": 32, "num_hidden_layers": blocks, "intermediate_size": 64,
             "max_position_embeddings": TOKENS, "vocab_size": VOCABULARY}  # fmt: skip
     if name == "bert":
         config = BertConfig(num_attention_heads=2, **size)
@@ -93,22 +93,25 @@ def transformer(name: str) -> nn.Module:
     return Speaks(LlamaForCausalLM(LlamaConfig(use_cache=False, **heads, **size)))
 
 
-def perceptron(dropout: float) -> nn.Module:
-    hidden = [nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Dropout(dropout)) for _ in range(22)]
+def perceptron(dropout: float, blocks: int) -> nn.Module:
+    hidden = [
+        nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Dropout(dropout)) for _ in range(blocks)
+    ]
     return Scaled((TOKENS,), nn.Sequential(nn.Linear(TOKENS, 48), *hidden, nn.Linear(48, CLASSES)))
 
 
 def mixed(params: dict[str, Any]) -> Recipe:
-    """Build the model that `params["model"]` names."""
+    """Build the model that `params["model"]` names, of fewer blocks if "blocks" says so."""
     name = params["model"]
+    blocks = params.get("blocks", BLOCKS[name][1])
     model: nn.Module
     match name:
         case "mlp" | "graph":
-            model = perceptron(0.2 if name == "mlp" else 0.0)
+            model = perceptron(0.2 if name == "mlp" else 0.0, blocks)
         case "resnet" | "accumulated":
-            model = Scaled((1, 4, 4), LongSkips(width=8, blocks=6, classes=CLASSES))
+            model = Scaled((1, 4, 4), LongSkips(width=8, blocks=blocks, classes=CLASSES))
         case _:
-            model = transformer(name)
+            model = transformer(name, blocks)
     speaks = name in ("gpt2", "llama")
     return Recipe(
         model=model,

@@ -37,7 +37,7 @@ ROWS = Arrays({"features": TEXT[:40], "label": TEXT[:40]})
 def pipelined(params: dict[str, Any]) -> Recipe:
     """Build a model of the mixed search, whose steps of three batches are a pipeline."""
     recompute, shards = params["recompute"], params.get("shards", "auto")
-    accumulate, clipped = 3, {}
+    accumulate, clipped = 3, dict[str, Any]()
     if (schedule := params["schedule"]) == "pipedream":
         accumulate, clipped = 1, {"clip_grad_norm": None}
     return replace(
@@ -74,7 +74,9 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
 
 def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
     schedules = ["gpipe", "1f1b", "pipedream", "2bw"]
-    space = {"model": ["mlp"], "recompute": [False, True], "schedule": schedules}
+    space: dict[str, list[Any]] = {
+        "model": ["mlp"], "recompute": [False, True], "schedule": schedules
+    }  # fmt: skip
     assert_pipelined(trained(tmp_path, space, devices_per_worker=2), 2)
 
 
@@ -83,8 +85,10 @@ def test_a_run_that_goes_on_with_fewer_devices_reads_the_versions_that_it_began_
     tmp_path: Path,
 ) -> None:
     schedules = ["pipedream", "2bw"]
-    space = {"model": ["mlp"], "recompute": [False], "shards": [5], "schedule": schedules}
-    space["stages"] = [[2, 1, 2]]
+    space: dict[str, list[Any]] = {
+        "model": ["mlp"], "recompute": [False], "shards": [5], "schedule": schedules,
+        "stages": [[2, 1, 2]],
+    }  # fmt: skip
 
     def search(devices: int, **options: Any) -> GridSearch:
         backend = LocalBackend(1, PRELOADED, devices_per_worker=devices)
@@ -115,7 +119,9 @@ def test_each_kind_of_model_in_a_pipeline_replays(
     tmp_path: Path, schedule: str, devices: int, recompute: bool
 ) -> None:
     models = ["resnet", "bert", "gpt2", "llama"]
-    space = {"model": models, "recompute": [recompute], "shards": [5], "schedule": [schedule]}
+    space: dict[str, list[Any]] = {
+        "model": models, "recompute": [recompute], "shards": [5], "schedule": [schedule]
+    }  # fmt: skip
     if schedule == "pipedream":  # the weight that gpt2 reads twice has one version
         space["vertical_sync"] = [True]
     assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)

@@ -46,10 +46,11 @@ def test_a_device_keeps_one_microbatch_more_than_devices_are_behind_it(
     spec = replace(spec_of(devices, microbatches, recompute=False), schedule="1f1b")
     most = [min(devices - place, microbatches) for place in range(devices)]
     assert spec.most_open == most[0]
-    activations, read = spec.shards[0].activations, spec.most_open * spec.boundary_bytes
+    activations = spec.shards[0].activations
     peaks = [activations] * (devices - 1) + [0]
-    kept = [n * activations + peak for n, peak in zip(most, peaks, strict=True)]
-    assert [share.held - read for share in spec.shares()] == kept
+    each = activations + spec.boundary_bytes  # with what devices read of others
+    kept = [n * each + peak for n, peak in zip(most, peaks, strict=True)]
+    assert [share.held for share in spec.shares()] == kept
 
 
 def test_a_window_that_is_shorter_than_the_pipeline_is_done_whole() -> None:

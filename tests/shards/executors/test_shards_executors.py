@@ -273,7 +273,9 @@ def moving(
 
     def make() -> VisitRun:
         shared, most = each.trial.cut_model.shared, spec.task_bytes if each.limited else None
-        return shard_run(each.trial, windows, each.make(), recompute, shared, most, moves=True)
+        return shard_run(
+            each.trial, windows, each.make(), recompute, shared, most, True, spec.crossings
+        )
 
     return Resident(each.trial, spec, Moving(make, spec))
 
@@ -409,6 +411,26 @@ def test_a_microbatch_leaves_what_was_measured_and_one_that_leaves_more_is_an_er
     resident.spec = resident.visit.spec = less
     with pytest.raises(MemoryError, match=r"a batch leaves .* and it may leave .*, by the largest"):
         work([resident], 0, 0, DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "least"),
+    [
+        ("tied, accumulated, clipped, average", "gpipe", 0.6),
+        ("tied, accumulated, clipped, average", "interleaved", 1.0),
+        ("resnet, in five", "1f1b", 0.3),
+    ],
+)
+def test_dram_gets_what_another_device_reads_and_the_bill_has_just_that(
+    name: str, schedule: str, least: float
+) -> None:
+    each = proof(name, "export")
+    each.begin()
+    resident = moving(each, 0, recompute=False, devices=2, schedule=schedule)
+    work([resident], 3, 0, 2)
+    spec, tasks = resident.spec, each.profile.tasks
+    assert tasks is not None and tasks.moving is not None
+    assert resident.visit.left == spec.boundary_bytes < least * sum(tasks.moving)
 
 
 def test_a_trial_that_ran_out_of_memory_keeps_its_microbatches_on_one_device() -> None:

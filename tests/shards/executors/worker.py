@@ -169,11 +169,13 @@ def shard_run(
     shared: Collection[str] = (),
     most: Sequence[int] | None = None,
     moves: bool = False,
+    crossings: Collection[int] | None = None,
 ) -> VisitRun:
     """Return a visit of a trial's next sub-epoch; tasks of a shard hold `most` bytes beside it."""
     return VisitRun(
         trial.runtime(recipe), recompute, trial.step, windows, shared=shared,
         limit=None if most is None else MemoryLimit(0, most), moves=moves, steps=len(windows),
+        crossings=crossings,
     )  # fmt: skip
 
 
