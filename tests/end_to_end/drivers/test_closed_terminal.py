@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,9 @@ search(sys.argv[1], 2, num_epochs=100_000, verbose=1).fit(classes())
 
 # Runs a program with a store, and keeps what `fit` raised there: nobody sees it on the terminal.
 WRAPPED = """
-import runpy, sys
+import runpy, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where tests run under nohup
 _, program, store = sys.argv
 sys.argv = [program, store]
 try:
@@ -65,7 +68,11 @@ def run_until(seen: str, program: Path, store: Path) -> list[int]:
     pids = [int(each) for each in os.listdir("/proc") if each.isdecimal()]
     started = [pid for pid in pids if process.pid in ancestors_of(pid)]
     os.close(terminal)
-    process.wait(ENDS_WITHIN)
+    try:
+        process.wait(ENDS_WITHIN)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return started
 
 
