@@ -15,18 +15,16 @@ from tests.end_to_end.runs import assert_replays, bits
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 
 
-@pytest.mark.parametrize(
-    ("devices", "parts", "victims"),
-    [(1, 2, ("agent", "agent")), (2, 4, ("device", "agent", "device"))],
-)
-def test_killed_agents_and_devices_change_no_bit(
-    spark: Any, tmp_path: Path, devices: int, parts: int, victims: tuple[str, ...]
-) -> None:
+DEVICES, PARTS = 2, 4
+VICTIMS = ("device", "agent", "device")
+
+
+def test_killed_agents_and_devices_change_no_bit(spark: Any, tmp_path: Path) -> None:
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
-    train(spark, calm, NAMES, devices, parts)
-    with Killer(disturbed, devices, victims, visits=len(NAMES) * WORKERS) as killer:
-        result = train(spark, disturbed, NAMES, devices, parts)
-    assert [victim for victim, _ in killer.killed] == list(victims)
+    train(spark, calm, NAMES, DEVICES, PARTS)
+    with Killer(disturbed, DEVICES, VICTIMS, visits=len(NAMES) * WORKERS) as killer:
+        result = train(spark, disturbed, NAMES, DEVICES, PARTS)
+    assert [victim for victim, _ in killer.killed] == list(VICTIMS)
     assert_replays(result)
     runs = run_of(calm), run_of(disturbed)
     expected, found = (bits(run) for run in runs if run is not None)
