@@ -274,12 +274,10 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from cerebro_hydra.planning.earlier_run import EarlierRun
+    from cerebro_hydra.planning.memory_bill import earlier_run_at
     from cerebro_hydra.planning.plan import Question, plan_again
-    from cerebro_hydra.storage import RunFolder
-    from cerebro_hydra.tune.admission import copy_rates
 
-    run = EarlierRun(RunFolder.open(arguments.run), copy_rates())
+    run = earlier_run_at(arguments.run)
     asked = (arguments.workers, arguments.devices, arguments.device_memory)
     question = Question.checked(run.resources, run.workers, *asked, arguments.price_per_hour)
     found = plan_again(run, question)

@@ -28,7 +28,7 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Ahead, Candidate, unforeseen
-from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
+from cerebro_hydra.plan.sizing.pipeline import ALONE
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -137,6 +137,7 @@ class VisitPlanner:
         devices: how many there are.
         pick: how a free device chooses among trials, a name of `PICKS`.
         resident: whether the one device computes in the agent's memory, from which nothing leaves.
+        host: the bytes of DRAM that queues plan with; None if that has no limit.
     """
 
     def __init__(
@@ -146,10 +147,11 @@ class VisitPlanner:
         devices: int = 1,
         pick: str = DEFAULT_PICK,
         resident: bool = False,
+        host: int | None = None,
     ) -> None:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
-        self._budget = budget
+        self._budget, self._host = budget, host
         self._devices = devices
         self.resident = resident
         self._sparing: set[int] = set()  # trials that have run out of memory
@@ -166,6 +168,7 @@ class VisitPlanner:
             resources.devices,
             resources.pick,
             resources.computes_in_place,
+            resources.queued_memory,
         )
 
     def learn(self, spec: TrialSpec) -> bool:
@@ -207,19 +210,15 @@ class VisitPlanner:
 
     def _spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         trial, (partition,) = self._trials[task.trial], task.partitions
-        pipeline = Pipeline(
-            trial.schedule, self._devices, self._budget, trial.staleness, trial.stages
-        )
+        sparing = task.trial in self._sparing
+        recompute, pipeline = profile.way(trial, self._devices, self._budget, self._host, sparing)
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
             return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
         sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
         if task.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
-        window = trial.accumulate
-        recompute = profile.recomputes(trial.recompute, self._budget, window, pipeline)
-        recompute |= task.trial in self._sparing
-        spec = profile.training(number, len(sizes), window, recompute, pipeline)
+        spec = profile.training(number, len(sizes), trial.accumulate, recompute, pipeline)
         return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec
 
     def audit_spec(

@@ -16,6 +16,7 @@ from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.plan.simulate.fluid import Flow
 from cerebro_hydra.plan.simulate.run import Overheads, SimulatedTimeline, Simulation
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
@@ -90,6 +91,8 @@ def simulate(
     place: Place,
     costs: CostModel,
     metric: Metric,
+    most_sub_epochs: int = MOST_SUB_EPOCHS,
+    most_actions: int = MOST_ACTIONS,
 ) -> Outcome:
     """Simulate a search once.
 
@@ -98,6 +101,8 @@ def simulate(
         follower: proposes its trials, and is used up.
         admit: admits them.
         metric: what they measure.
+        most_sub_epochs: a part of a search that has more is simulated.
+        most_actions: visits of a search that has more flow.
     """
     proposed = follower.begin()
     budgets = [each.budget for each in proposed if isinstance(each, ev.TrialProposed)]
@@ -105,13 +110,14 @@ def simulate(
     kinds = 1 + config.evaluate
     tasks = sum(budgets) * place.workers * kinds
     part = 1
-    if closed and tasks > MOST_SUB_EPOCHS:
-        part = math.ceil(math.sqrt(tasks / MOST_SUB_EPOCHS))
+    if closed and tasks > most_sub_epochs:
+        part = math.ceil(math.sqrt(tasks / most_sub_epochs))
         part = min(part, place.workers, len(budgets))
     begun = _Begun(follower, proposed, admit, part)
     smaller = _part_of(place, part, len(budgets) / len(range(0, len(budgets), part)))
     run = _PlannedRun(begun, begun.admit, smaller, costs, part)
-    return run.simulate(replace(config, partitions=run.place.workers), metric, tasks / part**2)
+    config = replace(config, partitions=run.place.workers)
+    return run.simulate(config, metric, tasks / part**2, most_actions)
 
 
 class _Begun:
@@ -163,11 +169,13 @@ class _PlannedRun:
     ) -> None:
         self._follower, self._admit = follower, admit
         self.place, self._costs, self._part = place, costs, part
-        self._flows: dict[tuple[Kind, str, int], Flow] = {}
+        self._flows: dict[tuple[Kind, str, TrialPlan | None, int], Flow] = {}
         self._start = costs.start.mean + costs.devices.mean
         self._search: FollowedSearch
 
-    def simulate(self, config: HopConfig, metric: Metric, tasks: float) -> Outcome:
+    def simulate(
+        self, config: HopConfig, metric: Metric, tasks: float, most_actions: int
+    ) -> Outcome:
         """Run it, and sum up."""
         costs, place = self._costs, self.place
         self._search = FollowedSearch(config, self._follower, self._admit, costs)
@@ -183,7 +191,7 @@ class _PlannedRun:
             first = self._first_flow()
             if first is not None:
                 each = first.spec.graph.microbatches * len(first.spec.shards)
-                devices = replace(devices, fluid=tasks * each > MOST_ACTIONS)
+                devices = replace(devices, fluid=tasks * each > most_actions)
         simulation = Simulation(
             self._search,
             workers,
@@ -223,10 +231,11 @@ class _PlannedRun:
         return self._flow_of(kind, self._search.trials[trial], partition)
 
     def _flow_of(self, kind: Kind, trial: PlannedTrial, partition: int) -> Flow:
-        key = kind, trial.structure, self.place.rows(kind, partition)
+        rows = self.place.rows(kind, partition)
+        key = kind, trial.structure, trial.spec.plan, rows
         if key not in self._flows:
             pace = self._costs.pace_of(trial.structure, kind)
-            self._flows[key] = Flow(trial.visit(kind, key[2], self.place.resources, pace))
+            self._flows[key] = Flow(trial.visit(kind, rows, self.place.resources, pace))
         return self._flows[key]
 
     def _hop(self, trial: int, first: bool) -> ev.Hop:

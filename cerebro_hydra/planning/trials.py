@@ -13,7 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.model import Kind
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.sizing.pipeline import Pipeline
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
@@ -82,14 +82,30 @@ class PlannedTrial:
         """Return the bytes that a worker keeps from one state of the trial to the next."""
         return sum(shard.frozen for shard in self.profile.shards)
 
+    @property
+    def uncut_visit(self) -> VisitSpec:
+        """Return a step whose activations are computed again if they can be, on one device."""
+        window = self.spec.accumulate
+        tasks = self.profile.tasks
+        assert tasks is not None, "it was measured"
+        return self.profile.training(0, window, window, tasks.recompute is not None)
+
+    def follows_plan(self, resources: WorkerResources) -> bool:
+        """Return whether such workers can train it by its plan."""
+        memory = resources.device_memory, resources.queued_memory
+        recompute, way = self.profile.way(self.spec, resources.devices, *memory)
+        plan = self.spec.plan
+        return plan is not None and plan == TrialPlan(way.schedule, recompute, way.devices)
+
     def visit(self, kind: Kind, rows: int, resources: WorkerResources, pace: float) -> VisitSpec:
         """Return a task over so many rows as a visit of number 0; each second takes `pace`."""
         spec, profile = self.spec, self.profile
         microbatches = max(1, len(batch_sizes(rows, spec.batch_size)))
-        window, budget = spec.accumulate, resources.device_memory
-        way = Pipeline(spec.schedule, resources.devices, budget, spec.staleness, spec.stages)
-        recompute = profile.recomputes(spec.recompute, budget, window, way)
-        training = profile.training(0, microbatches, window, recompute, way)
+        devices, budget, host = (
+            resources.devices, resources.device_memory, resources.queued_memory,
+        )  # fmt: skip
+        recompute, way = profile.way(spec, devices, budget, host)
+        training = profile.training(0, microbatches, spec.accumulate, recompute, way)
         found = training
         if kind == "evaluate":
             found = profile.evaluation(0, microbatches, way)

@@ -79,6 +79,9 @@ class SparkBackend:
         threads_per_worker: threads that each device of an agent computes with. Another number gives
             other bits, so a run keeps its own. Let Spark's `spark.task.cpus` be what the devices of
             an agent need together.
+        plan: "auto" lets a search choose how its trials train on these devices, among cuts,
+            synchronous schedules and recomputation, which change no bit; None leaves all of that
+            to each SparkEstimator (docs/planning.md).
 
     While other jobs hold the task slots that agents need, or a cluster still starts executors, the
     constructor waits. It runs one small job, and leaves the network to `cerebro_hydra.doctor`.
@@ -107,12 +110,13 @@ class SparkBackend:
         numerics: str = "fast",
         pick: str = DEFAULT_PICK,
         threads_per_worker: int = 1,
+        plan: str | None = None,
     ) -> None:
         self.spark_context = context_of(spark_context)
         gpus = gpus_per_task(dict(self.spark_context.getConf().getAll()))
         self.resources = WorkerResources.checked(
             devices_per_worker, device_memory, host_memory, scratch, residents, gpus, numerics,
-            pick, threads_per_worker,
+            pick, threads_per_worker, plan,
         )  # fmt: skip
         if not isinstance(verbose, int):
             raise ConfigurationError(f"verbose is {verbose!r}; it is 0 or 1")

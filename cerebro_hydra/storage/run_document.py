@@ -17,7 +17,8 @@ from cerebro_hydra.documents import (
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.plan.schedules.pick import PICKS
-from cerebro_hydra.plan.schedules.registry import SCHEDULES
+from cerebro_hydra.plan.schedules.registry import FLUSHED, SCHEDULES
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.storage.names import Digest, Name, trial_name
 
 FORMAT = 4
@@ -47,6 +48,12 @@ def _trainable_schedule(value: str, where: str) -> None:
     )
 
 
+def _plan_of_equal_bits(value: TrialPlan | None, where: str) -> None:
+    """Refuse a plan by which a trial would read older weights, or have no device."""
+    if value is not None and (value.schedule not in FLUSHED or value.devices < 1):
+        raise unreadable(where, value)
+
+
 @dataclass(frozen=True)
 class TrialSpec:
     """Describes one trial: all that an agent needs, with the user's code, which travels once.
@@ -62,7 +69,8 @@ class TrialSpec:
     `set_in_evaluation` is what its first evaluations changed. `staleness` says, by shard, how many
     updates older the weights are that its tasks read, where its schedule lets them. `stages` is how
     many shards each stage of its pipeline has; it is empty where `tasks` and the devices decide, as
-    that changes no result.
+    that changes no result. `plan` is what `plan="auto"` chose in place of `schedule` and
+    `recompute`.
     """
 
     trial: Count
@@ -96,6 +104,7 @@ class TrialSpec:
     staleness: tuple[Count, ...] = ()
     stages: tuple[Positive, ...] = ()
     sizes: Mapping[str, Any] | None = None
+    plan: Annotated[TrialPlan | None, _plan_of_equal_bits] = None
 
     @property
     def steps_per_epoch(self) -> int:

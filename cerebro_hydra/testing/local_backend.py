@@ -69,7 +69,7 @@ class LocalBackend:
         tls: whether connections are encrypted; see `LocalLauncher`.
         limits: which losses a run outlasts.
         devices_per_worker, device_memory, host_memory, scratch, residents, numerics, pick,
-            threads_per_worker: see `SparkBackend`.
+            threads_per_worker, plan: see `SparkBackend`.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class LocalBackend:
         numerics: str = "fast",
         pick: str = DEFAULT_PICK,
         threads_per_worker: int = 1,
+        plan: str | None = None,
     ) -> None:
         self.num_workers = num_workers
         self._preloaded = preloaded
@@ -100,6 +101,7 @@ class LocalBackend:
             numerics=numerics,
             pick=pick,
             threads_per_worker=threads_per_worker,
+            plan=plan,
         ).measured(lambda: [machine_facts(scratch or tempfile.gettempdir())] * num_workers)
         self.agents = self.launcher()
 

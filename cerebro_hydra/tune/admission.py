@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from cerebro_hydra.available_memory import available_memory
@@ -26,19 +23,16 @@ from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.preparation.prepared import value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import traceback_text
-from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
 from cerebro_hydra.observe.text import parameters
-from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.events import RecutState, TrialRecut
 from cerebro_hydra.plan.messages.instructions import CutFiner
-from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
-from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
-from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
+from cerebro_hydra.planning.auto_plan import ALONE, Outlook
+from cerebro_hydra.planning.memory_bill import MemoryBill
 from cerebro_hydra.planning.trials import sizes_of
 from cerebro_hydra.recipe import (
     Columns,
@@ -63,9 +57,8 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
+from cerebro_hydra.shards.admission.trial_profile import asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.layout import (
@@ -84,9 +77,6 @@ from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.tune.example_batches import ExampleBatches, check_value_ranges
 from cerebro_hydra.tune.trial import reason
-
-_COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
-_OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
 
 _SEGMENTS_AT_ONCE = 2
 """A shard of a finer cut begins in one shard of the former cut, and may end in the next one."""
@@ -174,12 +164,20 @@ class Admission:
         self._cut_models = CutModelCache()
         self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
+        self._auto_plan = None if folder is None else memory_bill.auto_plan(examples.manifest)
         self._told: set[Hashable] = set()
 
     def admit(
-        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None = None
+        self,
+        trial: int,
+        params: Mapping[str, Any],
+        parent: TrialSpec | None = None,
+        outlook: Outlook = ALONE,
     ) -> Admitted:
         """Admit a candidate; a fork must have the shards of its parent.
+
+        Args:
+            outlook: what is known of the search, by which `plan="auto"` chooses.
 
         Raises:
             Refused: its own code failed.
@@ -190,7 +188,7 @@ class Admission:
         """
         try:
             with exclusive_generator:
-                spec, recipe = self._admit(trial, params, parent)
+                spec, recipe = self._admit(trial, params, parent, outlook)
         except Refused as refusal:
             what = f"{trial_name(trial)} ({parameters(params)})"
             self._report(f"{what} failed before training: {reason(str(refusal))}")
@@ -242,6 +240,7 @@ class Admission:
             sizes=sizes_of(profile),
             finer=asked.inherited and spec.finer,
             stages=(),
+            plan=None,
         )
         with refusing():
             stages = self._memory_bill.check(finer, profile)
@@ -266,15 +265,20 @@ class Admission:
         self.metrics, self._first = metrics, params
 
     def _admit(
-        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None
+        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, outlook: Outlook
     ) -> tuple[TrialSpec, Recipe]:
         with refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
         with self._within_memory(trial, recipe):
-            return self._compared(trial, params, parent, recipe), recipe
+            return self._compared(trial, params, parent, recipe, outlook), recipe
 
     def _compared(
-        self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, recipe: Recipe
+        self,
+        trial: int,
+        params: Mapping[str, Any],
+        parent: TrialSpec | None,
+        recipe: Recipe,
+        outlook: Outlook,
     ) -> TrialSpec:
         if recipe.warm_start is not None:
             with refusing():
@@ -294,6 +298,10 @@ class Admission:
         with refusing():
             admission = self._cut(recipe, examples, seed)
             recipe.take_form(examples[0])  # another trial's admission may have served this one
+            plan = None if parent is None else _plan_as(recipe, parent)
+            if parent is None and self._auto_plan is not None:
+                cut = partial(self._cut, recipe, examples, seed)
+                admission, plan = self._auto_plan.choose(recipe, admission, cut, outlook)
             pipeline = self._memory_bill.pipeline(admission, recipe)
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
@@ -336,6 +344,7 @@ class Admission:
             set_in_evaluation=admission.set_in_evaluation,
             staleness=pipeline.staleness,
             stages=pipeline.stages,
+            plan=plan,
         )
         stages = ""
         if self._profiler is not None:
@@ -425,7 +434,7 @@ class Admission:
             replace(shard, receives=tuple(replace(v, nbytes=0) for v in shard.receives))
             for shard in report.shards
         )
-        pipeline = spec.schedule, spec.stages, spec.staleness, spec.accumulate
+        pipeline = spec.schedule, spec.stages, spec.staleness, spec.accumulate, spec.plan
         told = "\n".join(filter(None, [f"{spec.trial_id}: {report.text()}", stages]))
         self._report_once((shape, *pipeline), told)
 
@@ -448,6 +457,11 @@ def _reads_as(recipe: Recipe, parent: TrialSpec) -> bool:
     """Return whether a fork is to read older weights as its parent does, whose stages are known."""
     alike = recipe.stages == AUTO and recipe.schedule == parent.schedule
     return alike and bool(parent.stages) and not is_flushed(recipe.schedule)
+
+
+def _plan_as(recipe: Recipe, parent: TrialSpec) -> TrialPlan | None:
+    """Return the plan of a fork, which is its parent's unless its schedule is given otherwise."""
+    return parent.plan if is_flushed(recipe.schedule) and recipe.stages == AUTO else None
 
 
 def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None:
@@ -475,107 +489,6 @@ def require_measured(evaluation_metric: str, metrics: Mapping[str, str]) -> None
             f"evaluation_metric is {evaluation_metric!r}, which is not measured; "
             f"measured are {list(metrics)}; add it to the metrics of the SparkEstimator"
         )
-
-
-class MemoryBill:
-    """Bills trials for workers that are all alike, where a user asks for more than the defaults.
-
-    Args:
-        resources: what each worker has.
-        num_workers: how many there are.
-        report: is given each table whose numbers are new.
-        measures_all: whether trials are measured where nobody asks for more than the defaults, too.
-    """
-
-    def __init__(
-        self,
-        resources: WorkerResources,
-        num_workers: int,
-        report: Callable[[str], None],
-        measures_all: bool = False,
-    ) -> None:
-        self._resources, self._measures_all = resources, measures_all
-        self._num_workers = num_workers
-        self._report = report
-        self._reported: set[VisitSpec] = set()
-
-    @property
-    def devices(self) -> int:
-        """Return how many devices each worker has."""
-        return self._resources.devices
-
-    @cached_property
-    def profiler(self) -> TaskProfiler | None:
-        """Return what measures trials; None where none is billed."""
-        if self._resources.computes_in_place and not self._measures_all:
-            return None
-        return TaskProfiler(self._resources.device_memory, self.devices)
-
-    def pipeline(self, cut: AdmittedCut, recipe: Recipe) -> Pipeline:
-        """Return how a trial is spread over the devices of each worker.
-
-        Raises:
-            ConfigurationError: see `AdmittedCut.pipeline`.
-        """
-        return cut.pipeline(recipe, self.devices, self._resources.device_memory)
-
-    def check(self, spec: TrialSpec, profile: TrialProfile) -> str:
-        """Report what a trial needs; return what is to be told of its stages, "" if it has none.
-
-        Raises:
-            ConfigurationError: it does not fit; the message has the numbers and what to change.
-        """
-        if is_pipelined(spec.schedule) and self.devices > 1 and len(profile.shards) == 1:
-            raise ConfigurationError(
-                f"schedule is {spec.schedule!r}, and the model could only be cut into one shard; "
-                "take schedule='sequential'"
-            )
-        budget = self._resources.device_memory
-        pipeline = Pipeline(spec.schedule, self.devices, budget, spec.staleness, spec.stages)
-        recompute = profile.recomputes(spec.recompute, budget, spec.accumulate, pipeline)
-        microbatches = max(spec.steps) * spec.accumulate
-        run = profile.training(spec.trial, microbatches, spec.accumulate, recompute, pipeline)
-        workers = [self._memory] * self._num_workers
-        rule = PICKS[self._resources.pick]
-        found = bill([run], workers, rule)
-        found.check()
-        bill([profile.evaluation(spec.trial, self.devices, pipeline)], workers, rule).check()
-        shards = tuple(replace(each, forward=0.0, backward=0.0, update=0.0) for each in run.shards)
-        if (alike := replace(run, visit=0, shards=shards)) not in self._reported:
-            self._reported.add(alike)
-            gpus = self._resources.device_kind == "cuda"
-            self._report(sentences(found.lines) + (_OF_GPUS if gpus else ""))
-        return stages_text(run) if run.is_pipelined else ""
-
-    @cached_property
-    def _memory(self) -> WorkerMemory:
-        devices = (self._resources.device_memory,) * self._resources.devices
-        residents = self._resources.most_residents
-        host, disk = self._resources.queued_memory, self._resources.disk
-        rates = replace(copy_rates(), disk=math.inf if host is None else _stored_per_second())
-        beside = self._resources.device_kind == "cuda"
-        return WorkerMemory(devices, host, disk, residents, rates, beside)
-
-
-@lru_cache(1)
-def copy_rates() -> MoveRates:
-    """Return the speeds of moves, of which only that of this machine's memory is measured."""
-    source = np.ones(_COPIED, np.uint8)
-    target = np.ones(_COPIED, np.uint8)
-    begun = time.perf_counter()
-    target[:] = source
-    return MoveRates(device=_COPIED / (time.perf_counter() - begun))
-
-
-def _stored_per_second() -> float:
-    """Return how many bytes this machine writes to a temporary file in a second, or reads of it."""
-    content = np.ones(_COPIED, np.uint8)
-    with tempfile.TemporaryFile(buffering=0) as file:
-        begun = time.perf_counter()
-        file.write(content.data)
-        file.seek(0)
-        file.readinto(content.data)
-        return 2 * _COPIED / (time.perf_counter() - begun)
 
 
 def relaid_state(folder: RunFolder, trial: int, state: int, layout: TrialLayout) -> RecutState:

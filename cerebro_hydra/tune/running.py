@@ -30,10 +30,10 @@ from cerebro_hydra.observe import (
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.messages.events import RunSuspended
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.planning.memory_bill import MemoryBill
 from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
-from cerebro_hydra.tune.admission import MemoryBill
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.trial import all_failed
 from cerebro_hydra.tune.trials import SearchTrials

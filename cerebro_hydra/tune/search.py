@@ -46,8 +46,9 @@ from cerebro_hydra.waits import Waiting
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from cerebro_hydra.planning.memory_bill import MemoryBill
     from cerebro_hydra.planning.plan import Plan
-    from cerebro_hydra.tune.admission import Admission, MemoryBill
+    from cerebro_hydra.tune.admission import Admission
     from cerebro_hydra.tune.result import SearchResult
     from cerebro_hydra.tune.running import Surroundings
     from cerebro_hydra.tune.trials import EndOfRun
@@ -340,15 +341,15 @@ class Search(ABC):
         Raises:
             ConfigurationError: an argument can't be used, or the run has other models; or as `fit`.
         """
-        from cerebro_hydra.planning.earlier_run import EarlierRun
+        from cerebro_hydra.planning.memory_bill import earlier_run_at
         from cerebro_hydra.planning.plan import Question
-        from cerebro_hydra.tune.admission import copy_rates, loading_exporter
+        from cerebro_hydra.tune.admission import loading_exporter
         from cerebro_hydra.tune.running import interruptible
         from cerebro_hydra.tune.trials import Sketches
 
         has = self.backend.resources, self.backend.num_workers
         question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
-        earlier = None if from_run is None else EarlierRun(RunFolder.open(from_run), copy_rates())
+        earlier = None if from_run is None else earlier_run_at(from_run)
         require_dataframe("plan", df := self.backend.rows(df))
         with interruptible(), loading_exporter(), Waiting(self._surroundings.report) as waiting:
             manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
@@ -399,8 +400,7 @@ class Search(ABC):
         limits = {name: getattr(self, name) for name in LIMITS}
         there = folder.store.exists(f"{folder.path}/{SEARCH_FILE}")
         given = folder.read_json(SEARCH_FILE) if there else {}
-        searched = self._searched(run.manifest, lambda: run.document.metrics, given)
-        searcher = self.searcher(searched)
+        searcher = self.searcher(self._searched(run.manifest, lambda: run.document.metrics, given))
         end = self._end(run.manifest.has_validation, lambda: run.document.metrics)
         end.check()
         go_on = partial(run.go_on, self._surroundings, searcher, self.num_epochs, end, **limits)

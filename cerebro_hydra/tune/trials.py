@@ -36,15 +36,17 @@ from cerebro_hydra.plan.messages.events import (
     TrialRefused,
 )
 from cerebro_hydra.plan.messages.instructions import CutFiner, FinishTrial, Instruction
+from cerebro_hydra.planning.auto_plan import Outlook
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.planning.followed import Admit, Follower
+from cerebro_hydra.planning.memory_bill import ASSUMED_WIRE, MemoryBill, copy_rates
 from cerebro_hydra.planning.plan import Plan, Question, SearchParts, plan_search
 from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument
-from cerebro_hydra.tune.admission import Admission, MemoryBill, Refused, copy_rates
+from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.trial import all_failed, reason
 from cerebro_hydra.waits import Waiting, to_nobody
@@ -66,10 +68,6 @@ class EndOfRun:
         """Refuse a target that no trial measures; raises as `Target.check`."""
         if self.target is not None:
             self.target.check()
-
-
-ASSUMED_WIRE = 1.25e9
-"""Bytes per second between workers of which no run has told, as of a network of 10 Gbit/s."""
 
 
 T = TypeVar("T")
@@ -270,7 +268,8 @@ class SearchTrials:
         self._waiting.now(f"checking model {self._checked + 1} of {self._to_check}")
         if candidate.parent is not None:
             parent = self._folder.read_trial(candidate.parent, self._folder.run_id)
-        admit = partial(self._admission.admit, number, candidate.params, parent)
+        outlook = Outlook(max(self._to_check, number + 1), candidate.budget)
+        admit = partial(self._admission.admit, number, candidate.params, parent, outlook)
         self._call = TimedCall(admit)
         try:
             admitted = self._call.result(self._seconds)

@@ -23,6 +23,8 @@ from cerebro_hydra.storage.run_document import MOST_THREADS
 QUEUED_SHARE = 0.75
 """The share of `host_memory` that shard queues plan with; the rest is for transfers under way."""
 
+AUTO = "auto"
+
 DRAM_SHARE = 0.5
 """The share of a machine's DRAM that its workers' shards take together where nobody says it."""
 
@@ -49,6 +51,7 @@ class WorkerResources:
         numerics: how CPU libraries choose kernels, a name of `KERNELS`.
         pick: how a free device chooses among trials, a name of `PICKS`.
         threads: that each device computes with.
+        plan: whether a search chooses how trials train among what changes no bit.
     """
 
     devices: int = 1
@@ -61,6 +64,7 @@ class WorkerResources:
     numerics: str = "fast"
     pick: str = DEFAULT_PICK
     threads: int = 1
+    plan: bool = False
 
     @classmethod
     def checked(
@@ -74,6 +78,7 @@ class WorkerResources:
         numerics: Any = "fast",
         pick: Any = DEFAULT_PICK,
         threads_per_worker: Any = 1,
+        plan: Any = None,
     ) -> WorkerResources:
         """Take what a user gave to a backend.
 
@@ -94,7 +99,7 @@ class WorkerResources:
                 f"scratch is {scratch!r}; give the absolute path of a folder on a local disk of "
                 "every worker, or None"
             )
-        if residents != "auto" and not _is_count(residents):
+        if residents != AUTO and not _is_count(residents):
             raise ConfigurationError(
                 f"residents is {residents!r}; it is a whole number from 1, or 'auto'"
             )
@@ -111,16 +116,23 @@ class WorkerResources:
                 f"threads_per_worker is {threads_per_worker!r}; it is a whole number from 1 to "
                 f"{MOST_THREADS}"
             )
+        if plan is not None and plan != AUTO:
+            raise ConfigurationError(
+                f"plan is {plan!r}; it is 'auto', by which a search chooses how its trials train, "
+                "or None; a plan that was made by search.plan() says what a search takes, and "
+                "can't be given"
+            )
         return cls(
             devices_per_worker or 1,
             _bytes("device_memory", device_memory),
             _bytes("host_memory", host_memory),
             scratch,
-            None if residents == "auto" else residents,
+            None if residents == AUTO else residents,
             "cuda" if devices_per_worker is not None and gpus else "cpu",
             numerics=numerics,
             pick=pick,
             threads=threads_per_worker,
+            plan=plan == AUTO,
         )
 
     def measured(

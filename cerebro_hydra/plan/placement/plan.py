@@ -233,21 +233,9 @@ def _unfit(trial: UncutTrial, placement: TrialPlacement) -> str:
 def _joined(trial: UncutTrial, placement: TrialPlacement, part: range, last: bool) -> ShardSpec:
     """Return the shard that units make together.
 
-    A boundary value between two of them is none any more, unless each keeps its input to run again.
     Where the last shard's backward follows its forward at once, nothing is computed again.
     """
     units = [trial.units(placement.recompute)[k] for k in part]
     follows = last and trial.kept and placement.schedule in ("sequential", "1f1b")
     backward = trial.kept if placement.recompute and follows else trial.units(placement.recompute)
-    inputs = units if not trial.moves else units[:1]
-    return ShardSpec(
-        sum(unit.state for unit in units),
-        sum(unit.activations for unit in units),
-        sum(unit.boundary for unit in inputs),
-        sum(unit.forward for unit in units),
-        sum(backward[k].backward for k in part),
-        sum(unit.update for unit in units),
-        any(unit.forward_writes for unit in units),
-        sum(unit.gradients for unit in units),
-        sum(unit.optimizer for unit in units),
-    )
+    return ShardSpec.joined(units, not trial.moves, sum(backward[k].backward for k in part))

@@ -60,6 +60,31 @@ class ShardSpec:
         """Return the bytes of the state by part."""
         return {Part.PARAMETERS: self.state - self.gradients - self.optimizer, **self.apart}
 
+    @classmethod
+    def joined(
+        cls, units: Sequence[ShardSpec], by_modules: bool, backward: float | None = None
+    ) -> ShardSpec:
+        """Return the shard that neighbours make together.
+
+        A boundary value between two of them is none any more, unless each keeps its input to run
+        again, as in a cut by modules.
+
+        Args:
+            backward: the seconds of its backward; None adds up theirs.
+        """
+        inputs = units if by_modules else units[:1]
+        return cls(
+            sum(unit.state for unit in units),
+            sum(unit.activations for unit in units),
+            sum(unit.boundary for unit in inputs),
+            sum(unit.forward for unit in units),
+            sum(unit.backward for unit in units) if backward is None else backward,
+            sum(unit.update for unit in units),
+            any(unit.forward_writes for unit in units),
+            sum(unit.gradients for unit in units),
+            sum(unit.optimizer for unit in units),
+        )
+
     def moved(self, action: Action) -> int:
         """Return the bytes that a LOAD or SPILL moves."""
         sizes = self.sizes

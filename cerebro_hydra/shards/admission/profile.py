@@ -503,10 +503,11 @@ class TaskProfiler:
     Args:
         budget: the bytes of the smallest device; None means no limit.
         devices: how many a worker has, on which depends which versions of weights are kept.
+        both: whether both ways with activations are measured, where one of them is to be chosen.
     """
 
-    def __init__(self, budget: int | None, devices: int = 1) -> None:
-        self.budget, self._devices = budget, devices
+    def __init__(self, budget: int | None, devices: int = 1, both: bool = False) -> None:
+        self.budget, self._devices, self._both = budget, devices, both
         self._profiles = Recent[Hashable, TaskProfile](MOST_PROFILES)
 
     def profile(
@@ -527,11 +528,12 @@ class TaskProfiler:
 
         def measure() -> TaskProfile:
             recompute = whole.recomputes(asked, self.budget, recipe.accumulate)
+            keep = not recompute or (self._both and asked is None)
             with AttributeValues(recipe.model).in_use():
                 return watchable(
                     lambda: profile(
                         recipe, cut_model, layout, example,
-                        keep=not recompute, recompute=asked is not False,
+                        keep=keep, recompute=asked is not False,
                     )
                 )  # fmt: skip
 

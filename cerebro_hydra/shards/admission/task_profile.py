@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -85,6 +85,36 @@ class TaskProfile:
         found = other if asked is None else asked
         assert found is not None, "training was measured in one way at least"
         return found
+
+    def joined(self, parts: Sequence[range]) -> TaskProfile:
+        """Return what tasks of these ranges of shards need, each as one shard, about.
+
+        The last shard's backward follows its forward at once, so that it computes nothing again.
+        """
+        by_modules = self.moving is None
+
+        def needs(units: Needs | None, fused: Needs | None = None) -> Needs | None:
+            if units is None:
+                return None
+            ends: list[float | None] = [None] * len(parts)
+            if fused is not None:
+                ends[-1] = sum(fused[k].backward for k in parts[-1])
+            return tuple(
+                ShardSpec.joined(units[part.start : part.stop], by_modules, backward)
+                for part, backward in zip(parts, ends, strict=True)
+            )
+
+        evaluation = needs(self.evaluation)
+        assert evaluation is not None
+        last = [part[-1] for part in parts]
+        return replace(
+            self,
+            evaluation=evaluation,
+            keep=needs(self.keep),
+            recompute=needs(self.recompute, self.keep),
+            moving=None if self.moving is None else tuple(self.moving[k] for k in last),
+            evaluated=None if self.evaluated is None else tuple(self.evaluated[k] for k in last),
+        )
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.plan.sizing.pipeline import ALONE, Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.layout import ShardBytes, TrialLayout
+from cerebro_hydra.storage.run_document import TrialSpec
 
 
 def asked_recompute(recipe: Recipe) -> bool | None:
     """Return whether activations are to be computed again; None leaves it to the budget."""
     return recipe.recompute if isinstance(recipe.recompute, bool) else None
+
+
+def _joined(units: Sequence[ShardBytes]) -> ShardBytes:
+    """Return the bytes of the shard that neighbours make together."""
+    return ShardBytes(
+        sum(unit.frozen for unit in units),
+        sum(unit.trainable for unit in units),
+        sum(unit.gradients for unit in units),
+        any(unit.forward_writes for unit in units),
+        sum(unit.optimizer for unit in units),
+        any(unit.averages for unit in units),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,57 @@ class TrialProfile:
             return self.tasks.keep is None  # the other way is impossible
         kept = self.training(0, window, window, False, pipeline)
         return budget is not None and kept.device_need > budget
+
+    def joined(self, cuts: Sequence[int]) -> TrialProfile:
+        """Return about the profile of a coarser cut.
+
+        Args:
+            cuts: the present shards at which its shards but the first begin.
+        """
+        parts = [range(*pair) for pair in pairwise((0, *cuts, len(self.shards)))]
+        shard_of = {unit: k for k, part in enumerate(parts) for unit in part}
+        tied = (tuple(dict.fromkeys(shard_of[unit] for unit in group)) for group in self.tied)
+        return replace(
+            self,
+            shards=tuple(_joined([self.shards[k] for k in part]) for part in parts),
+            tied=tuple(group for group in tied if len(group) > 1),
+            tasks=None if self.tasks is None else self.tasks.joined(parts),
+        )
+
+    def way(
+        self,
+        spec: TrialSpec,
+        devices: int,
+        budget: int | None,
+        host: int | None = None,
+        sparing: bool = False,
+    ) -> tuple[bool, Pipeline]:
+        """Return whether a trial's activations are computed again, and how it goes over devices.
+
+        Its plan says so, if there is one that the worker can follow; else its own settings.
+
+        Args:
+            devices, budget, host: how many devices the worker has, the bytes of the smallest of
+                them, and those of its DRAM; None means no limit.
+            sparing: whether the trial has run out of memory while activations were kept.
+        """
+        if (plan := spec.plan) is not None and not sparing and plan.devices <= devices:
+            planned = Pipeline(plan.schedule, plan.devices, budget)
+            if self._fits(plan, planned, devices, spec.accumulate, host):
+                return plan.recompute, planned
+        own = Pipeline(spec.schedule, devices, budget, spec.staleness, spec.stages)
+        return self.recomputes(spec.recompute, budget, spec.accumulate, own) or sparing, own
+
+    def _fits(
+        self, plan: TrialPlan, pipeline: Pipeline, devices: int, window: int, host: int | None
+    ) -> bool:
+        budgets = (math.inf if pipeline.budget is None else pipeline.budget,) * devices
+        dram = math.inf if host is None else host
+        visits = (
+            self.training(0, window, window, plan.recompute, pipeline),
+            self.evaluation(0, devices, pipeline),
+        )
+        return not any(visit.lacking(budgets, dram) for visit in visits)
 
     def kept_gradients(self, shard: int, graph: TaskGraph) -> int:
         """Return the bytes of a shard's gradients if they outlive a unit, else 0."""

@@ -15,12 +15,13 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.planning.memory_bill import MemoryBill
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.testing.datasets import write_dataset
-from cerebro_hydra.tune.admission import Admission, MemoryBill, Refused
+from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from tests.tune import tune_models
 

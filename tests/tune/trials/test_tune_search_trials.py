@@ -19,11 +19,12 @@ from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.hopper.trials import NewTrial
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.planning.memory_bill import MemoryBill
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
 from cerebro_hydra.tune import trials as timed_call
-from cerebro_hydra.tune.admission import Admission, MemoryBill
+from cerebro_hydra.tune.admission import Admission
 from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.result import print_replays
 from cerebro_hydra.tune.searchers.searcher import CandidateList
