@@ -18,6 +18,7 @@ from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.observe.importance import Importance, importance_of
+from cerebro_hydra.observe.planned import PlannedRun, compared
 from cerebro_hydra.observe.records import Record, RunEnded
 from cerebro_hydra.observe.text import (
     counted,
@@ -83,6 +84,9 @@ def render(folder: RunFolder, running: bool = False, importance: bool = False) -
         view, timeline = read_run(folder, running)
         content = _content(view, timeline, running)
         content["importance"] = _importance(view, running, importance)
+        if (plan := PlannedRun.read(folder)) is not None:
+            content["plan"] = plan
+            content["plan_rows"] = compared(plan, timeline, _colours(view))
     return utf8(page().render(**content, version=__version__))
 
 
@@ -108,8 +112,7 @@ def page() -> Template:
 
 
 def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]:
-    ranked = view.best_first()
-    colours = {trial.trial: place for place, trial in enumerate(ranked[:COLOURS])}
+    ranked, colours = view.best_first(), _colours(view)
     rows = [_row(trial, colours.get(trial.trial, -1)) for trial in ranked]
     winner, leader = view.winner, view.leader
     begun = None
@@ -145,6 +148,11 @@ def _content(view: RunView, timeline: Timeline, running: bool) -> dict[str, Any]
         "parallel": len(ranked) > COLOURS,
         "data": _data(view, timeline, colours, running),
     }
+
+
+def _colours(view: RunView) -> dict[int, int]:
+    """Return the colours of the trials that have one of their own, by number."""
+    return {trial.trial: place for place, trial in enumerate(view.best_first()[:COLOURS])}
 
 
 def _left_at(trial: TrialView, rung: int) -> str | None:

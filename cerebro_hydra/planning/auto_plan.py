@@ -12,6 +12,7 @@ from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
+from cerebro_hydra.observe.planned import PlannedRun
 from cerebro_hydra.plan.costs.model import CostModel
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
@@ -67,6 +68,7 @@ class AutoPlan:
         manifest: describes the rows.
         costs: of moves and hops.
         report: is given a line for each choice.
+        keep: is given what is expected of the run after each choice.
         seconds: of CPU, in which ways are judged; the plain one is in any case.
     """
 
@@ -77,6 +79,7 @@ class AutoPlan:
         manifest: Manifest,
         costs: CostModel,
         report: Callable[[str], None],
+        keep: Callable[[PlannedRun], object],
         seconds: float = PLANNING_SECONDS,
     ) -> None:
         train, val = (
@@ -91,10 +94,10 @@ class AutoPlan:
         self._judge = SearchJudge(config, Place(num_workers, resources, *shared), costs)
         self._resources = resources
         self._rows = [manifest.rows("train", p) for p in range(manifest.num_partitions)]
-        self._report, self._seconds = report, seconds
+        self._report, self._keep, self._seconds = report, keep, seconds
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._chosen: list[PlannedTrial] = []  # of the trials so far
-        self._told: set[str] = set()
+        self._told: dict[str, None] = {}  # in order
 
     def choose(
         self,
@@ -156,7 +159,11 @@ class AutoPlan:
             self._judge, possible, self._chosen, alike, outlook.epochs,
             lambda: (time.thread_time() - begun) / self._seconds,
         )  # fmt: skip
-        self._report(choice.text(outlook.candidates))
+        self._tell(choice.text(outlook.candidates))
+        expected = [*self._chosen, *[choice.way.trial] * alike]
+        lanes = self._judge.lanes(expected, outlook.epochs)
+        told = tuple(self._told)
+        self._keep(PlannedRun(told, choice.seconds, choice.plain_seconds, lanes))
         return _known(choice, units)
 
     def _units(self, recipe: Recipe, cut: Callable[[], AdmittedCut]) -> AdmittedCut | None:
@@ -210,7 +217,7 @@ class AutoPlan:
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
-            self._told.add(line)
+            self._told[line] = None
             self._report(line)
 
 

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
+from cerebro_hydra.observe.planned import MOST_BARS, WorkerLane, lanes_of
+from cerebro_hydra.observe.records import Decision
+from cerebro_hydra.observe.timeline import Timeline
 from cerebro_hydra.plan.costs.model import CostModel
 from cerebro_hydra.plan.human_units import seconds_text
 from cerebro_hydra.plan.messages.config import HopConfig
@@ -246,6 +249,18 @@ class SearchJudge:
         few = min(epochs, MOST_EPOCHS)
         outcome = self.outcome(trials, few, MOST_SUB_EPOCHS, MOST_ACTIONS)
         return outcome.seconds * epochs / few
+
+    def lanes(self, trials: Sequence[PlannedTrial], epochs: int) -> tuple[WorkerLane, ...]:
+        """Return what each worker does of a search; nothing of one that is too large for that."""
+        outcome = self.outcome(trials, epochs, MOST_BARS, MOST_ACTIONS)
+        if outcome.part > 1:
+            return ()
+        timeline = Timeline()
+        decided = zip(outcome.timeline.moments, outcome.timeline.records, strict=True)
+        for seq, (moment, (event, instructions)) in enumerate(decided):
+            timeline.apply(Decision(seq, moment, event, tuple(instructions)))
+        timeline.lay_out()
+        return lanes_of(timeline)
 
     def outcome(
         self, trials: Sequence[PlannedTrial], epochs: int, sub_epochs: int, actions: int

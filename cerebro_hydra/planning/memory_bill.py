@@ -71,12 +71,19 @@ class MemoryBill:
             return None
         return TaskProfiler(self._resources.device_memory, self.devices, self._resources.plan)
 
-    def auto_plan(self, manifest: Manifest) -> AutoPlan | None:
-        """Return what chooses how trials train; None if nobody asks for that."""
+    def auto_plan(self, manifest: Manifest, folder: RunFolder) -> AutoPlan | None:
+        """Return what chooses how the trials of a run train; None if nobody asks for that."""
         if not self._resources.plan:
             return None
         costs = CostModel(rates=replace(copy_rates(), wire=ASSUMED_WIRE))
-        return AutoPlan(self._resources, self._num_workers, manifest, costs, self._report)
+        return AutoPlan(
+            self._resources,
+            self._num_workers,
+            manifest,
+            costs,
+            self._report,
+            lambda expected: expected.write(folder),
+        )
 
     def pipeline(self, cut: AdmittedCut, recipe: Recipe) -> Pipeline:
         """Return how a trial is spread over the devices of each worker.

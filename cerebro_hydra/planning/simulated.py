@@ -91,8 +91,8 @@ def simulate(
     place: Place,
     costs: CostModel,
     metric: Metric,
-    most_sub_epochs: int = MOST_SUB_EPOCHS,
-    most_actions: int = MOST_ACTIONS,
+    most_sub_epochs: int | None = None,
+    most_actions: int | None = None,
 ) -> Outcome:
     """Simulate a search once.
 
@@ -101,23 +101,24 @@ def simulate(
         follower: proposes its trials, and is used up.
         admit: admits them.
         metric: what they measure.
-        most_sub_epochs: a part of a search that has more is simulated.
-        most_actions: visits of a search that has more flow.
+        most_sub_epochs: a part of a search that has more is simulated; None is `MOST_SUB_EPOCHS`.
+        most_actions: visits of a search that has more flow; None is `MOST_ACTIONS`.
     """
+    most = most_sub_epochs or MOST_SUB_EPOCHS
     proposed = follower.begin()
     budgets = [each.budget for each in proposed if isinstance(each, ev.TrialProposed)]
     closed = any(isinstance(each, ev.SearchClosed) for each in proposed)
     kinds = 1 + config.evaluate
     tasks = sum(budgets) * place.workers * kinds
     part = 1
-    if closed and tasks > most_sub_epochs:
-        part = math.ceil(math.sqrt(tasks / most_sub_epochs))
+    if closed and tasks > most:
+        part = math.ceil(math.sqrt(tasks / most))
         part = min(part, place.workers, len(budgets))
     begun = _Begun(follower, proposed, admit, part)
     smaller = _part_of(place, part, len(budgets) / len(range(0, len(budgets), part)))
     run = _PlannedRun(begun, begun.admit, smaller, costs, part)
     config = replace(config, partitions=run.place.workers)
-    return run.simulate(config, metric, tasks / part**2, most_actions)
+    return run.simulate(config, metric, tasks / part**2, most_actions or MOST_ACTIONS)
 
 
 class _Begun:

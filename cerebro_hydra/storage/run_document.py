@@ -33,6 +33,8 @@ NUMERIC_FILE = "numeric.json"
 """What the bits of results depend on, as each worker found it."""
 SEARCH_FILE = "search.json"
 """What the search was begun with that its arguments may not have again, such as a study."""
+PLAN_FILE = "plan.json"
+"""What was expected of the run where its trials train by a plan."""
 WORKERS_FILE = "workers.json"
 """Where the latest agent of each worker ran: host, process id, addresses of its GPUs."""
 

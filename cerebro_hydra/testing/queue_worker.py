@@ -37,6 +37,7 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
@@ -261,6 +262,7 @@ class DelaySpec:
     staleness: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     tasks: None = None
+    plan: TrialPlan | None = None
 
 
 @dataclass(frozen=True)

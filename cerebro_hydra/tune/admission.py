@@ -164,7 +164,9 @@ class Admission:
         self._cut_models = CutModelCache()
         self._profiler = memory_bill.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
-        self._auto_plan = None if folder is None else memory_bill.auto_plan(examples.manifest)
+        self._auto_plan = None
+        if folder is not None:
+            self._auto_plan = memory_bill.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
 
     def admit(

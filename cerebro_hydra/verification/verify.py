@@ -23,6 +23,7 @@ from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
     NUMERIC_FILE,
+    PLAN_FILE,
     RUN_FILE,
     SEARCH_FILE,
     TRIAL_FILE,
@@ -117,7 +118,7 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
     readers: dict[str, Callable[[RunFolder], object]] = {
         RUN_FILE: read_document,
     }
-    for optional in sorted(there & {NUMERIC_FILE, SEARCH_FILE, WORKERS_FILE}):
+    for optional in sorted(there & {NUMERIC_FILE, PLAN_FILE, SEARCH_FILE, WORKERS_FILE}):
         readers[optional] = methodcaller("read_json", optional)
     problems = []
     for read in readers.values():

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.observe import Decision, RunView
+from cerebro_hydra.observe.planned import PlannedRun, WorkerLane, lanes_of
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.observe.text import summary
-from cerebro_hydra.observe.timeline import Timeline, trace
+from cerebro_hydra.observe.timeline import Timeline, read_run, trace
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.messages.device_work import DeviceWork
 from cerebro_hydra.storage import RunFolder
+from cerebro_hydra.storage.run_document import PLAN_FILE
 from tests.observe.conftest import added, begin, fold, written
 from tests.observe.test_observe_trace import faults
 
@@ -167,3 +170,29 @@ def test_the_report_has_a_lane_and_a_row_per_device(tmp_path: Path) -> None:
 def test_a_run_without_queues_has_no_devices_in_its_report(tmp_path: Path) -> None:
     page = render(devices_run(tmp_path, 0))
     assert 'id="devices"' not in page and "device copying" not in page
+
+
+def test_a_plan_is_shown_beside_what_happened_lane_by_lane(tmp_path: Path) -> None:
+    folder = devices_run(tmp_path)
+    assert PlannedRun.read(folder) is None and "<h2>Plan</h2>" not in render(folder)
+    bars = ((0, "train", 0.0, 6.0), (9, "evaluate", 6.0, 8.0))
+    lanes = (WorkerLane(0, 2, 7.0, 8.0, (bars,)), WorkerLane(3, 1, 2.0, 2.5))
+    plan = PlannedRun(("plan: 2 shards & <b>",), 8.0, 16.0, lanes)
+    plan.write(folder)
+    assert PlannedRun.read(folder) == plan
+    page = render(folder)
+    assert "plan: 2 shards &amp; &lt;b&gt;" in page
+    assert "8 s were expected, 16 s without a plan" in page
+    (did,) = lanes_of(read_run(folder)[1])
+    assert did.tasks == 2 and did.work == pytest.approx(6.0)
+    cells = re.findall(r"<td>worker (\d)</td>(.*?)</tr>", page, re.S)
+    told = {worker: re.findall(r'"num">([^<]*)</td>', row) for worker, row in cells}
+    assert told["0"] == ["2", "2", "7.0 s", "6.0 s", "8.0 s", f"{did.end:.1f} s"]
+    assert told["3"] == ["1", "–", "2.0 s", "–", "2.5 s", "–"]
+    width = round(600 / max(did.end, 8.0), 2)
+    assert f'class="c0 train" style="left:0.0%;width:{width}%"' in page
+    assert 'class="cx evaluate"' in page, "a trial that the run never had is grey"
+    for broken in ({"told": 3}, {"lanes": [{}]}):
+        folder.write_json(PLAN_FILE, broken)
+        with pytest.raises(StoreError, match=r"plan\.json"):
+            render(folder)

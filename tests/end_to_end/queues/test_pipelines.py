@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.observe.planned import PlannedRun
+from cerebro_hydra.observe.report import render
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.recipe import Recipe
@@ -125,6 +127,44 @@ def test_each_kind_of_model_in_a_pipeline_replays(
     if schedule == "pipedream":  # the weight that gpt2 reads twice has one version
         space["vertical_sync"] = [True]
     assert_pipelined(trained(tmp_path, space, devices_per_worker=devices), devices)
+
+
+def wide(params: dict[str, Any]) -> Recipe:
+    """Build layers whose tasks take milliseconds, so that devices that share them pay."""
+    layers = [nn.Linear(16, 384)]
+    for _ in range(6):
+        layers += [nn.Linear(384, 384), nn.Dropout(0.1)]
+    model = nn.Sequential(*layers, nn.Linear(384, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=params["lr"], momentum=0.9)
+    return Recipe(
+        model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], batch_size=256, accumulate=6,
+        clip_grad_norm=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_trial_that_is_alone_is_spread_by_a_plan_and_goes_on_without_it_on_one_device(
+    tmp_path: Path,
+) -> None:
+    def search(devices: int, plan: str | None, **options: Any) -> GridSearch:
+        backend = LocalBackend(1, PRELOADED, devices_per_worker=devices, plan=plan)
+        return grid(backend, tmp_path, wide, {"lr": [0.01]}, order="seeded", **options)
+
+    rows = classes(4000)
+    ended = search(3, "auto", target={"val_loss": 1e9}).fit(rows)
+    folder = RunFolder.open(ended.run_path)
+    plan = folder.read_trial(0, folder.run_id).plan
+    assert plan is not None and plan.devices > 1, "one trial, three devices, steps of six batches"
+    lanes = read_run(folder)[1].lanes
+    busy = [device for (_, device), lane in lanes.items() if lane.tasks and device >= 0]
+    assert len(busy) == plan.devices
+    expected = PlannedRun.read(folder)
+    assert expected is not None and expected.seconds < expected.plain_seconds
+    assert "<h2>Plan</h2>" in render(folder) and "over 3 devices" in render(folder)
+    result = search(1, None, target={"val_loss": 0.0}).fit(rows, resume=ended.run_path)
+    assert statuses(result) == ["finished"]
+    assert folder.read_trial(0, folder.run_id).plan == plan, "its document says what was chosen"
+    assert_replays(result)
 
 
 def forkable(params: dict[str, Any]) -> Recipe:

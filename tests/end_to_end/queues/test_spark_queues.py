@@ -32,8 +32,9 @@ def test_two_devices_of_less_than_a_sixth_of_a_trial_replay(spark: Any, tmp_path
 
 
 @pytest.mark.long
-def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path) -> None:
-    resources = {"devices_per_worker": 2, "device_memory": 700_000}
+@pytest.mark.parametrize("plan", [None, "auto"])
+def test_pipelines_on_two_workers_replay(spark: Any, tmp_path: Path, plan: str | None) -> None:
+    resources = {"devices_per_worker": 2, "device_memory": 700_000, "plan": plan}
     backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2, **resources)
     schedules = ["gpipe", "1f1b", "pipedream", "2bw"]
     space = {"model": ["resnet"], "schedule": schedules, "recompute": ["auto"]}
