@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -44,6 +44,7 @@ from cerebro_hydra.data.preparation.prepared import fingerprint_of, prepare_once
 from cerebro_hydra.data.preparation.row_facts import (
     FLAG,
     HASHES,
+    ChunkRanges,
     Content,
     RowFacts,
     packed_rows,
@@ -248,8 +249,7 @@ def _prepared(
         def write(attempt: str) -> Manifest:
             tell(f"preparing {content.rows:,} rows in {num_partitions} partitions")
             chunks = _chunks(assignment, attempt, _most_rows(columns, content))
-            chunk = row_facts.range_of(content, _sizes(chunks, marker is not None))
-            expected = row_facts.sums_of(chunk)
+            ranges = row_facts.ranges(content, _sizes(chunks, marker is not None))
             job = WriteJob(
                 store,
                 store.data_path(fingerprint),
@@ -257,7 +257,7 @@ def _prepared(
                 _packs(packs, plans, columns),
                 len(HASHES),
             )
-            digests = _written(job, packed, packs, chunk, expected)
+            digests = _written(job, packed, packs, ranges)
             partitions = tuple(
                 replace(info, digests=digests[info.split, info.index])
                 for info in assignment.partitions(attempt)
@@ -388,8 +388,7 @@ def _written(
     job: WriteJob,
     packed: DataFrame,
     packs: Sequence[PackPlan],
-    chunk: Column,
-    expected: Mapping[int, tuple[int, tuple[int, ...]]],
+    ranges: ChunkRanges,
 ) -> dict[tuple[str, int], tuple[int, ...]]:
     """Write all rows, and return the content digests of each partition by split and index.
 
@@ -405,7 +404,7 @@ def _written(
     keys = F.expr(f"array({', '.join(map(str, shuffle_keys(tasks)))})")
     task = F.floor(F.col(CHUNK) / of_a_task).cast("int")
     chunks = (
-        packed.select(*(pack.name for pack in packs), *HASHES, chunk.alias(CHUNK))
+        packed.select(*(pack.name for pack in packs), *HASHES, ranges.number.alias(CHUNK))
         .repartition(tasks, keys[task])
         .sortWithinPartitions(CHUNK, *HASHES)
     )
@@ -418,7 +417,7 @@ def _written(
     told = {outcome[CHUNK]: outcome for outcome in outcomes}
     digests: dict[tuple[str, int], tuple[int, ...]] = {}
     for number, each in enumerate(job.chunks):
-        rows, sums = expected[number]
+        rows, sums = ranges.expected[number]
         found = told.get(number)
         arrived = (found["rows"], tuple(int(each, 16) for each in found["sums"])) if found else 0
         if found is None or arrived != (rows, sums):

@@ -2,9 +2,8 @@
 
 ```
 rows -> facts of each row: two hashes, its place, a suspicion, lengths    on Spark's disks
-     -> one aggregate: rows per bucket of the hash, sums, suspicions, shapes
-     -> the ranks at which chunks end                                    of their buckets alone
-     -> rows and sums of hashes of each chunk
+     -> one aggregate: rows and sums per bucket of the hash, suspicions, shapes
+     -> the rows at which chunks end, with the sums before them         of their buckets alone
 ```
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, Window
@@ -31,6 +30,7 @@ _SIGN = 1 << 63
 _MASK = (1 << 64) - 1
 
 _LOW_32 = (1 << 32) - 1
+_NOTHING = (0,) * len(HASHES)  # the sums of no rows
 
 
 def packed_rows(rows: DataFrame, packs: Sequence[PackPlan], seed: int) -> DataFrame:
@@ -60,11 +60,26 @@ class Content:
     sums: Mapping[str, int]
     counts: Mapping[bool | None, Sequence[int]]
     """The rows in each bucket, by the mark for validation; None where it is neither."""
+    bucket_sums: Mapping[bool | None, Sequence[tuple[int, ...]]]
+    """The sums of their hashes."""
     suspects: int
     """The rows that may have a fault."""
     lengths: Mapping[str, Sequence[tuple[int, int]]]
     cell_bytes: Mapping[str, int]
     """The bytes of all rows of each column of cells."""
+
+
+@dataclass(frozen=True)
+class ChunkRanges:
+    """Says which rows a chunk has.
+
+    Args:
+        number: computes the chunk of a row from its hashes, place and bucket.
+        expected: for each chunk its rows, and the sums of their hashes modulo 2^64.
+    """
+
+    number: Column
+    expected: Mapping[int, tuple[int, tuple[int, ...]]]
 
 
 class RowFacts:
@@ -112,10 +127,12 @@ class RowFacts:
         columns = [column.alias(name) for name, column in aggregates.items()]
         groups = self._facts.groupBy(KEY).agg(*columns).collect()
         counts = {flag: [0] * _BUCKETS for flag in (False, True, None)}
+        bucket_sums = {flag: [_NOTHING] * _BUCKETS for flag in (False, True, None)}
         for group in groups:
             key = group[KEY]
             flag, bucket = (None, 0) if key is None else (key >= _BUCKETS, key % _BUCKETS)
             counts[flag][bucket] = group["rows"]
+            bucket_sums[flag][bucket] = _whole_sums(group)
         sums = {name: sum(group[name] for group in groups) for name in summed}
         suspects = sums.pop(_SUSPECT)
         lengths = {
@@ -131,10 +148,10 @@ class RowFacts:
         cell_bytes = {
             plan.name: sum(_known(groups, f"{plan.stored}_bytes")) for plan in self._cells
         }
-        return Content(sums["rows"], sums, counts, suspects, lengths, cell_bytes)
+        return Content(sums["rows"], sums, counts, bucket_sums, suspects, lengths, cell_bytes)
 
-    def range_of(self, content: Content, sizes: Mapping[bool, Sequence[int]]) -> Column:
-        """Return what computes the chunk of a row from its hashes, place and bucket.
+    def ranges(self, content: Content, sizes: Mapping[bool, Sequence[int]]) -> ChunkRanges:
+        """Return which rows each chunk has.
 
         Args:
             content: of these rows.
@@ -150,49 +167,69 @@ class RowFacts:
         key = F.col(KEY)
         chunk = _longs(cut.chunk for cut in ordered)[key].cast("int")
         ranks = [(place, rank) for place, cut in enumerate(ordered) for rank in cut.ranks]
+        counts = [*content.counts[False], *content.counts[True]]
+        totals = [*content.bucket_sums[False], *content.bucket_sums[True]]
         if not ranks:
-            return chunk
+            return ChunkRanges(chunk, chunk_sums(counts, totals, ordered, {}))
         inside = _longs(len(cut.ranks) for cut in ordered)[key].cast("int")
         # Slices count from 1.
         before = accumulate((len(cut.ranks) for cut in ordered[:-1]), initial=1)
         begins = _longs(before)[key].cast("int")
-        limits = self._limits(ranks, F.slice(_longs(rank for _, rank in ranks), begins, inside))
+        borders = self._borders(ranks, F.slice(_longs(rank for _, rank in ranks), begins, inside))
         here = F.struct(*HASHES, PLACE)
+        limits = _rows_as_array(borders[rank] for rank in ranks)
         passed = F.filter(F.slice(limits, begins, inside), lambda limit: limit <= here)
-        return F.when(inside == 0, chunk).otherwise(chunk + F.size(passed))
+        number = F.when(inside == 0, chunk).otherwise(chunk + F.size(passed))
+        sums = {rank: _whole_sums(row) for rank, row in borders.items()}
+        return ChunkRanges(number, chunk_sums(counts, totals, ordered, sums))
 
-    def _limits(self, ranks: Sequence[tuple[int, int]], sought: Column) -> Column:
-        """Return as an array the hashes and places of the rows that begin a chunk in a bucket."""
+    def _borders(
+        self, ranks: Sequence[tuple[int, int]], sought: Column
+    ) -> dict[tuple[int, int], Row]:
+        """Return the rows that begin a chunk in a bucket, with the sums of those before them.
+
+        Args:
+            ranks: the bucket of each, and its rank there.
+            sought: the ranks that are sought in a row's bucket.
+        """
         buckets = sorted({bucket for bucket, _ in ranks})
         order = (*HASHES, PLACE)
+        window = Window.partitionBy(KEY).orderBy(*order)
+        earlier = window.rowsBetween(Window.unboundedPreceding, -1)
+        sums = (column.over(earlier).alias(name) for name, column in _sums().items())
         ranked = (
             self._facts.where(F.col(KEY).isin(buckets))
-            .select(KEY, *order)
-            .withColumn(_RANK, F.row_number().over(Window.partitionBy(KEY).orderBy(*order)))
+            .select(KEY, *order, F.row_number().over(window).alias(_RANK), *sums)
             .where(F.array_contains(sought, F.col(_RANK).cast("bigint") - 1))
         )
-        found = {(row[KEY], row[_RANK] - 1): row for row in ranked.collect()}
-        texts = []
-        for rank in ranks:
-            values = ", ".join(f"'{name}', {found[rank][name]}L" for name in order)
-            texts.append(f"named_struct({values})")
-        return F.expr(f"array({', '.join(texts)})")
+        return {(row[KEY], row[_RANK] - 1): row for row in ranked.collect()}
 
-    def sums_of(self, chunk: Column) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Return for each chunk its rows, and the sums of their hashes modulo 2^64."""
-        aggregates = {"rows": F.count(F.lit(1)), **_sums()}
-        columns = [column.alias(name) for name, column in aggregates.items()]
-        groups = self._facts.groupBy(chunk.alias("chunk")).agg(*columns).collect()
-        return {
-            group["chunk"]: (
-                group["rows"],
-                tuple(
-                    (group[f"low_{i}"] + (group[f"high_{i}"] << 32)) & _MASK
-                    for i in range(len(HASHES))
-                ),
-            )
-            for group in groups
-        }
+
+def chunk_sums(
+    counts: Sequence[int],
+    totals: Sequence[tuple[int, ...]],
+    cuts: Sequence[BucketCut],
+    before: Mapping[tuple[int, int], tuple[int, ...]],
+) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Return for each chunk its rows, and the sums of their hashes modulo 2^64.
+
+    Args:
+        counts: the rows in each bucket.
+        totals: the sums of their hashes.
+        cuts: of the buckets.
+        before: the sums of a bucket's rows before a rank at which it is cut, by both.
+    """
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for place, (cut, count, total) in enumerate(zip(cuts, counts, totals, strict=True)):
+        if not count:
+            continue
+        ends = [*((rank, before[place, rank]) for rank in cut.ranks), (count, total)]
+        for number, (start, end) in enumerate(pairwise([(0, _NOTHING), *ends]), cut.chunk):
+            rows, sums = found.get(number, (0, _NOTHING))
+            parts = zip(sums, end[1], start[1], strict=True)
+            more = tuple((own + to - since) & _MASK for own, to, since in parts)
+            found[number] = rows + end[0] - start[0], more
+    return found
 
 
 def _sums() -> dict[str, Column]:
@@ -204,13 +241,25 @@ def _sums() -> dict[str, Column]:
     return found
 
 
+def _whole_sums(row: Row) -> tuple[int, ...]:
+    """Return the sums of whole hashes modulo 2^64."""
+    return tuple((row[f"low_{i}"] + (row[f"high_{i}"] << 32)) & _MASK for i in range(len(HASHES)))
+
+
 def _known(groups: Sequence[Row], name: str) -> list[int]:
     return [group[name] for group in groups if group[name] is not None]
 
 
 def _longs(values: Iterable[int]) -> Column:
-    """Return a literal array."""
-    return F.expr(f"array({', '.join(f'{value}L' for value in values)})")
+    """Return an array, which Spark folds to a literal sooner than it parses as many numbers."""
+    return F.split(F.lit(",".join(map(str, values))), ",").cast("array<bigint>")
+
+
+def _rows_as_array(rows: Iterable[Row]) -> Column:
+    """Return a literal array of the hashes and places of rows."""
+    names = (*HASHES, PLACE)
+    texts = (", ".join(f"'{name}', {row[name]}L" for name in names) for row in rows)
+    return F.expr(f"array({', '.join(f'named_struct({text})' for text in texts)})")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterable
+from itertools import accumulate, islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.data.preparation.row_facts import cut_buckets, shuffle_keys, spark_hash
+from cerebro_hydra.data.preparation.row_facts import (
+    chunk_sums,
+    cut_buckets,
+    shuffle_keys,
+    spark_hash,
+)
 
 
 @st.composite
@@ -17,6 +23,11 @@ def rows_and_sizes(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     ends = draw(st.sets(st.integers(1, rows), max_size=8)) | {rows}
     sizes = [stop - start for start, stop in zip([0, *sorted(ends)], sorted(ends), strict=False)]
     return counts, sizes, draw(st.integers(0, 5))
+
+
+def added(rows: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The sums of two hashes, of 64 bits each."""
+    return tuple(sum(hashes) % (1 << 64) for hashes in zip((0, 0), *rows, strict=True))
 
 
 @given(rows_and_sizes())
@@ -36,6 +47,17 @@ def test_only_buckets_with_a_border_inside_are_ranked(given) -> None:
     borders = set(list(accumulate(sizes))[:-1]) - set(accumulate(counts, initial=0))
     cuts = cut_buckets(counts, sizes)
     assert sum(len(cut.ranks) for cut in cuts) == len(borders)
+
+
+@given(rows_and_sizes(), st.randoms(use_true_random=False))
+def test_a_chunks_sums_are_those_of_its_rows(given, random) -> None:
+    counts, sizes, first = given
+    rows = [[(random.getrandbits(64), random.getrandbits(64)) for _ in range(n)] for n in counts]
+    cuts = cut_buckets(counts, sizes, first)
+    before = {(i, rank): added(rows[i][:rank]) for i, cut in enumerate(cuts) for rank in cut.ranks}
+    in_order = iter(row for bucket in rows for row in bucket)
+    expected = {first + i: (n, added(islice(in_order, n))) for i, n in enumerate(sizes)}
+    assert chunk_sums(counts, [added(bucket) for bucket in rows], cuts, before) == expected
 
 
 @pytest.mark.parametrize("sizes", [[3, 3], [7], [8, 0], []])
