@@ -17,16 +17,18 @@ from typing import Any
 
 Worker = Callable[..., int]
 
-# torch._dynamo is what torch.export, which cuts models, takes longest to load.
+# torch.export, which cuts models, takes as long to load as torch; an agent's own modules come last.
 PRELOADED = (
     "numpy",
     "pyarrow",
     "pyarrow.parquet",
     "torch",
-    "torch._dynamo",
+    "torch.export._trace",
     "safetensors.torch",
     "petastorm.reader",
     "pyspark.ml.base",
+    "cerebro_hydra.agent.main",
+    "cerebro_hydra.shards.admission.admit",
 )
 
 

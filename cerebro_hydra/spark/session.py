@@ -26,7 +26,7 @@ from cerebro_hydra.spark.checks import (
     require_pyspark,
 )
 from cerebro_hydra.spark.findings import Finding, raise_findings
-from cerebro_hydra.spark.java import archive_options, has_ended
+from cerebro_hydra.spark.java import COMPILER_OPTIONS, archive_options, has_ended
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
 from cerebro_hydra.worker_imports import SAFE_PATH, driver_path
@@ -198,11 +198,11 @@ def _start_environment(needs_java: bool, own: str) -> Iterator[str]:
     from pyspark.find_spark_home import _find_spark_home
 
     wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable)}
-    options = []
+    options = list[str]()
     if needs_java:
         chosen = java.choose(java.find(os.environ), pyspark.__version__)
         wanted["JAVA_HOME"] = str(java.home_for_spark(chosen, pyspark.__version__))
-        options.append(archive_options(chosen, Path(_find_spark_home()), own))
+        options = [COMPILER_OPTIONS, archive_options(chosen, Path(_find_spark_home()), own)]
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-log-") as folder:
         log_file = Path(folder) / "log4j2.properties"
         log_file.write_text(_QUIET_LOG)

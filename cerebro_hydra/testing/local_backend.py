@@ -43,8 +43,6 @@ from cerebro_hydra.testing.datasets import first_rows, identify, write_dataset
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
 
-_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission.admit", "torch.export._trace")
-
 
 class Arrays:
     """Named arrays of shape (rows, ...) that stand in for a DataFrame."""
@@ -170,7 +168,7 @@ _starting = threading.Lock()
 def fork_server(preloaded: Sequence[str] = ()) -> Any:
     """Return a context whose processes are forked from one that has loaded what agents need."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ORPHANED_SERVER, *PRELOADED, *_OURS, *preloaded])
+    context.set_forkserver_preload([ORPHANED_SERVER, *PRELOADED, *preloaded])
     return context
 
 

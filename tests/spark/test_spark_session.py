@@ -13,6 +13,7 @@ from cerebro_hydra.errors import ConfigurationError, SetupError
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.spark import SparkBackend
 from cerebro_hydra.spark.checks import count_slots
+from cerebro_hydra.spark.java import COMPILER_OPTIONS
 from cerebro_hydra.spark.worker_checks import required_modules
 from tests.processes import run_python
 
@@ -75,7 +76,7 @@ def test_a_task_pays_nothing_for_the_modules_that_its_worker_started_with(
 
 
 def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: SparkSession) -> None:
-    heavy = set(required_modules())
+    heavy = {*required_modules(), "cerebro_hydra.agent.main", "torch.export._trace"}
 
     def look(rows: object) -> list[tuple[bool, bool]]:
         import sys
@@ -85,6 +86,12 @@ def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: Spark
 
     job = spark.sparkContext.parallelize(range(2), 2).mapPartitions(look)
     assert job.collect() == [(True, False)] * 2
+
+
+def test_java_leaves_its_slow_compiler_to_what_runs_often(spark: SparkSession) -> None:
+    java: Any = spark.sparkContext._jvm
+    options = java.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments()
+    assert set(COMPILER_OPTIONS.split()) <= set(map(str, options))
 
 
 def test_jobs_and_queries_share_one_preloaded_daemon(spark: SparkSession) -> None:
