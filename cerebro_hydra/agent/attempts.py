@@ -216,7 +216,7 @@ class VisitPlanner:
             sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
             return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
         sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
-        if task.uncut:
+        if task.uncut or profile.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         spec = profile.training(number, len(sizes), trial.accumulate, recompute, pipeline)
         return replace(spec, unit_seconds=RESIDENT_UNIT_SECONDS) if self.resident else spec

@@ -331,7 +331,7 @@ class Visit:
     @property
     def takes_windows(self) -> bool:
         """Return whether one task does all batches of a window; see `PlainVisit`."""
-        uncut = self.audits is not None or self.task.uncut
+        uncut = self.audits is not None or self.task.uncut or self.profile.uncut
         return uncut and self.spec.graph.training and not self.recompute
 
     @property

@@ -17,6 +17,7 @@ from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
 from cerebro_hydra.recipe import Decoder, Recipe, copy_model, referring_to_copies
 from cerebro_hydra.recipe.objective.step_module import ConfiguredSchedule, StepModule
+from cerebro_hydra.recipe.own_step import OwnStep
 from cerebro_hydra.recipe.recipe import WarmStart
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _NOT_OWN = ("defaults", "state", "param_groups", "step")
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, made of the arguments up to `decode`, as
+    A search takes only its `recipe`, made of the arguments up to `training_step`, as
     `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
     instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
     `num_epochs` on are Params.
@@ -76,12 +77,12 @@ class SparkEstimator(TrialEstimator):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         loss: Any = None,
         metrics: Any = (),
         batch_size: int = 32,
         shards: int | Sequence[Any] = 1,
-        lr_scheduler: Callable[..., Any] | None = None,
+        lr_scheduler: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None = None,
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
         loss_weights: Sequence[float] | None = None,
@@ -100,6 +101,7 @@ class SparkEstimator(TrialEstimator):
         stages: int | str | Sequence[int] = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         decode: Mapping[str, Decoder] | None = None,
+        training_step: OwnStep | None = None,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,
@@ -143,8 +145,8 @@ class SparkEstimator(TrialEstimator):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that was given."""
-        return self.recipe.optimizer
+        """Return the optimizer that was given; several are members of one."""
+        return self.recipe.optimizer  # type: ignore[no-any-return]
 
     @property
     def loss(self) -> Any:
@@ -230,7 +232,7 @@ class RecipeCopier:
             group.update({name: params[name] for name in params.keys() - options.keys()})
         functions = {
             name: referring_to_copies(getattr(recipe, name), memo)
-            for name in ("loss", "metrics", "lr_scheduler", "collate")
+            for name in ("loss", "metrics", "lr_scheduler", "collate", "training_step")
         }
         return replace(recipe, **(functions | options))
 
@@ -241,7 +243,7 @@ def optimizer_numbers(recipe: Recipe) -> dict[str, float]:
     There are none where an LR scheduler has read them already.
     """
     if isinstance(recipe.lr_scheduler, ConfiguredSchedule):
-        return {}
+        return {}  # several optimizers have no defaults in common
     optimizer = recipe.optimizer
     first, *others = optimizer.param_groups
     return {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.randomness import AUTOCAST
 
 # torch offers no public way to ask for them.
 _GRADIENT_HOOKS = {
@@ -156,6 +157,42 @@ def _check_hooks(model: nn.Module) -> None:
 
 def _told(name: str) -> str:
     return f"module {name!r}" if name else "the model"
+
+
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Check the options of a recipe that are numbers or names, by the names that they have there.
+
+    Raises:
+        ConfigurationError: one has a value that it can't have.
+    """
+    for argument in ("batch_size", "accumulate", "early_stopping"):
+        value = options[argument]
+        if argument == "early_stopping" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
+    for argument in ("clip_grad_norm", "clip_grad_value"):
+        value = options[argument]
+        if value is not None and not (_is_number(value) and value > 0):
+            raise ConfigurationError(f"{argument} is {value!r}; it is a number above 0")
+    if options["clip_grad_norm"] is not None and options["clip_grad_value"] is not None:
+        raise ConfigurationError(
+            f"clip_grad_norm is {options['clip_grad_norm']!r} and clip_grad_value is "
+            f"{options['clip_grad_value']!r}; choose one of them"
+        )
+    recompute, autocast, ema = options["recompute"], options["autocast"], options["ema"]
+    if recompute != AUTO and not isinstance(recompute, bool):
+        raise ConfigurationError(f"recompute is {recompute!r}; it is True, False or 'auto'")
+    if autocast not in (None, *AUTOCAST):
+        raise ConfigurationError(
+            f"autocast is {autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
+        )
+    if ema is not None and not (_is_number(ema) and 0 < ema < 1):
+        raise ConfigurationError(f"ema is {ema!r}; it is a decay between 0 and 1, such as 0.999")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 Blocks = list[str] | list[list[str]]

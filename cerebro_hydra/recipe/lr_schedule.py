@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,34 @@ import torch
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.recipe.objective.step_module import BY_HAND
+from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 
 INTERVALS = ("step", "epoch")
+
+
+class SchedulerList:
+    """Holds the LR schedulers of an `OptimizerList`, None for a member without one."""
+
+    def __init__(self, members: Sequence[Any | None]) -> None:
+        self.members = members
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each."""
+        found = [None if each is None else each.state_dict() for each in self.members]
+        return {"members": found}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring each to a state that `state_dict` gave."""
+        for each, own in zip(self.members, state["members"], strict=True):
+            if each is not None:
+                each.load_state_dict(own)
+
+
+def schedulers_of(scheduler: Any | None) -> list[Any]:
+    """Return the LR schedulers that a schedule has made for one optimizer or several."""
+    members = scheduler.members if isinstance(scheduler, SchedulerList) else [scheduler]
+    return [each for each in members if each is not None]
 
 
 class LRSchedule:
@@ -21,58 +47,56 @@ class LRSchedule:
 
     Args:
         make: a function of the optimizer, or of (optimizer, steps_per_epoch); None for no schedule.
-            Arguments with a default keep it, unless one is called `steps_per_epoch`.
-        interval: when it steps; one that steps on a metric always does so once an epoch.
+            Arguments with a default keep it, unless one is called `steps_per_epoch`. For several
+            optimizers it is called for each, or a list has one for each, or None.
+        interval: when it steps; one that steps on a metric always does so once an epoch. A training
+            step steps those that are stepped `BY_HAND`.
         metric: the measured name that such a one is given.
 
     Raises:
         ConfigurationError: an argument can't be used.
     """
 
-    def __init__(self, make: Callable[..., Any] | None, interval: str, metric: str) -> None:
-        if make is not None and not callable(make):
-            raise ConfigurationError(
-                f"lr_scheduler is {make!r}; give a function of the optimizer that makes one, such "
-                "as lambda optimizer: StepLR(optimizer, 1)"
-            )
-        is_torchs = isinstance(make, type) and make.__module__.startswith("torch.")
-        if make is not None and is_torchs and (missing := _required(make)[1:]):
-            asked = ", ".join(f"{name}=..." for name in missing)
-            raise ConfigurationError(
-                f"lr_scheduler is the class {make.__name__}, which needs more than an optimizer; "
-                f"give lambda optimizer: {make.__name__}(optimizer, {asked})"
-            )
-        if interval not in INTERVALS:
+    def __init__(self, make: Any, interval: str, metric: str) -> None:
+        for each in make if isinstance(make, list | tuple) else [make]:
+            _check_maker(each)
+        if interval not in (*INTERVALS, BY_HAND):
             raise ConfigurationError(f"lr_interval is {interval!r}; it is one of {INTERVALS}")
         self._make = make
         self._interval = interval
         self._metric = metric
 
     def make(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any | None:
-        """Make a scheduler over an optimizer, or None.
+        """Make a scheduler over an optimizer, one over each of several, or None.
 
         Raises:
             ConfigurationError: the function fails, or gives no scheduler.
         """
         if self._make is None:
             return None
-        try:
-            made = _called(self._make, optimizer, steps_per_epoch)
-        except Exception as error:
+        several = isinstance(self._make, list | tuple)
+        if not several and not isinstance(optimizer, OptimizerList):
+            return _made(self._make, optimizer, steps_per_epoch)
+        members = members_of(optimizer)
+        makes = self._make if several else [self._make] * len(members)
+        if len(makes) != len(members):
             raise ConfigurationError(
-                f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
-                f"{type(error).__name__}: {error_text(error)}"
-            ) from error
-        if made is not None and not callable(getattr(made, "step", None)):
-            raise ConfigurationError(
-                f"lr_scheduler gave a {type(made).__name__}; it is to return an LR scheduler"
+                f"lr_scheduler has {len(makes)} functions for {len(members)} optimizers; give one "
+                "for each, None for one without, or a single function for all"
             )
-        return made
+        found = []
+        for each, member in zip(makes, members, strict=True):
+            found.append(None if each is None else _made(each, member, steps_per_epoch))
+            # A step may leave one out, of which torch would warn.
+            member._opt_called = True  # type: ignore[attr-defined]
+        return SchedulerList(found)
 
     def after_step(self, scheduler: Any | None) -> None:
         """Step the scheduler after an optimizer step, if it steps that often."""
-        if scheduler is not None and self._interval == "step" and not _takes_metric(scheduler):
-            scheduler.step()
+        if self._interval == "step":
+            for each in schedulers_of(scheduler):
+                if not _takes_metric(each):
+                    each.step()
 
     def begin_epoch(self, scheduler: Any | None, metrics: Mapping[str, float]) -> None:
         """Step the scheduler as a new epoch begins; `metrics` are those of the epoch before.
@@ -80,25 +104,26 @@ class LRSchedule:
         Raises:
             ConfigurationError: the metric that the scheduler steps on was not measured.
         """
-        if scheduler is None:
-            return
-        if _takes_metric(scheduler):
-            scheduler.step(self._value(metrics))
-        elif self._interval == "epoch":
-            scheduler.step()
+        for each in schedulers_of(scheduler) if self._interval != BY_HAND else ():
+            if _takes_metric(each):
+                each.step(self._value(metrics))
+            elif self._interval == "epoch":
+                each.step()
 
     def advance(self, scheduler: Any | None, steps: int, epochs: int) -> None:
-        """Bring a new scheduler to where training is; one that steps on a metric begins here.
+        """Bring a new scheduler to where training is.
+
+        One that steps on a metric, or by hand, begins here.
 
         Args:
             steps: how many optimizer steps were taken.
             epochs: how many epochs have begun after the first.
         """
-        if scheduler is None or _takes_metric(scheduler):
-            return
-        scheduler.optimizer._opt_called = True  # another one stepped; torch would warn
-        for _ in range(steps if self._interval == "step" else epochs):
-            scheduler.step()
+        for each in schedulers_of(scheduler) if self._interval != BY_HAND else ():
+            if not _takes_metric(each):
+                each.optimizer._opt_called = True  # another one stepped; torch would warn
+                for _ in range(steps if self._interval == "step" else epochs):
+                    each.step()
 
     def of_epochs(
         self, optimizer: torch.optim.Optimizer, steps_per_epoch: int, epochs: int
@@ -110,13 +135,14 @@ class LRSchedule:
 
         Returns:
             One for each epoch, or None if they can't be known before training, as of one that steps
-            on a metric.
+            on a metric or by hand.
         """
         scheduler = self.make(optimizer, steps_per_epoch)
-        if scheduler is not None and _takes_metric(scheduler):
+        if self._interval == BY_HAND or any(map(_takes_metric, schedulers_of(scheduler))):
             return None
         digests = []
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # no step is taken; torch would warn
+        for each in members_of(optimizer):
+            each._opt_called = True  # type: ignore[attr-defined]  # no step is taken; torch would warn
         for epoch in range(epochs):
             if epoch:
                 self.begin_epoch(scheduler, {})
@@ -137,6 +163,36 @@ class LRSchedule:
         raise ConfigurationError(
             f"lr_metric is {self._metric!r}, which is not measured; measured are {list(metrics)}"
         )
+
+
+def _check_maker(make: Any) -> None:
+    if make is not None and not callable(make):
+        raise ConfigurationError(
+            f"lr_scheduler is {make!r}; give a function of the optimizer that makes one, such "
+            "as lambda optimizer: StepLR(optimizer, 1)"
+        )
+    is_torchs = isinstance(make, type) and make.__module__.startswith("torch.")
+    if make is not None and is_torchs and (missing := _required(make)[1:]):
+        asked = ", ".join(f"{name}=..." for name in missing)
+        raise ConfigurationError(
+            f"lr_scheduler is the class {make.__name__}, which needs more than an optimizer; "
+            f"give lambda optimizer: {make.__name__}(optimizer, {asked})"
+        )
+
+
+def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
+    try:
+        made = _called(make, optimizer, steps_per_epoch)
+    except Exception as error:
+        raise ConfigurationError(
+            f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
+            f"{type(error).__name__}: {error_text(error)}"
+        ) from error
+    if made is not None and not callable(getattr(made, "step", None)):
+        raise ConfigurationError(
+            f"lr_scheduler gave a {type(made).__name__}; it is to return an LR scheduler"
+        )
+    return made
 
 
 def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> Any:

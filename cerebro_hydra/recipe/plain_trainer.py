@@ -20,9 +20,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.grad_scaling import take_step
+from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.objective.metrics import Metric, SumOverRows, merge_metrics
+from cerebro_hydra.recipe.own_step import run_own_step
 from cerebro_hydra.recipe.placement import copy_model
-from cerebro_hydra.recipe.randomness import RandomKey, unit_hooks
+from cerebro_hydra.recipe.randomness import FORWARD, RandomKey, unit_hooks
 from cerebro_hydra.recipe.recipe import Recipe
 
 
@@ -115,7 +117,8 @@ class PlainTrainer:
     def step(self, window: Window) -> list[float]:
         """Take one optimizer step; return the mean loss of each batch of its window.
 
-        The gradient is that of the mean loss over all rows of the window, whatever its batches. A
+        A recipe's own training step takes it, where there is one. Else the
+        gradient is that of the mean loss over all rows of the window, whatever its batches. A
         step that a GradScaler skips does not step the LR schedule either; a moving average, with
         which buffers go, moves in each step.
 
@@ -123,6 +126,8 @@ class PlainTrainer:
             NonFiniteLoss: a loss is NaN or infinite, or the gradients are at every scale.
             ConfigurationError: a loss depends on no trainable parameter.
         """
+        if self.recipe.training_step is not None:
+            return [self._own_step(*window)]
         recipe, model, scaling = self.recipe, self.recipe.model.train(), self.scaling
         rows = sum(batch.rows for batch in window)
         losses = []
@@ -154,6 +159,35 @@ class PlainTrainer:
             self.ema.update_parameters(model)
         self.steps += 1
         return losses
+
+    def _own_step(self, batch: BatchTensors) -> float:
+        """Let the user's step train on a batch; it begins with no gradients, as after a hop."""
+        recipe = self.recipe
+        recipe.model.zero_grad()
+        loss = self.run_own_step(batch)
+        if not math.isfinite(loss):
+            raise not_finite(loss, self.steps, 0)
+        recipe.lr_schedule.after_step(self.scheduler)
+        if self.ema is not None:
+            self.ema.update_parameters(recipe.model)
+        self.steps += 1
+        return loss
+
+    def run_own_step(self, batch: BatchTensors) -> float:
+        """Run the user's step, and return its loss; random numbers restart for collate and for it.
+
+        Nothing else of a step is done.
+        """
+        recipe = self.recipe
+        assert recipe.training_step is not None
+        key = RandomKey(self._trial_seed, self.steps, 0, recipe.device)
+        self.phase = "collate"
+        features, targets = recipe.collated(batch.features, batch.labels, key)
+        self.phase = "training step"
+        key.reseed(FORWARD)
+        named, schedulers = recipe.named(features, targets), schedulers_of(self.scheduler)
+        model = recipe.model.train()
+        return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
 
     def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:
         """Compute a loss; random numbers restart for collate, the forward and every unit call."""

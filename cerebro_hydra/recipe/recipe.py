@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -29,7 +29,7 @@ from cerebro_hydra.recipe.checked_parts import (
     AUTO,
     Stages,
     check_collate,
-    check_optimizer,
+    check_numbers,
     checked_model,
     checked_shards,
     checked_stages,
@@ -48,14 +48,17 @@ from cerebro_hydra.recipe.objective.metrics import (
 )
 from cerebro_hydra.recipe.objective.objective import MODEL, Objective
 from cerebro_hydra.recipe.objective.step_module import (
+    StepBatch,
     StepModule,
     configured,
     has_training_step,
     logged_values,
+    step_by_hand,
+    steps_by_hand,
 )
+from cerebro_hydra.recipe.own_step import OwnStep, check_own_step, joined_optimizers
 from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import (
-    AUTOCAST,
     RandomKey,
     autocasting,
     leave_uncompiled,
@@ -89,6 +92,7 @@ class Recipe:
             go to the arguments of its forward that have their names, or by position if not all do;
             floating ones are float64 if all of its parameters are.
         optimizer: an instance over the model's parameters; cloned per shard, never stepped itself.
+            With `training_step`, it may be a list of them.
         loss: `loss(outputs, *labels)` gives the mean over the rows of a batch, a scalar; or a list
             with one loss per output and label column; or "model": forward is given the labels too
             and returns an object with a `loss`, as models of `transformers` do. A parameter that
@@ -103,7 +107,8 @@ class Recipe:
         shards: how many to cut into, balanced by measured time; "auto" for the fewest that fit the
             `device_memory` of the workers, one without; or the names of the modules to cut at; or a
             list of lists of names (or modules), the blocks of each shard.
-        lr_scheduler: a function of the optimizer, or of (optimizer, steps_per_epoch).
+        lr_scheduler: a function of the optimizer, or of (optimizer, steps_per_epoch). For several
+            optimizers it is called for each, or a list has one for each, or None.
         lr_interval: "step" steps it after every optimizer step, "epoch" at the end of an epoch, as
             one that steps on a metric (ReduceLROnPlateau) always does.
         lr_metric: what such a one is given, as measured on validation rows.
@@ -146,18 +151,23 @@ class Recipe:
             the same for equal bytes. `collate` is given a list with a tensor for each row, or with
             bytes where nothing is decoded; without it they are stacked, and have one shape.
             Columns of Spark's images are decoded without being named.
+        training_step: `training_step(model, batch, optimizers)` trains on a batch by itself, as of
+            a GAN: it calls backward and the optimizers' step, and returns the loss that is told, or
+            a dict with it under "loss". A batch is a tuple of the columns, read by name, too. It
+            begins without gradients; `loss` and metrics measure validation rows. The trial is one
+            shard.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]  # then the model makes it
+    optimizer: Any = None  # then the model makes it; joined, if there are several
     loss: Any = None
     metrics: Any = ()
     batch_size: int = 32
     shards: int | Sequence[Any] = 1
-    lr_scheduler: Callable[..., Any] | None = None
+    lr_scheduler: Any = None
     clip_grad_norm: float | None = None
     accumulate: int = 1
     loss_weights: Sequence[float] | None = None
@@ -176,15 +186,19 @@ class Recipe:
     stages: Stages = AUTO
     grad_scaler: torch.amp.GradScaler | None = None
     decode: Mapping[str, Decoder] | None = None
+    training_step: OwnStep | None = None
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.loss is None and has_training_step(self.model):
             self._take_steps()
+        if self.training_step is not None:
+            check_own_step(self.training_step, vars(self))
+            self.shards = 1
         self.model = checked_model(self.model)
         self.uncompiled = leave_uncompiled(self.model)
-        check_optimizer(self.optimizer, self.model)
+        self.optimizer = joined_optimizers(self.optimizer, self.model, self.training_step)
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
         self.lr_schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)
@@ -194,7 +208,8 @@ class Recipe:
         self._configured: tuple[nn.Module | None, list[nn.Module]] = (None, [])
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self._in_double = kinds == {torch.float64}
-        self._check_numbers()
+        check_numbers(vars(self))
+        self._check_cut()
         self.scaler = checked_scaler(self.grad_scaler, self.autocast, self.model)
         self.call = ForwardCall.of(self.model, None, takes_labels=False)
         self._form: BatchForm | None = None  # with a collate, that of the first batch
@@ -204,8 +219,14 @@ class Recipe:
     def _take_steps(self) -> None:
         """Take a module's training step in place of forward and loss, and what it configures."""
         module = self.model
+        if self.training_step is not None:
+            raise ConfigurationError(
+                f"training_step is given, and {type(module).__name__} has one; leave it out, or "
+                "give loss= for an ordinary model"
+            )
         self.model = StepModule.of(module)
         self.loss = MODEL
+        self.training_step = step_by_hand if steps_by_hand(module) else None
         if self.optimizer is not None:
             return
         made = configured(module)
@@ -213,36 +234,6 @@ class Recipe:
         if self.lr_scheduler is None and made.scheduler is not None:
             self.lr_scheduler, self.lr_interval = made.scheduler, made.interval
             self.lr_metric = made.monitor or self.lr_metric
-
-    def _check_numbers(self) -> None:
-        for argument in ("batch_size", "accumulate", "early_stopping"):
-            value = getattr(self, argument)
-            if argument == "early_stopping" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
-        for argument in ("clip_grad_norm", "clip_grad_value"):
-            value = getattr(self, argument)
-            if value is not None and not (_is_number(value) and value > 0):
-                raise ConfigurationError(f"{argument} is {value!r}; it is a number above 0")
-        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise ConfigurationError(
-                f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is "
-                f"{self.clip_grad_value!r}; choose one of them"
-            )
-        self._check_cut()
-        if self.recompute != "auto" and not isinstance(self.recompute, bool):
-            raise ConfigurationError(
-                f"recompute is {self.recompute!r}; it is True, False or 'auto'"
-            )
-        if self.autocast not in (None, *AUTOCAST):
-            raise ConfigurationError(
-                f"autocast is {self.autocast!r}; it is one of {sorted(AUTOCAST)}, or None"
-            )
-        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
-            raise ConfigurationError(
-                f"ema is {self.ema!r}; it is a decay between 0 and 1, such as 0.999"
-            )
 
     @property
     def cuts_graph(self) -> bool:
@@ -447,9 +438,7 @@ class Recipe:
         wanted = (*form.labels, *weight, *self._by_name)
         return inputs, tuple(column_of(made, name) for name in wanted)
 
-    def _named(
-        self, features: tuple[Tensor, ...], targets: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
+    def _named(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
         columns = self.columns or Columns(
             tuple(f"feature_{i}" for i in range(len(features))),
             tuple(f"label_{i}" for i in range(len(targets))),
@@ -510,6 +499,16 @@ class Recipe:
     def compute_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of one batch, a scalar with its graph."""
         return self._objective.compute(outputs, targets, self._by_name)
+
+    def named(self, features: Sequence[Tensor], targets: Sequence[Tensor]) -> StepBatch:
+        """Return a batch that is read by name; see `collated`."""
+        form = self._form
+        if form is None:
+            return StepBatch.of(tuple(self._named(features, targets)), (*features, *targets))
+        names = (*form.inputs, *form.labels, *(() if form.weight is None else (form.weight,)))
+        kept = tuple(name for name in self._by_name if name not in names)
+        columns = dict(zip((*names, *self._by_name), (*features, *targets), strict=True))
+        return StepBatch.of((*names, *kept), [columns[name] for name in (*names, *kept)])
 
     def predictions(self, outputs: Any) -> list[Tensor]:
         """Return the tensors of an output that are predictions; see `columns.predictions`."""
@@ -630,10 +629,6 @@ def metric_arguments(metric: Metric, labels: Sequence[str], others: Sequence[str
     called: Any = cast(Any, metric.function).update if keeps else metric.function
     told = f"metric {metric.name!r}"
     return LossArguments.find(called, told, labels, others, before=2 if keeps else 1)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @contextmanager

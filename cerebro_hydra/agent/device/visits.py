@@ -128,6 +128,7 @@ class TrialVisits:
         trial = self._builder.get(task.trial).runtime
         if audits:
             trial = replace(trial, recipe=self._take_spare(task.trial))
+        uncut = audits or task.uncut or trial.recipe.training_step is not None
         if audits or task.uncut:
             trial = replace(trial, cut_model=trial.cut_model.eager(trial.recipe.model))
         shared, limit = (), None
@@ -150,7 +151,7 @@ class TrialVisits:
         if not audits and _may_look(self._looks):
             effects.begin()
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
-        if (audits or task.uncut) and not order.recompute:
+        if uncut and not order.recompute:
             return PlainVisit(trial, first, windows, metrics, memory, effects, steps)
         sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,

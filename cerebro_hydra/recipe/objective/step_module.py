@@ -22,6 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall
+from cerebro_hydra.recipe.objective.by_hand import helpers_by_hand
+
+BY_HAND = "by hand"
+"""Stands in place of an interval for LR schedulers that the user's step steps."""
 
 LOGGED = "logged"
 """Names, in what a step gives in evaluation, the values that it has logged, by name."""
@@ -36,6 +40,7 @@ _OF_TRAINER = {
     "optimizers": "it asks the Trainer",
     "lr_schedulers": "it asks the Trainer",
 }
+_OF_STEPS_BY_HAND = {"manual_backward", "optimizers", "lr_schedulers"}
 _HOOKS = re.compile(
     r"on_(?!gpu|cpu)\w+|optimizer_step|optimizer_zero_grad|lr_scheduler_step|backward|setup"
     r"|configure_(callbacks|gradient_clipping|model|sharded_model)|(training|validation)_step_end"
@@ -169,26 +174,53 @@ class StepModule(nn.Module):
                     "one"
                 )
             return steps.inference(module, columns)
-        logged: dict[str, Any] = {}
-        mine |= {"log": partial(_log, logged), "log_dict": partial(_log_dict, logged)}
-        if "_device" in mine:  # what self.device of Lightning reads
-            mine["_device"] = columns[0].device
-        batch = StepBatch.of(steps.columns, columns)
         training = self.training or not _has_own(steps.kind, "validation_step")
-        step = getattr(module, "training_step" if training else "validation_step")
-        returned = step(*([batch, BatchNumber()][: len(inspect.signature(step).parameters)]))
-        self._take_attributes(mine)
+        name = "training_step" if training else "validation_step"
+        returned, logged = self._run(module, name, StepBatch.of(steps.columns, columns), {})
         return _outputs(returned, logged, self.training)
 
-    def _take_attributes(self, written: Mapping[str, Any]) -> None:
-        """Keep what a step has set, as it would be on the module."""
-        mine = vars(self)
-        for name, value in written.items():
-            if (
-                name not in (*_OF_MODULES, "_device", "log", "log_dict")
-                and mine.get(name, self) is not value
-            ):
-                mine[name] = value
+    def _run(
+        self, module: nn.Module, name: str, batch: StepBatch, more: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a step of a module as of `module`; return what it returns, and what it logs.
+
+        Args:
+            more: what else stands for methods of a Trainer.
+        """
+        mine, logged = vars(module), dict[str, Any]()
+        given = {"log": partial(_log, logged), "log_dict": partial(_log_dict, logged), **more}
+        mine |= given
+        if "_device" in mine:  # what self.device of Lightning reads
+            mine["_device"] = batch[0].device
+        step = getattr(module, name)
+        returned = step(*([batch, BatchNumber()][: len(inspect.signature(step).parameters)]))
+        for attribute, value in mine.items():  # what it has set, as it would be on the module
+            own = attribute not in (*_OF_MODULES, "_device", *given)
+            if own and vars(self).get(attribute, self) is not value:
+                vars(self)[attribute] = value
+        return returned, logged
+
+    def train_by_hand(self, batch: StepBatch, helpers: Mapping[str, Any]) -> Any:
+        """Run the training step of a module that steps its optimizers; return its loss.
+
+        Args:
+            helpers: what stands for methods of a Trainer; see `step_by_hand`.
+
+        Raises:
+            ConfigurationError: it returns no loss, and logs none.
+        """
+        module = self.module()
+        vars(module).update({name: type(vars(module)[name])() for name in _OF_MODULES})
+        returned, logged = self._run(module, "training_step", batch, helpers)
+        found = returned.get("loss") if isinstance(returned, Mapping) else returned
+        for name in ("loss", "train_loss"):
+            found = logged.get(name) if found is None else found
+        if found is None:
+            raise ConfigurationError(
+                f"training_step returns no loss and logs {sorted(logged)}; let it return what is "
+                "to be told as its loss, or log it as 'train_loss'"
+            )
+        return found
 
 
 def _outputs(returned: Any, logged: Mapping[str, Any], training: bool) -> dict[str, Any]:
@@ -209,6 +241,13 @@ def _outputs(returned: Any, logged: Mapping[str, Any], training: bool) -> dict[s
         return {"loss": outputs["loss"]}
     values = {name: value for name, value in logged.items() if name != "loss"}
     return {**outputs, LOGGED: values}
+
+
+def step_by_hand(
+    model: StepModule, batch: StepBatch, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+) -> Any:
+    """Take a step of a module with `automatic_optimization=False`, and return its loss."""
+    return model.train_by_hand(batch, helpers_by_hand(optimizers, schedulers))
 
 
 def _log(logged: dict[str, Any], name: str, value: Any, *_: Any, **options: Any) -> None:
@@ -240,6 +279,11 @@ def has_training_step(module: Any) -> bool:
     return isinstance(module, nn.Module) and all(
         _has_own(kind, name) for name in ("training_step", "configure_optimizers")
     )
+
+
+def steps_by_hand(module: nn.Module) -> bool:
+    """Tell whether a module's training step calls backward and steps its optimizers itself."""
+    return getattr(module, "automatic_optimization", True) is False
 
 
 def logged_values(outputs: Any) -> Mapping[str, Tensor]:
@@ -275,10 +319,10 @@ def _is_of_library(function: Any) -> bool:
 def _check_steps(module: nn.Module) -> None:
     kind = type(module)
     name = kind.__name__
-    if getattr(module, "automatic_optimization", True) is False:
+    if steps_by_hand(module) and not _has_own(kind, "validation_step"):
         raise ConfigurationError(
-            f"{name} sets automatic_optimization=False, and its own updates can't be cut into "
-            "shards; let training_step return one loss for one optimizer"
+            f"{name} sets automatic_optimization=False and has no validation_step, in whose place "
+            "its training_step would train in evaluation; add one"
         )
     if "forward" in vars(module):
         raise ConfigurationError(
@@ -318,7 +362,8 @@ def _check_no_trainer(module: nn.Module, function: str) -> None:
             if code is None or _is_of_library(method):
                 continue
             names = set(_read_of_self(code, code.co_varnames[:1]))
-            for name in sorted(names & _OF_TRAINER.keys()):
+            refused = _OF_TRAINER.keys() - (_OF_STEPS_BY_HAND if steps_by_hand(module) else set())
+            for name in sorted(names & refused):
                 own = getattr(kind, name, None)  # a property of Lightning, else the module's own
                 if name not in vars(module) and (
                     own is None or _is_of_library(getattr(own, "fget", None) or own)
@@ -350,10 +395,13 @@ def _read_of_self(code: CodeType, own: tuple[str, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Configured:
-    """Holds what `configure_optimizers` gave: one optimizer, and perhaps an LR scheduler."""
+    """Holds what `configure_optimizers` gave: one optimizer, and perhaps an LR scheduler.
 
-    optimizer: Optimizer
-    scheduler: ConfiguredSchedule | None
+    Of a module that steps them by hand it is a list of each, as long as one another.
+    """
+
+    optimizer: Optimizer | list[Optimizer]
+    scheduler: ConfiguredSchedule | list[ConfiguredSchedule | None] | None
     interval: str
     monitor: str | None
 
@@ -383,11 +431,14 @@ def configured(module: nn.Module) -> Configured:
     _check_no_trainer(module, "configure_optimizers")
     given = cast(Any, module).configure_optimizers()
     optimizers, schedulers = _parted(given)
+    if steps_by_hand(module):
+        return _configured_by_hand(type(module).__name__, optimizers, schedulers)
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise ConfigurationError(
             f"configure_optimizers of {type(module).__name__} gives {len(optimizers)} optimizers "
-            f"and {len(schedulers)} LR schedulers; a trial has one optimizer and at most one "
-            "scheduler: take param groups, and SequentialLR or ChainedScheduler"
+            f"and {len(schedulers)} LR schedulers, and a loss that training_step returns has one "
+            "optimizer and at most one scheduler: set automatic_optimization=False and step them "
+            "there, give training_step= to the estimator, or take param groups"
         )
     optimizer = optimizers[0]
     if not schedulers:
@@ -405,6 +456,25 @@ def configured(module: nn.Module) -> Configured:
         options.get("interval", "epoch"),
         None if monitor is None else _OF_VALIDATION.sub("", monitor),
     )
+
+
+def _configured_by_hand(
+    name: str, optimizers: Sequence[Any], schedulers: Sequence[Any]
+) -> Configured:
+    """Take optimizers, each of which may have an LR scheduler, that a training step will step."""
+    if not optimizers:
+        raise ConfigurationError(f"configure_optimizers of {name} gives no optimizer; return one")
+    given = [each["scheduler"] if isinstance(each, dict) else each for each in schedulers]
+    owners = [optimizers.index(each.optimizer) for each in given]
+    if owners != sorted(set(owners)):
+        raise ConfigurationError(
+            f"configure_optimizers of {name} gives LR schedulers of optimizers {owners}; give one "
+            "for each optimizer at most, in their order: take SequentialLR or ChainedScheduler"
+        )
+    made: list[ConfiguredSchedule | None] = [None] * len(optimizers)
+    for owner, scheduler in zip(owners, given, strict=True):
+        made[owner] = ConfiguredSchedule(scheduler, optimizers[owner])
+    return Configured(list(optimizers), made if given else None, BY_HAND, None)
 
 
 def _parted(given: Any) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -29,16 +29,20 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.effects import (
+    STEPS_PER_EPOCH,
+    ExampleBatch,
     SideEffects,
     check_averaged,
+    plain_trainer,
     refused_random_numbers,
     refused_writes,
 )
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
+from cerebro_hydra.shards.admission.own_steps import check_own_step
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
-from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.differences import (
@@ -56,11 +60,9 @@ from cerebro_hydra.shards.engine.layout import (
     TrialRuntime,
     initial_segments,
 )
-from cerebro_hydra.shards.engine.optimizer import StateTemplate, clone_optimizer
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
 
 STEPS_PER_BATCH_SIZE = 2
-STEPS_PER_EPOCH = 1000
-"""For LR schedulers that ask; the real number is not known yet."""
 
 _ABOUT_SHAPES = re.compile(
     r"shape|size|dimension|\bdims?\b|\brank\b|channel|broadcast|elements|out of range in self"
@@ -83,12 +85,6 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-
-
-class _ExampleBatch(NamedTuple):
-    features: tuple[Tensor, ...]
-    labels: tuple[Tensor, ...]
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -144,10 +140,14 @@ class CutCheck:
         profile, effects = UnitProfile(), SideEffects(recipe)
         largest = largest_example(examples)
         recipe = _settled(recipe, windows, trial_seed)
+        if recipe.training_step is not None:
+            trainer = plain_trainer(recipe, trial_seed)
+            with told_with_batch(trainer, largest):
+                check_own_step(trainer, largest)
         initial = state_tensors(recipe)
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
-            trainer = _plain_trainer(recipe, trial_seed)
+            trainer = plain_trainer(recipe, trial_seed)
             writes = WrittenTensors(model, initial)
             for example, times in windows:
                 measured = profile.measured(model) if example is largest else nullcontext()
@@ -228,7 +228,7 @@ class CutCheck:
 
     def _where(self, cut_model: CutModel, layout: TrialLayout) -> str | None:
         """Take the steps again on both sides, and compare operation by operation."""
-        plain = _plain_trainer(self.recipe, self.trial_seed)
+        plain = plain_trainer(self.recipe, self.trial_seed)
         values = ParameterValues.initial(self.recipe.model)
         attributes = AttributeValues(self.recipe.model)
         shards = _Shards(self, cut_model, layout, modes=("keep",))
@@ -312,7 +312,7 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
     Raises:
         ConfigurationError: as `told_with_batch`.
     """
-    trainer = _plain_trainer(recipe, trial_seed)
+    trainer = plain_trainer(recipe, trial_seed)
     with told_with_batch(trainer, example), suppress(NonFiniteLoss):
         try:
             trainer.evaluate(_window(example, 1))
@@ -335,7 +335,7 @@ def _settled(recipe: Recipe, windows: Sequence[tuple[Example, int]], trial_seed:
     recipe = recipe.at_scale(recipe.scaler.get_scale())
     while True:
         with ParameterValues.initial(recipe.model).in_use(), AttributeValues(recipe.model).in_use():
-            trainer = _plain_trainer(recipe, trial_seed)
+            trainer = plain_trainer(recipe, trial_seed)
             scaling = trainer.scaling
             assert scaling is not None
             with refused_random_numbers():
@@ -348,14 +348,6 @@ def _settled(recipe: Recipe, windows: Sequence[tuple[Example, int]], trial_seed:
         if not scaling.skipped:
             return recipe
         recipe = recipe.at_scale(scaling.state()["scale"])
-
-
-def _plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
-    """Train the recipe's own model with a copy of its optimizer."""
-    twin = copy.copy(recipe)
-    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
-    twin.optimizer = clone_optimizer(recipe.optimizer, own)
-    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
 def _evaluated_recipe(trainer: PlainTrainer) -> Recipe:
@@ -400,10 +392,8 @@ class _Outputs:
         self.contents += [TensorContent.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _window(example: Example, times: int) -> list[_ExampleBatch]:
-    features, targets = example
-    rows = int((targets or features)[0].shape[0])
-    return [_ExampleBatch(*copy_example(example), rows) for _ in range(times)]
+def _window(example: Example, times: int) -> list[ExampleBatch]:
+    return [ExampleBatch.of(example) for _ in range(times)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
@@ -36,6 +37,7 @@ from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.bound_model import bound_model
 from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
@@ -192,6 +194,24 @@ def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
         )
 
 
+STEPS_PER_EPOCH = 1000
+"""For LR schedulers that ask; the real number is not known yet."""
+
+
+class ExampleBatch(NamedTuple):
+    """Holds a copy of an example, as a trainer takes it."""
+
+    features: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, example: Example) -> ExampleBatch:
+        """Copy an example."""
+        features, labels = copy_example(example)
+        return cls(features, labels, int((labels or features)[0].shape[0]))
+
+
 class SideEffects:
     """Watches what training changes that hops with no shard; see `HeldState`.
 
@@ -280,16 +300,33 @@ class SideEffects:
         with (
             ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
             attributes.in_use(),
-            bound_model(model.train()) as bound,
-            unit_hooks(model, key.reseed),
+            bound_model(model) as bound,
         ):
             buffers = model.named_buffers()
             bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
-            batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
-            with recipe.precision():
-                loss = batch.loss_of(recipe.call(model, batch.inputs))
-            loss.backward()  # type: ignore[no-untyped-call]
+            forward_and_backward(recipe, example, key)
             return self._held.read()
+
+
+def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> float:
+    """Compute a batch's loss, and its gradients; the user's own step also moves parameters."""
+    model = recipe.model.train()
+    if recipe.training_step is not None:
+        return plain_trainer(recipe, key.trial_seed).run_own_step(ExampleBatch.of(example))
+    with unit_hooks(model, key.reseed):
+        batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
+        with recipe.precision():
+            loss = batch.loss_of(recipe.call(model, batch.inputs))
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
+    """Return what trains the recipe's own model with a copy of its optimizer."""
+    twin = copy.copy(recipe)
+    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
+    twin.optimizer = clone_optimizer(recipe.optimizer, own)
+    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:

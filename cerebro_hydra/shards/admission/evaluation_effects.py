@@ -16,7 +16,7 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
-from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.admission.effects import forward_and_backward
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
@@ -34,7 +34,6 @@ from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model
 from cerebro_hydra.shards.engine.differences import checksum
 from cerebro_hydra.shards.engine.layout import TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import Microbatch
 
 DRAWS = "random numbers of torch"
 """Stands among what evaluations set anew for numbers that they draw, on which nothing depends."""
@@ -150,15 +149,10 @@ class EvaluationEffects:
 
     def _step(self, example: Example, key: RandomKey) -> str:
         """Return what a forward and a backward give: the loss, and checksums of the gradients."""
-        recipe, model = self._recipe, self._recipe.model.train()
-        with unit_hooks(model, key.reseed):
-            batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
-            with recipe.precision():
-                loss = batch.loss_of(recipe.call(model, batch.inputs))
-            loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        loss = forward_and_backward(self._recipe, example, key)
+        gradients = [p.grad for p in self._recipe.model.parameters() if p.grad is not None]
         sums = [checksum(each.to_dense()) for each in gradients]
-        return repr((loss.item(), sums))
+        return repr((loss, sums))
 
 
 class LateEvaluation:

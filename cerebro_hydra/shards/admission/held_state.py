@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
     Reading,
@@ -52,8 +53,10 @@ class HeldState:
         self._built = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._hopping = self._built if buffers is None else frozenset(buffers)
         metrics = (metric.function for metric in recipe.metric_list)
-        held = (*model.modules(), *recipe.losses, recipe.collate, recipe.lr_scheduler, *metrics)
-        self._packages = {_package(each) for each in (*held, recipe.optimizer)} - _LIBRARIES
+        functions = (recipe.collate, recipe.training_step, recipe.lr_scheduler)
+        held = (*model.modules(), *recipe.losses, *functions, *metrics)
+        optimizers = members_of(recipe.optimizer)
+        self._packages = {_package(each) for each in (*held, *optimizers)} - _LIBRARIES
 
     def read(self) -> Reading:
         """Return what the model, its losses, collate and the LR scheduler's function hold."""
@@ -67,6 +70,7 @@ class HeldState:
             else:
                 reader.read(f"a value of {which}", loss)
         reader.read("a value of the collate", recipe.collate)
+        reader.read("a value of the training_step", recipe.training_step)
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
         return reader.found
@@ -81,21 +85,25 @@ class HeldState:
 
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
         """Return what an optimizer holds beside its param groups and state, its hooks as well."""
-        reader, kind = self._reader(optimizer), type(optimizer).__name__
-        for name, value in tuple(vars(optimizer).items()):
-            if name in _HOOKS_OF_STEPS:
-                when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
-                _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{kind}", value)
-            elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
-                reader.read(f"attribute {name!r}{OF_OPTIMIZER}{kind}", value)
-        reader.meet(type(optimizer))
+        reader, members = self._reader(optimizer), members_of(optimizer)
+        for number, each in enumerate(members):
+            kind = type(each).__name__
+            told = kind if each is optimizer else f"{number} ({kind})"
+            for name, value in tuple(vars(each).items()):
+                if name in _HOOKS_OF_STEPS:
+                    when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
+                    _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{told}", value)
+                elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
+                    reader.read(f"attribute {name!r}{OF_OPTIMIZER}{told}", value)
+            reader.meet(type(each))
         reader.read_code()
         return reader.found
 
     def _reader(self, optimizer: torch.optim.Optimizer | None = None) -> ObjectReader:
         """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
         model, leaves = self._recipe.model, dict[int, str]()
-        for each in (self._recipe.optimizer, optimizer or self._recipe.optimizer):
+        both = (self._recipe.optimizer, optimizer or self._recipe.optimizer)
+        for each in (each for of_one in both for each in (of_one, *members_of(of_one))):
             leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
             leaves[id(each.state)] = "its state"
         for place, module in model.named_modules():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +50,7 @@ from cerebro_hydra.shards.engine.microbatch import (
 )
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
+from cerebro_hydra.shards.engine.uncut import uncut_training
 
 _MOST_ROUNDS, _ENOUGH_SECONDS = 6, 0.2
 
@@ -95,10 +96,15 @@ def profile(
         trial = TrialRuntime(
             recipe.at_scale(_SMALL_SCALE), cut_model, layout, seed=0, steps_per_epoch=1
         )
-        shared = cut_model.shared | _read_elsewhere(trial, example)
+        own = recipe.training_step is not None
+        shared = cut_model.shared | (set() if own else _read_elsewhere(trial, example))
         measured = _Measured(trial, example, shared)
-        again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
-        kept, left, crossing = _kept(measured) if keep else (None, None, None)
+        again, moving, kept, left, crossing = None, None, None, None, None
+        if own:
+            kept = _of_own_step(measured)
+        else:
+            again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
+            kept, left, crossing = _kept(measured) if keep else (None, None, None)
         evaluation, evaluated = _evaluated(measured), _left_by_evaluation(measured)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
@@ -137,6 +143,24 @@ def _kept(measured: _Measured) -> tuple[Needs, tuple[int, ...] | None, CrossingB
     """
     step = _ProfiledStep(measured, recompute=False)
     return _timed(step, _keeping(_measure_memory(step))), step.left, step.crossing
+
+
+def _of_own_step(measured: _Measured) -> Needs:
+    """Return the needs of training by the user's own step, which is the backward of one shard."""
+    trial, example, _ = measured
+    (segments,) = initial_segments(trial.recipe, trial.layout)
+    step: Task = ("B", 0)
+    found, seconds = dict[Task, _TaskMemory](), []
+    with uncut_training(trial, [on_host(segments)], None, 0) as training:
+        for watched in (True, False):  # the optimizers make their state the first time
+            begun = time.perf_counter()
+            with _LiveTasks(found) if watched else nullcontext() as live:
+                features, labels = copy_example(example)
+                batch = _Batch(features, labels, int((labels or features)[0].shape[0]))
+                with nullcontext() if live is None else live.measured(step):
+                    training.step([batch])
+            seconds.append(time.perf_counter() - begun)
+    return (ShardSpec(0, found[step].peak, 0, 0.0, seconds[-1], 0.0),)
 
 
 def _evaluated(measured: _Measured) -> Needs:
@@ -546,7 +570,8 @@ class TaskProfiler:
             json.dumps(template.to_json()),
             (recipe.accumulate > 1, recipe.clip_grad_norm is None, recipe.recompute),
         )
-        tasks = measure() if key is None else self._profiles.get(what, measure)
+        alike = key is not None and recipe.training_step is None
+        tasks = self._profiles.get(what, measure) if alike else measure()
         return TrialProfile.of(recipe, cut_model, layout, tasks)
 
     def fits(self, recipe: Recipe, found: TrialProfile, buffers: int) -> bool:

@@ -46,6 +46,7 @@ class TrialProfile:
         barrier: whether all gradients come before any update.
         tasks: what tasks need beside the shards; None if nobody has measured that.
         build_seconds: what the user's factory took.
+        uncut: whether the plain trainer trains it, as one whose training step is the user's own.
     """
 
     shards: tuple[ShardBytes, ...]
@@ -53,6 +54,7 @@ class TrialProfile:
     barrier: bool
     tasks: TaskProfile | None = None
     build_seconds: float = 0.0
+    uncut: bool = False
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class TrialProfile:
             tuple(cut_model.tied_groups),
             recipe.barrier,
             tasks,
+            uncut=recipe.training_step is not None,
         )
 
     def recomputes(

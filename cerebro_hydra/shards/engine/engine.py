@@ -12,6 +12,7 @@ from cerebro_hydra.recipe import BatchTensors, Evaluation, Window
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
 from cerebro_hydra.shards.engine.layout import HostSegments, TrialRuntime, in_place, on_host
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
+from cerebro_hydra.shards.engine.uncut import uncut_training
 from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun, with_last
 
 Need = Callable[[int], tuple[HostSegments, Cursor | None]]
@@ -66,6 +67,8 @@ class Engine:
             UnfitShape: a batch has a shape that the cut model can't take.
             StepDiffers: another shard used a parameter after its update.
         """
+        if self._trial.recipe.training_step is not None:
+            return self._train_uncut(windows, start_step, need, publish, on_step, epoch_metrics)
         ours, theirs = itertools.tee(windows)
         visit = VisitRun(
             self._trial, self._recompute, start_step, theirs, epoch_metrics, resident=True
@@ -105,6 +108,32 @@ class Engine:
             raise
         visit.close()
         return visit.totals
+
+    def _train_uncut(
+        self,
+        windows: Iterable[Window],
+        start_step: int,
+        need: Need,
+        publish: Publish,
+        on_step: OnStep | None,
+        epoch_metrics: Mapping[str, float] | None,
+    ) -> TrainTotals:
+        """Let the user's own step train the one shard that such a trial has."""
+        given, cursor = need(0)
+        segments = in_place(given)
+        loss_sum, rows, step = 0.0, 0, start_step
+        with uncut_training(
+            self._trial, [on_host(segments)], cursor, start_step, epoch_metrics
+        ) as uncut:
+            for step, (batch,) in enumerate(windows, start_step + 1):
+                (loss,) = uncut.step([batch])
+                loss_sum, rows = loss_sum + loss * batch.rows, rows + batch.rows
+                if on_step is not None:
+                    on_step(step - 1, loss)
+            uncut.check_unwritten()
+            cursor = uncut.cursor()
+        publish(0, segments, cursor)
+        return TrainTotals(loss_sum, rows, step - start_step)
 
     def evaluate(
         self,

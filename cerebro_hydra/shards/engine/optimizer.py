@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe.optimizer_list import members_of
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -122,7 +123,8 @@ def check_groups(trained: torch.optim.Optimizer, built: torch.optim.Optimizer) -
     Raises:
         ConfigurationError: training has added or removed one.
     """
-    now, before = len(trained.param_groups), len(built.param_groups)
+    now = sum(len(each.param_groups) for each in members_of(trained))
+    before = len(built.param_groups)
     if now != before:
         raise ConfigurationError(
             f"optimizer {type(trained).__name__} has {now} param groups after training and is "
@@ -132,7 +134,7 @@ def check_groups(trained: torch.optim.Optimizer, built: torch.optim.Optimizer) -
 
 
 # LR schedulers wrap `step` in a function that refers to the original optimizer.
-NOT_CLONED = ("param_groups", "state", "step", "_opt_called")
+NOT_CLONED = ("param_groups", "state", "step", "_opt_called", "_members")
 
 
 def clone_optimizer(

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe.grad_scaling import GradScaling
-from cerebro_hydra.recipe.lr_schedule import LRSchedule
+from cerebro_hydra.recipe.lr_schedule import LRSchedule, SchedulerList, schedulers_of
+from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
@@ -303,14 +304,18 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def beside_state_dict(scheduler: Any | None) -> dict[str, Any]:
-    """Return the plain attributes of an LR scheduler that its `state_dict` leaves out, as JSON."""
-    if scheduler is None:
-        return {}
-    found, given = {}, scheduler.state_dict()
-    for name, value in vars(scheduler).items():
-        if name not in given:
-            with suppress(ConfigurationError):  # no plain value, such as the optimizer
-                found[name] = encode(value, name)
+    """Return the plain attributes of an LR scheduler that its `state_dict` leaves out, as JSON.
+
+    They are named with its class, of several schedulers with the number of each.
+    """
+    found = {}
+    for number, each in enumerate(schedulers_of(scheduler)):
+        kind, given = type(each).__name__, each.state_dict()
+        which = f"{number} ({kind})" if isinstance(scheduler, SchedulerList) else kind
+        for name, value in vars(each).items():
+            if name not in given:
+                with suppress(ConfigurationError):  # no plain value, such as the optimizer
+                    found[f"{which} changes its attribute {name!r}"] = encode(value, name)
     return found
 
 
@@ -323,12 +328,11 @@ def check_in_state_dict(scheduler: Any | None, before: Mapping[str, Any]) -> Non
     Raises:
         ConfigurationError: it has; the message names the attribute.
     """
-    for name, value in beside_state_dict(scheduler).items():
-        if value != before.get(name):
-            kind = type(scheduler).__name__
+    for told, value in beside_state_dict(scheduler).items():
+        if value != before.get(told):
             raise ConfigurationError(
-                f"LR scheduler {kind} changes its attribute {name!r}, which its state_dict leaves "
-                f"out, so a hop loses it; let {kind}.state_dict return it"
+                f"LR scheduler {told}, which its state_dict leaves out, so a hop loses it; let its "
+                "state_dict return it"
             )
 
 
@@ -381,7 +385,8 @@ def restore_cursor(
     if scheduler is not None:
         scheduler.load_state_dict(decode(cursor["scheduler"]))
         # The optimizer stepped on another worker; without this mark torch would warn.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        for each in members_of(optimizer):
+            each._opt_called = True  # type: ignore[attr-defined]
 
 
 def encode(value: Any, where: str) -> Any:

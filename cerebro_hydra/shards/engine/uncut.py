@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from cerebro_hydra.recipe import PlainTrainer, Window
+from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.engine.bound_model import BoundModel, bound_model
 from cerebro_hydra.shards.engine.layout import Segments, TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
@@ -55,8 +56,7 @@ def uncut_training(
         try:
             yield UncutTraining(trainer, recipe.optimizer, bound, states)
         finally:
-            twin.optimizer.state.clear()  # it and its scheduler refer to one another
-            twin.optimizer.param_groups.clear()
+            let_go(twin.optimizer)
 
 
 class UncutTraining:
