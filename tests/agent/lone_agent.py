@@ -96,7 +96,15 @@ def train_without_agent(store: LocalStore, make: Make = recipe) -> RunFolder:
 
 
 _folder = TemporaryDirectory(prefix="cerebro-hydra-")
-ALL: dict[str, Any] = {"accumulate": 5, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True}
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+ALL: dict[str, Any] = {
+    "accumulate": 5, "clip_grad_norm": 0.1, "ema": 0.9, "frozen": True, "lr_scheduler": decaying,
+}  # fmt: skip
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from tests.processes import run_python
 
 SAYS = {
     "distillation": r"^width (8|16) accuracy 0\.[89]\d*$",
+    "gan": r"^lr 0\.000?1 distance 0\.[01]\d*\ntorch\.Size\(\[5, 64\]\)$",
     "images": r"^width (8|16) hits ([4-9]\d|100) of 100$",
     "metric": r"trial-000 +0\.01\d* +0\.\d+ +0\.\d+\n.*trial-001",
     "no_labels": r"^latent [28] error 0\.\d+\n\(8, [28]\)$",

@@ -592,7 +592,7 @@ class DeviceVisit(Protocol):
         ...
 
     def cursor(self, shard: int) -> Mapping[str, Any] | None:
-        """Return the cursor of a shard that is loaded."""
+        """Return the cursor that a loaded shard had before the update that comes."""
         ...
 
     def digests(self, shard: int) -> TensorDigests:

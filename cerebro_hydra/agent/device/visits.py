@@ -512,6 +512,7 @@ class PlainVisit:
         self._epoch_metrics = epoch_metrics
         self._memory = memory
         self._cursors: dict[int, dict[str, Any] | None] = {}
+        self._before = self._cursors  # the latest step
         self._training: UncutTraining | None = None  # while all shards are there
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stack = ExitStack()
@@ -569,6 +570,7 @@ class PlainVisit:
             )
             self._optimizers.append(self._training.trainer.recipe.optimizer)
         losses = self._training.step(window)
+        self._before = self._cursors
         self._cursors = dict.fromkeys(numbers, self._training.cursor())
         return losses
 
@@ -580,8 +582,8 @@ class PlainVisit:
                 training.check_unwritten()
 
     def cursor(self, shard: int) -> Mapping[str, Any] | None:
-        """Return the cursor of a shard."""
-        return self._cursors[shard]
+        """Return the cursor of a shard from before the step that a backward has taken."""
+        return self._before[shard]
 
     def digests(self, shard: int) -> TensorDigests:
         """Return the digests of a shard's tensors, with what the step left elsewhere."""

@@ -33,13 +33,13 @@ from cerebro_hydra.shards.admission.effects import (
     ExampleBatch,
     SideEffects,
     check_averaged,
+    check_own_step,
     plain_trainer,
     refused_random_numbers,
     refused_writes,
 )
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
-from cerebro_hydra.shards.admission.own_steps import check_own_step
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
@@ -169,6 +169,7 @@ class CutCheck:
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
             effects.check(state, attributes, examples[0], key)
+            effects.check_caches(state, examples[0], key)
             of_evaluation.check(state, attributes, examples[0], key, effects.known)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another

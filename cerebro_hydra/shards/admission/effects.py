@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.shards.admission.function_caches import FilledCaches
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
     OF_GRADIENT_HOOKS,
@@ -25,6 +26,7 @@ from cerebro_hydra.shards.admission.held_state import (
     HeldState,
 )
 from cerebro_hydra.shards.admission.object_reader import (
+    CACHED,
     KnownChanges,
     Reading,
     changed,
@@ -222,7 +224,8 @@ class SideEffects:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._held = HeldState(recipe)
-        self._readings = [self._held.read()]
+        read = self._held.read_all()
+        self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -288,6 +291,42 @@ class SideEffects:
             if differs and name_of(path) in names:
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
 
+    def check_caches(self, trained: Mapping[str, Tensor], example: Example, key: RandomKey) -> None:
+        """Let caches that the first steps have used be filled anew, by other weights and rows.
+
+        Each process fills its own. So what is in one must follow from its key, or from what is
+        constant.
+
+        Args:
+            trained: the state to take a step from, named as a checkpoint names it.
+            example: as of `check`; its first row is taken for all.
+
+        Raises:
+            ConfigurationError: an entry depends on weights or rows; the message names it.
+        """
+        read = self._held.read_all()
+        dicts = {
+            name: (d, self._keys[name]) for name, d in read.dicts.items() if name in self._keys
+        }
+        caches = FilledCaches(read.caches, dicts)
+        if not caches.are_filled:
+            return
+        first, second = self._readings[1:3]
+        caches.empty()
+        alike = [tuple(t[:1].expand_as(t).clone() for t in part) for part in example]
+        again = self._after_pass(
+            trained, AttributeValues(self._recipe.model), (alike[0], alike[1]), key
+        )
+        caches.empty()  # whoever comes next fills them, or has what was there
+        for path in sorted(second):
+            kept = CACHED in path or caches.hold(path)
+            if kept and first.get(path) == second[path] != again.get(path, second[path]):
+                raise ConfigurationError(
+                    f"{told(path)} is a cache of what depends on weights or rows, so that each "
+                    "process has its own; compute it in each step, or register a buffer"
+                )
+        caches.fill()
+
     def _after_pass(
         self,
         trained: Mapping[str, Tensor],
@@ -327,6 +366,53 @@ def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     own = {id(parameter): parameter for parameter in recipe.model.parameters()}
     twin.optimizer = clone_optimizer(recipe.optimizer, own)
     return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
+
+
+def check_own_step(trainer: PlainTrainer, example: Example) -> None:
+    """Take two steps, and a third one with the gradients of the second, spoilt.
+
+    The model has its own state again afterwards.
+
+    Args:
+        trainer: is not to be used afterwards.
+
+    Raises:
+        ConfigurationError: no parameter moves, one trains no more, or gradients are added to those
+            of the step before, which are in no state that hops.
+    """
+    model, state = trainer.recipe.model, trainer.recipe.optimizer.state
+    parameters, known = dict(model.named_parameters()), len(state)
+    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        trains = {name: p.requires_grad for name, p in parameters.items()}
+        for _ in range(2):
+            trainer.step([ExampleBatch.of(example)])
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != trains[name]:
+                raise ConfigurationError(
+                    f"training_step leaves requires_grad of parameter {name!r} as "
+                    f"{parameter.requires_grad}, and it was {trains[name]}; set it back before the "
+                    "step ends, as that does not hop"
+                )
+        moved = any(not same_bits(p, before[name]) for name, p in parameters.items())
+        if not moved and len(state) == known:
+            raise ConfigurationError(
+                "training_step changes no parameter; it calls backward of its losses, and step of "
+                "the optimizers that it is given"
+            )
+        whole = {name for name, p in parameters.items() if not p.isnan().any()}
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+        trainer.run_own_step(ExampleBatch.of(example))
+        state.clear()
+        for name in (name for name in parameters if name in whole):
+            if parameters[name].isnan().any():
+                raise ConfigurationError(
+                    f"training_step adds to gradients that the step before has left, as those of "
+                    f"parameter {name!r}, and gradients don't hop; call zero_grad of an optimizer "
+                    "before the backward of what it steps"
+                )
 
 
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:

@@ -60,6 +60,10 @@ class HeldState:
 
     def read(self) -> Reading:
         """Return what the model, its losses, collate and the LR scheduler's function hold."""
+        return self.read_all().found
+
+    def read_all(self) -> ObjectReader:
+        """Return what has read that, and knows the caches that it met."""
         recipe, reader = self._recipe, self._reader()
         self._read_model(reader)
         losses = recipe.losses
@@ -73,7 +77,7 @@ class HeldState:
         reader.read("a value of the training_step", recipe.training_step)
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
-        return reader.found
+        return reader
 
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""

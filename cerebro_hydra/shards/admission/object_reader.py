@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.shards.admission.function_caches import PART, Cache, kept_results
 from cerebro_hydra.shards.admission.named_by_code import (
     attribute_names,
     environment_names,
@@ -50,8 +51,8 @@ T = TypeVar("T")
 Reading = dict[str, str]
 """What stands for each value, by its path."""
 
-PART = "\0"
-"""Parts the components of a path."""
+CACHED = f"{PART}.cache"
+"""Comes before what `functools` keeps of a function's results, which may come and go."""
 
 NOTHING = "None"
 """What is read of None."""
@@ -112,6 +113,8 @@ class ObjectReader:
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
+        self.caches: list[Cache[Any]] = []  # the user's own functions with one
+        self.dicts: dict[str, dict[Any, Any]] = {}  # global variables, by their paths
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -173,7 +176,10 @@ class ObjectReader:
         elif isinstance(value, types.FunctionType):
             self._read_held(f"{_GLOBAL}{name!r} of {module}", value)
         elif not isinstance(value, _NAMED) and not is_ours(type(value).__module__):
-            self.read(f"{_GLOBAL}{name!r} of {module}", value)
+            path = f"{_GLOBAL}{name!r} of {module}"
+            if type(value) is dict:
+                self.dicts[path] = value
+            self.read(path, value)
 
     def _read_class(self, kind: type) -> None:
         told = f"{kind.__module__}.{kind.__qualname__}"
@@ -253,6 +259,8 @@ class ObjectReader:
         elif isinstance(value, contextvars.ContextVar):
             self.found[path] = f"context variable {value.name}"
             self.read(f"{path}{PART}.get()", value.get(None))
+        elif isinstance(value, Cache):
+            self._read_cache(path, value)
         elif isinstance(value, nn.Module) or self._is_read(type(value)):
             self.found[path] = f"object {_name(type(value))}"
             self.meet(type(value))
@@ -268,6 +276,22 @@ class ObjectReader:
             self._read_members(path, set(value))
         else:
             self._read_entries(path, dict(value.items()))
+
+    def _read_cache(self, path: str, value: Cache[Any]) -> None:
+        """Read a function with a cache, and the results there whose arguments have names."""
+        self.found[path] = "cached function"
+        self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
+        if is_own(getattr(value, "__module__", None)):
+            self.caches.append(value)
+            kept = [(self._key(k), each) for k, each in kept_results(value) if self._has_name(k)]
+            for name, each in sorted(kept, key=operator.itemgetter(0))[:_LONGEST]:
+                self.read(f"{path}{CACHED}[{name}]", each)
+
+    def _has_name(self, key: Any) -> bool:
+        if isinstance(key, tuple):
+            return all(map(self._has_name, key))
+        known = type(key) in _ATOMS or type(key) is object or id(key) in self._leaves
+        return known or isinstance(key, _NAMED)
 
     def _is_read(self, kind: type) -> bool:
         if kind.__module__.startswith(_OF_TORCH):
@@ -287,9 +311,6 @@ class ObjectReader:
         kind, before = type(value), len(self.found)
         self.found[path] = f"{_name(kind)}, not read"
         package = kind.__module__.partition(".")[0]
-        if isinstance(value, functools._lru_cache_wrapper):
-            self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
-            return
         read = package in sys.stdlib_module_names and package not in _STREAMS
         if not read:
             if self._strict:
@@ -534,9 +555,11 @@ def told(path: str) -> str:
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     """Return the paths of values that were made, deleted or changed between two readings.
 
-    A dict has changed, too, if entries that it had and has stand in another order.
+    A dict has changed, too, if entries that it had and has stand in another order. A result that a
+    cache has gained or lost is no change.
     """
     found = set() if before == after else {path for path, _ in before.items() ^ after.items()}
+    found = {p for p in found if CACHED not in p or (p in before and p in after)}
     if all(map(operator.eq, before, after)):  # what only grew at its end has the old order
         return found
     was, now = _orders(before, after), _orders(after, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -33,6 +34,9 @@ def early() -> Iterator[None]:
     yield
     LATE.clear()
     os.environ.pop("HYDRA_GAIN", None)
+    for function in (cached, mask, scale_of):
+        function.cache_clear()
+    filled.clear()
 
 
 gain = 1.0
@@ -95,6 +99,19 @@ def helps() -> float:
 class ByAHelper(InADict):
     def factor(self):
         return helps()
+
+
+@functools.lru_cache
+def cached(number: int) -> list[float]:
+    return [1.0]
+
+
+class InACachedResult(Keeps):
+    def act(self):
+        cached(0)[0] *= 0.9
+
+    def factor(self):
+        return cached(0)[0]
 
 
 class InAnotherModule(Keeps):
@@ -211,6 +228,9 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a global variable": (InAGlobal, "global variable 'gain' of tests"),
     "an entry of one": (InADict, r"global variable 'table' of tests\S+ at \['gain'\]"),
     "one that a helper names": (ByAHelper, r"global variable 'table' of tests\S+ at \['gain'\]"),
+    "a result that a function has cached": (
+        InACachedResult, r"global variable 'cached' of tests\S+ at \.cache\[0\]\[0\]"
+    ),
     "one of another module": (
         InAnotherModule, "global variable 'gain' of tests.shards.admission.kept_elsewhere"
     ),
@@ -271,6 +291,53 @@ def test_what_changes_late_in_a_hidden_place_fails_its_trial_by_name(what: str) 
     LATE.set()
     with pytest.raises(ConfigurationError, match=f"training changed .*{name}"):
         trial.train(BATCHES)
+
+
+filled: dict[str, Any] = {}
+
+
+@functools.lru_cache(maxsize=2)
+def mask(rows: int) -> Tensor:
+    return torch.ones(rows, 1)
+
+
+@functools.lru_cache
+def scale_of(module: nn.Module) -> float:
+    return module.weight.norm().item()
+
+
+class CachesAMask(zoo.Net):
+    def forward(self, x):
+        return super().forward(x * mask(len(x)) * filled.setdefault(len(x), 1.0))
+
+
+class CachesOfWeights(zoo.Net):
+    def forward(self, x):
+        return super().forward(x / scale_of(self.b))
+
+
+class CachesOfRows(zoo.Net):
+    def forward(self, x):
+        return super().forward(x - filled.setdefault("mean", x.mean(0)))
+
+
+def test_a_cache_of_what_depends_on_weights_or_rows_is_refused_for_each_trial() -> None:
+    told = "is a cache of what depends on weights or rows, so that each process has its own"
+    for model, name in (
+        (CachesOfWeights, r"'scale_of' of tests\S+ at \.cache\[\(module 'b'\)\]"),
+        (CachesOfRows, r"'filled' of tests\S+ at \['mean'\]"),
+    ):
+        for _ in range(2):  # the first one leaves nothing for the second one
+            with pytest.raises(ConfigurationError, match=f"global variable {name} {told}"):
+                start(made(model, shards=1)(), BATCHES)
+
+
+def test_a_cache_of_what_its_key_tells_may_grow_and_forget() -> None:
+    trial = start(made(CachesAMask, shards=1)(), BATCHES)
+    trial.train(BATCHES)
+    assert filled.keys() == {8}, "a check gives back what was there"
+    trial.train(zoo.singly(zoo.vectors(8, 5, 6, 7, 8)))
+    assert mask.cache_info().currsize == 2
 
 
 class Loss(nn.Module):
