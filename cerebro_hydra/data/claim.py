@@ -152,9 +152,8 @@ def forget_claims(store: Store, folder: str) -> None:
     claims = f"{folder}/{CLAIMS}"
     for name in store.list(claims):
         if _NAME.fullmatch(name):
-            store.delete(f"{claims}/{name}")
-    if not store.list(claims):
-        store.delete(claims)
+            store.delete_one(f"{claims}/{name}")
+    store.delete_one(claims)
 
 
 def _latest(store: Store, claims: str) -> str | None:

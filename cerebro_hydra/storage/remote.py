@@ -108,6 +108,13 @@ class RemoteStore(Store):
         with explained("delete", path), suppress(FileNotFoundError):
             self._files.rm(self._path(path), recursive=True)
 
+    def delete_one(self, path: str) -> None:
+        """Delete a file, or an empty folder; a folder with something in it stays."""
+        with explained("delete", path), suppress(FileNotFoundError):
+            own = self._path(path)
+            if not (self._files.isdir(own) and self._files.ls(own, detail=False, refresh=True)):
+                self._files.rm(own, recursive=True)
+
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers below a folder left when they were killed; nobody may write there."""
         with explained("delete unfinished files in", path):

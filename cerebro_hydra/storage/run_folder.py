@@ -178,7 +178,7 @@ class RunFolder:
             lines += found
         self._create_segment(SegmentRange(first, last), lines)
         for single in singles:
-            self.store.delete(self._segment(single))
+            self.store.delete_one(self._segment(single))
 
     def read_segments(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the lines of each journal segment in order, or of several that were merged.
@@ -304,11 +304,11 @@ class RunFolder:
 
     def delete_state(self, trial: int, state: int) -> None:
         """Delete the document of a trial's state, whose segments stay."""
-        self.store.delete(self._state(trial, state))
+        self.store.delete_one(self._state(trial, state))
 
     def delete_object(self, digest: str) -> None:
         """Delete a segment that no state names."""
-        self.store.delete(self._object(digest))
+        self.store.delete_one(self._object(digest))
 
     def states(self, trial: int) -> list[int]:
         """Return the trial's states that are in this run, sorted."""
@@ -336,7 +336,7 @@ class RunFolder:
         for name in self.store.list(f"{self.path}/objects"):
             found = _OBJECT.fullmatch(name)
             if found and found[1] not in named:
-                self.store.delete(f"{self.path}/objects/{name}")
+                self.store.delete_one(f"{self.path}/objects/{name}")
 
     def _document(self, name: str) -> str:
         return f"{self.path}/{checked_name(name, 'document')}"

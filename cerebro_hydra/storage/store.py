@@ -122,6 +122,16 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def delete_one(self, path: str) -> None:
+        """Delete a file, or an empty folder; nothing happens if it is absent.
+
+        A folder with something in it stays, because a file of ours is no folder.
+
+        Raises:
+            StoreError: as of `delete`.
+        """
+
+    @abstractmethod
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers below a folder left when they were killed; nobody may write there."""
 
@@ -344,6 +354,15 @@ class LocalStore(Store):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
+
+    def delete_one(self, path: str) -> None:
+        """Delete a file, or an empty folder; a folder with something in it stays."""
+        with explained("delete", path), suppress(FileNotFoundError):
+            self._require_no_link_above(path)
+            if not os.path.isdir(path) or os.path.islink(path):
+                os.unlink(path)
+            elif not os.listdir(path):
+                os.rmdir(path)
 
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers below a folder left when they were killed; nobody may write there."""

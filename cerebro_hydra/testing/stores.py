@@ -113,6 +113,15 @@ class StoreCase(ABC):
         store.delete(run)
         assert not store.exists(run)
 
+    def test_delete_one_takes_no_folder_with_something_in_it(self, store: Store) -> None:
+        run = store.run_path("r1")
+        store.write(f"{run}/folder/a", b"x")
+        store.delete_one(f"{run}/folder")
+        assert store.read(f"{run}/folder/a") == b"x"
+        for name in ("folder/a", "folder", "folder"):
+            store.delete_one(f"{run}/{name}")
+        assert store.list(run) == []
+
     def test_usage_counts_what_lies_below(self, store: Store) -> None:
         run, begun = store.run_path("r1"), time.time()
         assert store.usage(run) == (0, None)

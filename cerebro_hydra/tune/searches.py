@@ -103,7 +103,7 @@ class _DrawnSearch(Search):
                 call = TimedCall(partial(self._epochs_of, params, run.rows))
                 try:
                     found = call.result(self.admission_seconds)
-                except (Exception, SystemExit):  # its admission says why, and fails it alone
+                except Exception:  # its admission says why, and fails it alone
                     found = None
                 if found is None:
                     kinds.append([next(new) for _ in range(self.num_epochs)])
@@ -121,12 +121,14 @@ class _DrawnSearch(Search):
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.recipe.build import build_keeping_random_state
         from cerebro_hydra.shards.admission.admit import training_key
+        from cerebro_hydra.tune.admission import refusing
 
         columns = Columns.of(self.data_spec)
-        recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
-        key = training_key(recipe)
-        steps = sum(num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows)
-        options = recipe.lr_schedule.of_epochs(recipe.optimizer, steps, self.num_epochs)
+        with refusing():
+            recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
+            key = training_key(recipe)
+            steps = sum(num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows)
+            options = recipe.lr_schedule.of_epochs(recipe.optimizer, steps, self.num_epochs)
         return None if key is None or options is None else [(key, each) for each in options]
 
 

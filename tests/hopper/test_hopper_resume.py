@@ -150,9 +150,9 @@ class Refusing(LocalStore):
         self._check(path)
         super().write(path, data)
 
-    def delete(self, path: str) -> None:
+    def delete_one(self, path: str) -> None:
         self._check(path)
-        super().delete(path)
+        super().delete_one(path)
 
     def _check(self, path: str) -> None:
         if any(each in path for each in self.refused):

@@ -81,8 +81,12 @@ def test_a_sweep_leaves_what_others_put_there(run: RunFolder, foreign: Path) -> 
     foreign.rename(objects / "folder")
     for name in ("notes.txt", "AB.safetensors", ".unfinished-notes"):
         (objects / name).write_text(name)
+    named = objects / f"{'cd' * 16}.safetensors"  # a folder, though called as a file of ours
+    named.mkdir()
+    (named / "novel.txt").write_text("once")
     before = content(objects)
     run.sweep({})
+    run.delete_object("cd" * 16)
     del before[str(objects / f"{'ab' * 16}.safetensors")]
     unfinished = objects / "folder" / f".unfinished-{xxhash.xxh3_128_hexdigest(b'')}"
     del before[str(unfinished)]

@@ -49,9 +49,9 @@ class Dying(LocalStore):
         self._live()
         super().create(path, data)
 
-    def delete(self, path: str) -> None:
+    def delete_one(self, path: str) -> None:
         self._live()
-        super().delete(path)
+        super().delete_one(path)
 
 
 @pytest.mark.parametrize("steps", range(6))

@@ -227,8 +227,22 @@ def test_what_others_put_among_claims_is_no_claim_and_stays(tmp_path: Path) -> N
     assert not is_claimed(store, folder)
     assert Claims(store, folder, 30).take() == f"{folder}/{CLAIMS}/000000"
     assert is_claimed(store, folder)
+    claims = Path(folder, CLAIMS)
+    (claims / "000005").mkdir()  # called as a claim, and a folder
+    (claims / "000005" / "thesis.tex").write_text("mine")
+    (claims / ".unfinished-thesis").write_text("mine")
     forget_claims(store, folder)
-    assert store.list(f"{folder}/{CLAIMS}") == sorted(others)
+    assert {each.name for each in claims.iterdir()} == {*others, "000005", ".unfinished-thesis"}
+    assert (claims / "000005" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_hidden_file_of_others_stays_where_there_are_no_claims(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claims = Path(store.data_path("f"), CLAIMS)
+    claims.mkdir(parents=True)
+    (claims / ".unfinished-thesis").write_text("mine")
+    forget_claims(store, store.data_path("f"))
+    assert [each.name for each in claims.iterdir()] == [".unfinished-thesis"]
 
 
 def test_a_claim_that_is_a_link_to_nothing_is_an_error_and_is_not_waited_for(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.testing.searcher_case import SearcherCase
+from cerebro_hydra.tune import GridSearch, hp_choice
 from cerebro_hydra.tune.searchers.searcher import Fork, Pause, SearchDecision, Searcher, TrainTo
 from cerebro_hydra.tune.searchers.shared_prefixes import SharedPrefixes
 from tests.tune.searchers import RUN
 from tests.tune.space.test_tune_rung_searchers import World, candidates
+from tests.tune.test_tune_search import arguments
+from tests.tune.tune_models import small
 
 # Candidates 1 to 3 part from 0 after epochs 4, 4 and 2, and 4 from 3 after 6; 5 is alone.
 KINDS = [
@@ -138,3 +143,19 @@ def test_where_a_trial_fails_the_first_that_was_to_fork_it_begins_anew() -> None
     assert list(searcher.tell(2, 2, {RUN.metric: 1.0})) == [
         Pause(2), Fork(2, {"n": 2}, 3), TrainTo(2, 3),
     ]  # fmt: skip
+
+
+def raises(params: Mapping[str, Any]) -> Any:
+    if params["lr"] < 0.2:
+        raise (KeyboardInterrupt if params["lr"] < 0.1 else asyncio.CancelledError)
+    return small(params)
+
+
+def test_what_a_factory_raises_while_schedules_are_compared_fails_no_other_trial(
+    tmp_path: Path,
+) -> None:
+    space = {"lr": hp_choice([0.05, 0.1, 0.2, 0.3])}
+    options = {"estimator_gen_fn": raises, "search_space": space, "share_prefixes": True}
+    kinds = GridSearch(**arguments(tmp_path, **options)).given(RUN)["share_prefixes"]
+    alone = {*kinds[0], *kinds[1]}
+    assert len(alone) == 4 and alone.isdisjoint(kinds[2] + kinds[3])
