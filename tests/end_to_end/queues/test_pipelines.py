@@ -131,7 +131,7 @@ def test_each_kind_of_model_in_a_pipeline_replays(
 
 def wide(params: dict[str, Any]) -> Recipe:
     """Build layers whose tasks take milliseconds, so that devices that share them pay."""
-    layers = [nn.Linear(16, 384)]
+    layers: list[nn.Module] = [nn.Linear(16, 384)]
     for _ in range(6):
         layers += [nn.Linear(384, 384), nn.Dropout(0.1)]
     model = nn.Sequential(*layers, nn.Linear(384, 4))
