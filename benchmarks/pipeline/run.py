@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,8 @@ LAYERS, BATCH, STEPS, EPOCHS, ROUNDS = 8, 16, 2, 3, 3
 MICROBATCHES = (4, 8, 16)
 DEVICES = 2
 WAYS = ("plain", "one device", "gpipe", "1f1b", "2bw", "torch gpipe", "torch 1f1b")
+DEVICES_OF = ("gpipe", "1f1b", "2bw")  # the ways that are predicted to be faster
+ROWS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
 QUICK_WAYS = ("plain", "1f1b", "2bw", "torch gpipe")
 
 
@@ -48,9 +52,8 @@ def make(case: Case, params: Mapping[str, Any]) -> Recipe:
 
 
 def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> tuple[float, float]:
-    """Return the seconds of a step, and what admission predicts of it.
-
-    They are the median over the sub-epochs after the first.
+    """Return the seconds of a step, the median over sub-epochs after the first, and those that
+    admission predicts of it.
     """
     random = np.random.default_rng(0)
     rows = STEPS * case.microbatches * case.batch
@@ -76,62 +79,87 @@ def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> tuple[f
         spec = run.read_trial(0, run.run_id)
     bars = [bar for bar in timeline.tasks if isinstance(bar.task, StartSubEpoch)]
     seconds = statistics.median(bar.end - bar.start for bar in bars[1:]) / STEPS
-    if schedule == "sequential":
-        return seconds, seconds
     assert spec.tasks is not None
     needs = TaskProfile.from_json(spec.tasks).training(recompute=False)
+    if schedule == "sequential":
+        batch = sum(each.forward + each.backward for each in needs)
+        return seconds, case.microbatches * batch + sum(each.update for each in needs)
     graph = TaskGraph(DEVICES, case.microbatches, case.microbatches, stage_sizes=spec.stages)
     return seconds, step_seconds(VisitSpec(0, graph, needs, schedule=schedule, devices=devices))
 
 
-def seconds(way: str, case: Case, epochs: int) -> tuple[float, float]:
+def seconds(way: str, case: Case, epochs: int) -> tuple[float, float | None]:
     """Return the seconds of a step in one of `WAYS`, and what was predicted if anything was."""
     if way == "plain" or way.startswith("torch "):
         pipelined = partial(peer.pipelined_seconds, way.removeprefix("torch "))
-        found = (peer.plain_seconds if way == "plain" else pipelined)(case, STEPS)
-        return found, found
+        return (peer.plain_seconds if way == "plain" else pipelined)(case, STEPS), None
     if way == "one device":
         return our_seconds("sequential", 1, case, epochs)
     return our_seconds(way, DEVICES, case, epochs)
 
 
-def measure(case: Case, ways: Sequence[str], rounds: int, epochs: int) -> list[str]:
-    """Return the cells of a case: seconds of a plain step, and how much faster the others are."""
+def measure(case: Case, ways: Sequence[str], rounds: int, epochs: int) -> dict[str, Any]:
+    """Return the seconds of each way by round, those predicted over them, and what to print."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    off: list[float] = []  # predicted over measured, of pipelines
+    off: dict[str, list[float]] = {}  # predicted over measured
     for turn in range(rounds):
         # Each round begins at another way, so that none always runs after the same one.
         for place in range(len(ways)):
             way = ways[(turn + place) % len(ways)]
             measured, predicted = seconds(way, case, epochs)
             taken[way].append(measured)
-            off += [predicted / measured] * (predicted != measured)
-    plain = taken["plain"]
-    faster = [
-        statistics.median(p / s for p, s in zip(plain, taken[way], strict=True)) for way in ways[1:]
+            if predicted is not None:
+                off.setdefault(way, []).append(predicted / measured)
+    first = taken[ways[0]]
+    faster = [statistics.median(p / s for p, s in zip(first, taken[w], strict=True)) for w in ways]
+    alone = off.get("one device", [1.0] * rounds)
+    beside = [
+        p / a for way in off for p, a in zip(off[way], alone, strict=True) if way in DEVICES_OF
     ]
-    cells = [f"{statistics.median(plain):.2f}", *(f"{each:.2f}" for each in faster)]
-    return [*cells, f"{min(off):.2f} to {max(off):.2f}"]
+    told = [f"{statistics.median(first):.2f}", *(f"{each:.2f}" for each in faster[1:])]
+    told += [
+        f"{min(each):.2f} to {max(each):.2f}" if each else ""
+        for each in ([p for way in DEVICES_OF for p in off.get(way, [])], beside)
+    ]
+    return {"seconds": taken, "predicted over measured": off, "cells": told}
 
 
-def table(cases: Iterable[Case], ways: Sequence[str], rounds: int, epochs: int) -> None:
-    """Print a row per model and number of microbatches."""
-    print(
+def table(
+    cases: Iterable[Case], ways: Sequence[str], rounds: int, epochs: int, rows: Path | None = None
+) -> None:
+    """Print a row per model and number of microbatches, and write it to a file as JSON.
+
+    Each is there as soon as it is measured.
+    """
+    where = (
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n"
+        f"{torch.__version__}, {os.cpu_count()} CPUs"
     )
-    print(f"| model | m | a plain step, s | {' | '.join(ways[1:])} | predicted | theory |")
-    print("| --- " * (len(ways) + 4) + "|", flush=True)
+    print(f"{where}, load {os.getloadavg()[0]:.1f}\n")
+    titles = ["model", "m", f"{ways[0]}, s", *ways[1:], "predicted", "by one device", "theory"]
+    print(f"| {' | '.join(titles)} |")
+    print("| --- " * len(titles) + "|", flush=True)
     for case in cases:
-        cells, m = measure(case, ways, rounds, epochs), case.microbatches
+        loads = [os.getloadavg()[0]]
+        found, m = measure(case, ways, rounds, epochs), case.microbatches
         theory = DEVICES * m / (m + DEVICES - 1)
+        cells = found.pop("cells")
         print(f"| {case.model} | {m} | {' | '.join(cells)} | {theory:.2f} |", flush=True)
+        if rows is not None:
+            row = {"model": case.model, "microbatches": m, "where": where, "theory": theory}
+            loads.append(os.getloadavg()[0])
+            rows.parent.mkdir(exist_ok=True)
+            with rows.open("a") as file:
+                file.write(json.dumps({**row, "load": loads, **found}) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=BLOCKS, help="only this model")
+    parser.add_argument("--microbatches", type=int, help="only so many in a step")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many rounds")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="only these ways")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="where rows are added, as JSON")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: two layers")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -139,8 +167,9 @@ def main() -> None:
         table([Case("Llama", 2, 2, 2)], QUICK_WAYS, 1, 2)
     else:
         names = [given.model] if given.model else list(BLOCKS)
-        cases = [Case(name, LAYERS, BATCH, m) for name in names for m in MICROBATCHES]
-        table(cases, WAYS, given.rounds, EPOCHS)
+        numbers = [given.microbatches] if given.microbatches else MICROBATCHES
+        cases = [Case(name, LAYERS, BATCH, m) for name in names for m in numbers]
+        table(cases, given.ways, given.rounds, EPOCHS, given.rows)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def metric_title(view: RunView) -> str:
 def summary(view: RunView) -> str:
     """Return what a finished run took, in one line."""
     took = "" if view.seconds is None else f" in {duration(view.seconds)}"
-    audits = "" if not view.audits else f"; {audited(view.audits)}"
+    audits = "" if not view.audits else f"; {audited(view.audits, view.audit_seconds)}"
     devices = f"; {devices_text(view, [*view.devices.values()])}" if view.devices else ""
     saved = f"; {saved}" if (saved := saved_work(view)) else ""
     return f"{counted(view)}{took}{saved}; {view.totals}{devices}{audits}"
@@ -243,10 +243,10 @@ def no_winner(view: RunView) -> str:
     return f"no trial is best: none finished with a number as {view.metric}"
 
 
-def audited(steps: int) -> str:
-    """Return what audits have shown that found no difference."""
+def audited(steps: int, seconds: float) -> str:
+    """Return what audits have shown that found no difference, and what devices computed for it."""
     which = "1 audited step has" if steps == 1 else f"{steps} audited steps have"
-    return f"{which} the bits of the uncut model"
+    return f"{which} the bits of the uncut model, which took {1000 * seconds:.0f} ms"
 
 
 def status_text(trial: TrialView) -> Text:

@@ -280,8 +280,9 @@ class Visit:
         """Return whether no task of another list is left that comes before this one.
 
         A list has its own tasks in an order that `TaskGraph.needs` allows, as ``validate`` checks;
-        so one that has all of them is never asked. Where tasks are done again, a new microbatch
-        waits for those of the microbatch whose boundary values it replaces.
+        so one that has all of them is never asked. A new microbatch waits for the tasks of that
+        whose boundary values it replaces: for those of other devices, and for its own device's if
+        they may be done again.
         """
         if not self.has_places:
             return True
@@ -294,7 +295,9 @@ class Visit:
             task.kind is not F
             or task.shard > 0
             or not any(
-                (each.microbatch or 0) <= replaced for each in self._undone if each.kind is not U
+                (each.microbatch or 0) <= replaced
+                for each in self._undone
+                if each.kind is not U and not (self.spec.stays and self._list_of[each.shard] == own)
             )
         )
 

@@ -84,6 +84,8 @@ class WorkerSimulation:
         specs: the visits that are added at 0 seconds.
         seconds: how long an action takes; its device is its place.
         later: more events, with their seconds.
+        hand_over: seconds from the end of a task until what waited for it can begin on a device
+            that was given nothing else.
         observe: is called with the queues after every event.
     """
 
@@ -97,11 +99,13 @@ class WorkerSimulation:
         *,
         double_buffering: bool = True,
         later: Sequence[tuple[float, WorkerEvent]] = (),
+        hand_over: float = 0.0,
         observe: Callable[[WorkerState], None] = lambda state: None,
     ) -> None:
         self.state = WorkerState(budgets, host_budget, rule, double_buffering=double_buffering)
         self.timeline = WorkerTimeline(len(budgets))
         self._seconds, self._observe = seconds, observe
+        self._hand_over = hand_over
         self._double_buffering = double_buffering
         self._state_bytes: dict[Key, int] = {}
         self._apart: dict[Key, PartBytes] = {}
@@ -156,6 +160,14 @@ class WorkerSimulation:
         while self._heap and self._heap[0][0] == self._now:
             happens = heapq.heappop(self._heap)[2]
             event = self._end(happens) if isinstance(happens, tuple) else happens
+            if (
+                self._hand_over
+                and event is not happens
+                and isinstance(event, ActionDone)
+                and event.action.kind.computes
+            ):
+                self._schedule(self._now + self._hand_over, event)
+                continue
             events.append(event)
             self._before(event)
         answers = self.state.handle(events)
@@ -182,11 +194,7 @@ class WorkerSimulation:
             self.check.lose(event.device)
             for lane in [lane for lane in self._lanes if lane[0] == event.device]:
                 del self._lanes[lane]
-            self._heap = [
-                each
-                for each in self._heap
-                if not isinstance(each[2], tuple) or each[2][0] != event.device
-            ]
+            self._heap = [each for each in self._heap if _place_of(each[2]) != event.device]
             heapq.heapify(self._heap)
 
     def _carry_out(self, answer: Answer) -> None:
@@ -233,6 +241,13 @@ class WorkerSimulation:
         if action.kind is ActionKind.RECV:
             return ShardArrived(action.trial, action.shard)
         return ActionDone(action, self._seconds(action))
+
+
+def _place_of(happens: WorkerEvent | Lane) -> int | None:
+    """Return the place whose action ends, or has ended."""
+    if isinstance(happens, tuple):
+        return happens[0]
+    return happens.action.device if isinstance(happens, ActionDone) else None
 
 
 @dataclass(frozen=True, slots=True)

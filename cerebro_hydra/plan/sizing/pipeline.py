@@ -32,6 +32,10 @@ from cerebro_hydra.plan.sizing.stages import (
 
 AUTO = "auto"
 
+HAND_OVER_SECONDS = 0.002
+"""From the end of a task to the begin of one on another device that waits for it
+(`benchmarks/pipeline/delay.py`): an answer, a decision, an order, and two processes that wake."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -180,19 +184,28 @@ def _holds(
 def step_seconds(visit: VisitSpec) -> float:
     """Return the predicted seconds of a window of the visit on devices that hold its stages.
 
-    Queues decide on a virtual clock, in which tasks take what was measured and moves nothing.
+    Queues decide on a virtual clock, in which tasks take what was measured, moves take nothing, and
+    a device hears of another one's task after `HAND_OVER_SECONDS`. Of a schedule that does not
+    flush it is a window in the midst of many.
     """
-    graph = visit.graph
-    if not is_flushed(visit.schedule):  # nothing but the slowest device counts
-        return graph.window * max(stage_seconds(visit))
-    alone = replace(visit, visit=0, graph=replace(graph, microbatches=graph.window), source=None)
 
     def seconds(action: Action) -> float:
         shard = visit.shards[action.shard]
         return shard.seconds(action.kind) if action.kind.computes else 0.0
 
-    plenty = (None,) * visit.devices
-    return WorkerSimulation([alone], plenty, None, PICKS[DEFAULT_PICK], seconds).run().makespan
+    def makespan(windows: int) -> float:
+        graph = replace(visit.graph, microbatches=windows * visit.graph.window)
+        alone, plenty = replace(visit, visit=0, graph=graph, source=None), (None,) * visit.devices
+        rule = PICKS[DEFAULT_PICK]
+        simulation = WorkerSimulation(
+            [alone], plenty, None, rule, seconds, hand_over=HAND_OVER_SECONDS
+        )
+        return simulation.run().makespan
+
+    if is_flushed(visit.schedule):
+        return makespan(1)
+    filled = 2 * visit.devices
+    return (makespan(2 * filled) - makespan(filled)) / filled
 
 
 def stage_seconds(visit: VisitSpec) -> list[float]:

@@ -56,3 +56,19 @@ def test_a_device_keeps_one_microbatch_more_than_devices_are_behind_it(
 def test_a_window_that_is_shorter_than_the_pipeline_is_done_whole() -> None:
     lists = one_forward_one_backward(TaskGraph(3, 2, 2), 0, 0, 3)
     assert [[t.microbatch for t in tasks if t.kind is F] for tasks in lists] == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_hand_overs_cost_what_is_known_of_them(schedule: str) -> None:
+    """GPipe pays them while it fills and drains, 1F1B for each microbatch, too."""
+    devices, each = 4, 0.1
+
+    def makespan(microbatches: int, hand_over: float) -> float:
+        spec = replace(spec_of(devices, microbatches, recompute=False), schedule=schedule)
+        return simulate([spec], devices, hand_over=hand_over).makespan
+
+    few, many = (makespan(m, each) - makespan(m, 0.0) for m in (8, 32))
+    of_window = 2 * (devices - 1) * each
+    assert few >= of_window - 1e-9
+    of_batch = 0.0 if schedule == "gpipe" else of_window / devices
+    assert many - few == pytest.approx((32 - 8) * of_batch)

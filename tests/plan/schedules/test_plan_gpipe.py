@@ -47,6 +47,7 @@ def simulate(
     devices: int,
     budget: int | None = None,
     used: Counter[int] | None = None,
+    hand_over: float = 0.0,
 ) -> WorkerTimeline:
     """Run with moves that take no time; ``used`` takes the most bytes that each device had."""
 
@@ -60,7 +61,9 @@ def simulate(
             used.update({n: max(0, state.used(n) - used[n]) for n in state.queues})
 
     budgets = [budget] * devices
-    return WorkerSimulation(specs, budgets, None, sharp, seconds, observe=observe).run()
+    return WorkerSimulation(
+        specs, budgets, None, sharp, seconds, observe=observe, hand_over=hand_over
+    ).run()
 
 
 def given(timeline: WorkerTimeline, device: int) -> list[Action]:

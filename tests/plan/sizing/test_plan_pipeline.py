@@ -14,7 +14,13 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import is_flushed, with_versions
-from cerebro_hydra.plan.sizing.pipeline import Pipeline, stage_seconds, stages_text, step_seconds
+from cerebro_hydra.plan.sizing.pipeline import (
+    HAND_OVER_SECONDS,
+    Pipeline,
+    stage_seconds,
+    stages_text,
+    step_seconds,
+)
 from tests.examples import examples
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream", "2bw")
@@ -141,6 +147,15 @@ def test_stages_that_the_cut_does_not_have_are_refused() -> None:
         Pipeline("2bw", 3).settled("auto", visit_of([1, 2, 3], 1), (WEIGHTS,) * 3)
 
 
+@pytest.mark.parametrize(("schedule", "window"), [("pipedream", 1), ("2bw", 4)])
+def test_a_step_of_a_schedule_that_does_not_flush_takes_what_the_slowest_stage_does(
+    schedule: str, window: int
+) -> None:
+    visit = replace(visit_of([1, 1, 2, 4, 1], window, schedule), devices=2)
+    graph = with_versions(replace(visit.graph, stage_sizes=(3, 2)), schedule, 2)
+    assert step_seconds(replace(visit, graph=graph)) == pytest.approx(window * 5)
+
+
 def test_the_text_says_why_boundaries_lie_there_and_what_a_step_takes() -> None:
     visit = cut(replace(visit_of([1, 1, 2, 4, 1], 4, "gpipe"), devices=2), (3, 2))
     told = stages_text(visit).splitlines()
@@ -150,8 +165,8 @@ def test_the_text_says_why_boundaries_lie_there_and_what_a_step_takes() -> None:
         "(the slower stage at this boundary takes 5000.0 ms; it would be 7000.0 ms a shard earlier "
         "and 8000.0 ms a shard later)"
     )
-    assert told[3].startswith("    a step of 4 batches takes 24000.0 ms by these times")
-    assert step_seconds(visit) == pytest.approx(9 + 3 * 5)
+    assert told[3].startswith("    a step of 4 batches takes 24004.0 ms by these times")
+    assert step_seconds(visit) == pytest.approx(9 + 3 * 5 + 2 * HAND_OVER_SECONDS)
     three = stages_text(cut(visit, (2, 1, 2))).splitlines()[0]
     assert three.endswith("on 2 devices: neighbours of the trial's 3 share a device")
     worse = stages_text(cut(visit, (1, 4))).splitlines()[2]
