@@ -99,8 +99,9 @@ class Stale:
 
         def make() -> VisitRun:
             return shard_run(
-                trial, windows, self.make(), recompute, trial.cut_model.shared, moves=spec.moves
-            )
+                trial, windows, self.make(), recompute, trial.cut_model.shared, moves=spec.moves,
+                crossings=spec.crossings,
+            )  # fmt: skip
 
         visit = Moving(make, spec, trial.step) if spec.moves else Staying(make)
         return Resident(trial, spec, visit)
