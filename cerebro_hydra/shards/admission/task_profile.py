@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -117,8 +118,8 @@ class TaskProfile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in document.items()}
+        document: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # lists for tuples
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TaskProfile:
