@@ -56,3 +56,50 @@ def classifier(params: dict[str, Any]) -> SparkEstimator:
         batch_size=16,
         shards=["layers.4"],
     )
+
+
+class Adversary(lightning.LightningModule):
+    """Makes rows of a part of them, against a critic; it steps two optimizers by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 16))
+        self.critic = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return a score for each row."""
+        scores: Tensor = self.critic(features)
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Step the critic, then the generator."""
+        features, _ = batch
+        of_generator, of_critic = self.optimizers()  # type: ignore[attr-defined]
+        made = self.generator(features[:, :4])
+        self.toggle_optimizer(of_critic)
+        of_critic.zero_grad()
+        critic = (F.softplus(-self(features)) + F.softplus(self(made.detach()))).mean()
+        self.manual_backward(critic)
+        self.clip_gradients(of_critic, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        self.toggle_optimizer(of_generator)
+        of_generator.zero_grad()
+        generator = F.softplus(-self(made)).mean()
+        self.manual_backward(generator)
+        of_generator.step()
+        self.untoggle_optimizer(of_generator)
+        self.log_dict({"train_loss": generator, "critic": critic})
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log how little rows are taken for such."""
+        self.log("val_loss", F.softplus(-self(batch[0])).mean())
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer for each part, and an LR scheduler for the critic's."""
+        of_generator = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        of_critic = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(of_critic, 0.9)
+        return [of_generator, of_critic], [schedule]

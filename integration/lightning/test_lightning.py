@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
-from integration.lightning.modules import Classifier, classifier
+from integration.lightning.modules import Adversary, Classifier, classifier
 from tests.end_to_end.runs import classes, two_rates
+from tests.shards.hopping import start
 
 ROWS = classes(128).arrays
 
@@ -43,6 +44,33 @@ def test_it_has_the_bits_of_lightnings_trainer(tmp_path: Path) -> None:
     measured = {name: total / count for name, (total, count) in found.items()}
     assert measured["acc"] == trainer.callback_metrics["val_acc"].item()
     assert abs(measured["loss"] - trainer.callback_metrics["val_loss"].item()) < 1e-6
+
+
+def test_what_steps_two_optimizers_by_hand_has_the_bits_of_lightnings_trainer(
+    tmp_path: Path,
+) -> None:
+    features, labels = (torch.from_numpy(ROWS[name]) for name in ("features", "label"))
+    torch.manual_seed(0)
+    expected = Adversary()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    rows = DataLoader(TensorDataset(features, labels), batch_size=16)
+    trainer.fit(expected, rows, rows)
+    torch.manual_seed(0)
+    recipe = Recipe(Adversary(), batch_size=16).bind(Columns(("x",), ("y",)))
+    windows = [
+        [Batch((features[i : i + 16],), (labels[i : i + 16],), 16)] for i in range(0, 128, 16)
+    ]
+    trial = start(recipe, windows)
+    for half in (windows[:4], windows[4:]):
+        trial.train(half)
+    found = trial.tensors()
+    for name, tensor in expected.named_parameters():
+        assert torch.equal(found[f"param:{name}"], tensor), name
+    loss, count = trial.evaluate([batch for (batch,) in windows]).sums["loss"]
+    assert abs(loss / count - trainer.callback_metrics["val_loss"].item()) < 1e-6
 
 
 def test_a_search_trains_it_in_shards_and_replays_it(tmp_path: Path) -> None:

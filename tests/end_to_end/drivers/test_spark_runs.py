@@ -30,6 +30,7 @@ from tests.end_to_end.runs import (
     statuses,
 )
 from tests.end_to_end.trials.lethal_models import Interrupter, lethal
+from tests.recipe import gans
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark(group=1)]
 
@@ -109,6 +110,22 @@ def test_many_losses_with_work_between_end_no_run_and_change_no_bit(
     assert len(tape.agents) == 3 + times
     for trial in range(2):
         assert_equal_bits(result, calm, trial)
+
+
+@pytest.mark.long
+def test_gans_hop_on_spark_go_on_in_another_run_and_replay(
+    spark: Any, df: Any, tmp_path: Path
+) -> None:
+    options = {"factory": gans.either, "evaluation_metric": "loss", "validation": 0.2}
+    space = {"module": [False, True]}
+    first = search(spark, tmp_path, space, num_epochs=1, **options).fit(df)
+    result = search(spark, tmp_path, space, **options).fit(df, resume=first.run_path)
+    assert statuses(result) == ["finished"] * 2
+    assert [len(trial.visit_log) for trial in result.trials] == [6, 6]
+    assert all(trial.history["val_loss"] for trial in result.trials)
+    assert result.totals.bytes_moved > 0
+    assert_replays(result)
+    assert isinstance(result.torch("trial-001"), gans.Module)
 
 
 def test_a_cancelled_job_ends_the_run_with_one_sentence_after_all_that_its_trial_said(
