@@ -44,7 +44,7 @@ _MAKING_SECONDS = 3600.0  # after which a session that was to write an archive i
 _UNUSED_SECONDS = 90 * 86400.0
 _OWN_OPTIONS = ("-Xshare", "Archive")
 
-# Java's slow compiler takes a third of a short session's CPU time. What runs ten times as
+# Java's slow compiler takes a third of its CPU time in a short session. What runs ten times as
 # often as Java asks for, as code of every row does, still gets it.
 COMPILER_OPTIONS = " ".join(
     f"-XX:Tier4{name}={10 * default}"
