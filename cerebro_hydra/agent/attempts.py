@@ -209,13 +209,15 @@ class VisitPlanner:
         return replace(self._spec(number, task, profile), source=source)
 
     def _spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
-        trial, (partition,) = self._trials[task.trial], task.partitions
+        trial = self._trials[task.trial]
         sparing = task.trial in self._sparing
         recompute, pipeline = profile.way(trial, self._devices, self._budget, self._host, sparing)
         if not isinstance(task, StartSubEpoch):
-            sizes = batch_sizes(self._rows("val", partition), trial.batch_size)
+            sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
             return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
-        sizes = batch_sizes(self._rows("train", partition), trial.batch_size)
+        # Replicas go on together until the largest of their partitions is over.
+        rows = max(self._rows("train", partition) for partition in task.partitions)
+        sizes = batch_sizes(rows, trial.batch_size)
         if task.uncut or profile.uncut:
             return self._uncut(number, len(sizes), trial.accumulate, profile)
         spec = profile.training(number, len(sizes), trial.accumulate, recompute, pipeline)
@@ -268,7 +270,7 @@ class VisitPlanner:
 
     def fault(self, task: Task, result: SubEpochDone | EvaluationDone) -> str | None:
         """Return what is wrong with the rows that a sub-epoch trained on, None if nothing is."""
-        (partition,) = task.partitions
+        partition = task.partition
         expected = self._rows("train", partition)
         if isinstance(result, EvaluationDone) or result.rows == expected:
             return None

@@ -98,6 +98,8 @@ class Audits:
             return
         if visit.spec.graph.staleness:
             return  # the uncut model reads no older weights
+        if task.replicas:
+            return  # nor has it the gradients of others
         seconds = visit.profile.build_seconds + self._seconds.get(task.trial, 0.0)
         visit.watched = bool(self.budget.share) and self.budget.allows(seconds, task.epoch == 0)
         windows = visit.spec.graph.windows

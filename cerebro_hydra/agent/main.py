@@ -35,6 +35,7 @@ from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore, budget_of
 from cerebro_hydra.agent.memory.shard_store import ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.agent.replicas import Replicas
 from cerebro_hydra.errors import SetupError, TransferError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec, AgentStart
@@ -143,6 +144,7 @@ class _Agent:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         host = start.host or own_host(spec.control)
+        self._replicas = Replicas(spec.credentials, lambda: self._server.look_again())
         self._server = ShardServer(host, spec.credentials, self._follow, digest)
         self._shard_store.on_change = self._server.look_again
         self._fetch_manager = FetchManager(
@@ -193,6 +195,9 @@ class _Agent:
             splits["train"],
             splits["val"],
             scratch=start.scratch,
+            rows={
+                info.index: info.rows for info in spec.manifest.partitions if info.split == "train"
+            },
         )
         setup = _AgentSetup(spec, start, factory, own, slabs)
         self._trainer = self._queue_trainer(setup, planner, queues)
@@ -244,7 +249,9 @@ class _Agent:
         spec, start, slabs, resources = given.spec, given.start, given.slabs, self._resources
         if slabs is None:
             segments = self._shard_store.segments
-            visits = TrialVisits(self._builder, self._decoded, segments.reserved, start.scratch)
+            links = self._replicas.of
+            parts = segments.reserved, start.scratch, links
+            visits = TrialVisits(self._builder, self._decoded, *parts)
             return [
                 own_start(
                     visits, self._main, resources.computes_in_place, self._end_process, self._begin
@@ -285,6 +292,8 @@ class _Agent:
     def _follow(self, request: ShardRequest) -> Look:
         if request.incarnation != self._incarnation:
             raise TransferError(f"{request} was asked for, but here is {self._incarnation}")
+        if request.attempt is not None:
+            return self._replicas.follow(request.attempt)
         return self._shard_store.follow(request.trial, request.state, takes=not request.verify)
 
     def _fail(self, error: Exception) -> None:
@@ -301,8 +310,7 @@ class _Agent:
         self._control.flush(FLUSH_SECONDS)
 
     def _tell_slow(self, task: Task, seconds: float, median: float | None) -> None:
-        (partition,) = task.partitions
-        where = {"trial": task.trial, "epoch": task.epoch, "partition": partition}
+        where = {"trial": task.trial, "epoch": task.epoch, "partition": task.partition}
         self._control.send({"slow": {**where, "seconds": seconds, "median": median}})
 
     def _end_process(self) -> None:
@@ -336,7 +344,10 @@ class _Agent:
                 states = self._resources.most_residents * budget_of(spec.nbytes)
                 self._shard_store.segments.raise_budget(states)
             self._trainer.learn(spec)
-        self._obey(from_json(message["do"]), message["uri"])
+        instruction = from_json(message["do"])
+        if isinstance(instruction, StartSubEpoch) and instruction.replicas:
+            self._replicas.accept(instruction, message["replicas"])
+        self._obey(instruction, message["uri"])
 
     def _stop(self) -> None:
         """End soon: by itself, or else by force."""
@@ -344,6 +355,7 @@ class _Agent:
             return
         self._stopping.set()
         self._main.close()
+        self._replicas.close()
         if self._ready.is_set():
             self._trainer.stop()
         watchdog.leave_soon(self._released)
@@ -357,6 +369,7 @@ class _Agent:
                 self._trainer.prefetch(instruction, uri)
             case Cancel():
                 self._trainer.cancel(instruction.attempt)
+                self._replicas.cancel(instruction.attempt)  # what it raises is of a visit then over
             case Drop():
                 self._trainer.drop(instruction.trial, instruction.state)
             case AdoptPartitions():

@@ -359,11 +359,11 @@ class Visit:
 
     def progress(self, microbatch: int) -> dict[str, Any]:
         """Return what a view shows after a microbatch's forward."""
-        graph, (partition,) = self.spec.graph, self.task.partitions
+        graph = self.spec.graph
         return {
             "trial": self.task.trial,
             "epoch": self.task.epoch,
-            "partition": partition,
+            "partition": self.task.partition,
             "step": microbatch // graph.window + 1,
             "steps": graph.windows,
             "loss": self.window_loss(microbatch),

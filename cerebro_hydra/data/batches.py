@@ -6,8 +6,8 @@ import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,20 @@ def windows(stream: Iterator[Batch], accumulate: int) -> Iterator[list[Batch]]:
     """Yield the batches of each optimizer step; the last window may have fewer."""
     while window := list(islice(stream, accumulate)):
         yield window
+
+
+B = TypeVar("B")
+
+
+def replica_windows(streams: Sequence[Iterator[B]], accumulate: int) -> Iterator[list[B]]:
+    """Yield the batches of each optimizer step of a sub-epoch over several partitions.
+
+    A step is so many rounds of one batch from each partition, in their order. A partition whose
+    batches have ended drops out, and the steps go on with the others.
+    """
+    rounds = zip_longest(*streams)
+    while window := list(islice(rounds, accumulate)):
+        yield [batch for batches in window for batch in batches if batch is not None]
 
 
 def _take(column: NDArray[np.generic] | CellPool, rows: NDArray[np.int64]) -> torch.Tensor:

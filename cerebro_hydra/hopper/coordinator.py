@@ -381,7 +381,9 @@ class Coordinator:
                 case StartSubEpoch() | Evaluate() | FetchShards():
                     uri = self._roster.uri(instruction.source.incarnation)
                     spec = self._specs.untold(instruction.trial, instruction.incarnation)
-                    message = {"do": to_json(instruction), "uri": uri, "spec": spec}
+                    message: dict[str, Any] = {"do": to_json(instruction), "uri": uri, "spec": spec}
+                    if isinstance(instruction, StartSubEpoch) and instruction.replicas:
+                        message["replicas"] = [self._roster.uri(i) for i in instruction.replicas]
                     self._control.send(instruction.incarnation, message)
                 case Cancel() | Checkpoint() | Drop() | AdoptPartitions():
                     if isinstance(instruction, Checkpoint):

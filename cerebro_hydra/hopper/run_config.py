@@ -30,4 +30,5 @@ def trial_config(spec: TrialSpec) -> TrialConfig:
         patience=spec.patience,
         keep=spec.keep,
         finer=spec.finer,
+        replicas=spec.replicas,
     )

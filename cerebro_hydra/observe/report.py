@@ -317,7 +317,7 @@ def _task(bar: TaskBar, place: int) -> dict[str, Any]:
         "worker": bar.task.worker,
         "trial": place,
         "epoch": bar.task.epoch,
-        "partition": bar.task.partitions[0],
+        "partition": bar.task.partition,
         "lane": bar.lane,
         "assigned": bar.assigned,
         "wait": bar.wait,

@@ -154,7 +154,7 @@ class Timeline:
     """How many tasks each of them may hold at once."""
     lanes: dict[tuple[int, int], DeviceLane] = field(default_factory=dict)
     """What devices of workers with shard queues did, by worker and number."""
-    _open: dict[int, TaskBar] = field(default_factory=dict)
+    _open: dict[tuple[int, str], TaskBar] = field(default_factory=dict)
     _live: dict[int, str] = field(default_factory=dict)
     _known: dict[str, int] = field(default_factory=dict)
     _requested: dict[tuple[int, int, str], float] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Timeline:
             case events.DevicesWorked():
                 self._work(event, now)
             case events.TaskFailed() | events.TransferFailed():
-                self._close(event.attempt, "failed", now)
+                self._close(event.attempt, event.incarnation, "failed", now)
 
     def _instruction(self, instruction: instructions.Instruction, now: float) -> None:
         match instruction:
@@ -211,9 +211,9 @@ class Timeline:
             case instructions.StartSubEpoch() | instructions.Evaluate():
                 bar = TaskBar(instruction, assigned=now, start=now, end=now)
                 self.tasks.append(bar)
-                self._open[instruction.attempt] = bar
+                self._open[instruction.attempt, instruction.incarnation] = bar
             case instructions.Cancel():
-                self._close(instruction.attempt, "cancelled", now)
+                self._close(instruction.attempt, instruction.incarnation, "cancelled", now)
             case instructions.Redo():
                 for bar in self.tasks:
                     trained = bar.kind == "train" and bar.outcome == "done"
@@ -226,7 +226,7 @@ class Timeline:
     def _done(
         self, event: events.SubEpochDone | events.EvaluationDone, now: float
     ) -> TaskBar | None:
-        bar = self._close(event.attempt, "done", now)
+        bar = self._close(event.attempt, event.incarnation, "done", now)
         if bar is not None:
             bar.seconds, bar.work_seconds = event.seconds, event.work_seconds
             bar.start = max(bar.assigned, now - event.seconds)
@@ -254,9 +254,11 @@ class Timeline:
         lanes[lane : lane + 1] = [end]
         return HopBar(source, start, end, hop.bytes_moved, hop.bytes_saved, lane)
 
-    def _close(self, attempt: int, outcome: AttemptOutcome, now: float) -> TaskBar | None:
+    def _close(
+        self, attempt: int, incarnation: str, outcome: AttemptOutcome, now: float
+    ) -> TaskBar | None:
         """End a task's bar and return it, unless it is over already."""
-        bar = self._open.pop(attempt, None)
+        bar = self._open.pop((attempt, incarnation), None)
         if bar is not None:
             bar.outcome, bar.end = outcome, now
         return bar
@@ -296,9 +298,9 @@ class Timeline:
             return
         del self._live[worker]
         self.absences.append(Absence(worker, now, None, reason))
-        for attempt, bar in list(self._open.items()):
-            if bar.task.incarnation == incarnation:
-                self._close(attempt, "lost", now)
+        for attempt, agent in list(self._open):
+            if agent == incarnation:
+                self._close(attempt, agent, "lost", now)
 
 
 def read_run(folder: RunFolder, running: bool = False) -> tuple[RunView, Timeline]:
@@ -414,10 +416,9 @@ class _Trace:
 
     def _task(self, bar: TaskBar) -> dict[str, Any]:
         task, trial_id = bar.task, self._ids[bar.task.trial]
-        (partition,) = task.partitions
         return _event(
             "X",
-            f"{trial_id} epoch {task.epoch + 1} partition {partition}",
+            f"{trial_id} epoch {task.epoch + 1} partition {task.partition}",
             FIRST_WORKER + task.worker,
             _thread(bar),
             cat="sub-epoch" if bar.kind == "train" else "evaluation",
@@ -425,7 +426,7 @@ class _Trace:
             args={
                 "trial": trial_id,
                 "epoch": task.epoch + 1,
-                "partition": partition,
+                "partition": task.partition,
                 "state": task.state,
                 "attempt": task.attempt,
                 "outcome": bar.outcome,

@@ -63,7 +63,7 @@ class RunView:
         """Whether the search proposes nothing more."""
         self.suspended = ""
         """Why the run has ended for now, if it may go on."""
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[tuple[int, str], Task] = {}  # by attempt and incarnation
         self._latest: float | None = None  # when the last decision was taken, since the first task
         self._num_devices: dict[int, int] = {}  # of every worker that ever joined
         self._work_seconds = 0.0  # for which devices computed for tasks that ended
@@ -323,11 +323,12 @@ class RunView:
                 self._begin(instruction)
             case instructions.Commit():
                 trial = self.trials[instruction.trial]
-                (partition,) = instruction.partitions
-                trial.visits[instruction.state] = (instruction.epoch, partition)
+                first = instruction.state - len(instruction.partitions) + 1
+                for number, partition in enumerate(instruction.partitions):
+                    trial.visits[first + number] = (instruction.epoch, partition)
                 self._rest(trial, instruction.attempt)
             case instructions.Cancel():
-                task = self._tasks.pop(instruction.attempt, None)
+                task = self._tasks.pop((instruction.attempt, instruction.incarnation), None)
                 if task is not None:
                     self._rest(self.trials[task.trial], instruction.attempt)
             case instructions.Redo():
@@ -367,23 +368,23 @@ class RunView:
     def _lose(self, incarnation: str) -> None:
         """Forget a lost agent and its tasks."""
         self.workers = {w: i for w, i in self.workers.items() if i != incarnation}
-        for attempt, task in list(self._tasks.items()):
+        for at, task in list(self._tasks.items()):
             if task.incarnation == incarnation:
-                del self._tasks[attempt]
-                self._rest(self.trials[task.trial], attempt)
+                del self._tasks[at]
+                self._rest(self.trials[task.trial], task.attempt)
 
     def _begin(self, task: Task) -> None:
-        self._tasks[task.attempt] = task
+        self._tasks[task.attempt, task.incarnation] = task
         trial = self.trials[task.trial]
         trains = isinstance(task, instructions.StartSubEpoch)
         trial.status, trial.epoch = "training" if trains else "evaluating", task.epoch
-        (trial.partition,), trial.worker, trial.attempt = task.partitions, task.worker, task.attempt
+        trial.partition, trial.worker, trial.attempt = task.partition, task.worker, task.attempt
 
     def _done(self, event: events.SubEpochDone | events.EvaluationDone) -> None:
-        task = self._tasks.pop(event.attempt, None)
+        task = self._tasks.pop((event.attempt, event.incarnation), None)
         if task is None:
             return
-        trial, (partition,) = self.trials[task.trial], task.partitions
+        trial, partition = self.trials[task.trial], task.partition
         trial.seconds += event.hop.seconds + event.seconds
         self._work_seconds += event.work_seconds
         if isinstance(event, events.SubEpochDone):

@@ -165,7 +165,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: one has a value that it can't have.
     """
-    for argument in ("batch_size", "accumulate", "early_stopping"):
+    for argument in ("batch_size", "accumulate", "early_stopping", "replicas"):
         value = options[argument]
         if argument == "early_stopping" and value is None:
             continue

@@ -28,6 +28,7 @@ _REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "clip_grad_value": ((None,), "call torch.nn.utils.clip_grad_value_ in it, before a step"),
     "autocast": ((None,), "write `with torch.autocast(...)` in it, and in the model's forward"),
     "grad_scaler": ((None,), "nothing scales its losses; train in bfloat16 or float32"),
+    "replicas": ((1,), "gradients of replicas are summed before a step, which it takes itself"),
     "recompute": (("auto", False), "call torch.utils.checkpoint in the model in its place"),
 }
 """Options that such a step has no use for: what they may be, and what to do instead."""

@@ -9,9 +9,9 @@ What each partition measures is collected in a form that can be merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class BatchTensors(Protocol):
 
 Window = Sequence[BatchTensors]
 """The batches of one optimizer step."""
+
+W = TypeVar("W", bound=Window)
 
 
 def not_finite(loss: float, step: int, microbatch: int) -> NonFiniteLoss:
@@ -106,13 +108,20 @@ class PlainTrainer:
             epoch_metrics: what the epoch before measured, if this sub-epoch begins another one: an
                 LR schedule may step on it.
         """
-        if epoch_metrics is not None:
-            self.recipe.lr_schedule.begin_epoch(self.scheduler, epoch_metrics)
         total, rows = 0.0, 0
-        for window in windows:
-            for batch, loss in zip(window, self.step(window), strict=True):
+        for window, losses in self.steps_over(windows, epoch_metrics):
+            for batch, loss in zip(window, losses, strict=True):
                 total, rows = total + loss * batch.rows, rows + batch.rows
         return total, rows
+
+    def steps_over(
+        self, windows: Iterable[W], epoch_metrics: Mapping[str, float] | None = None
+    ) -> Iterator[tuple[W, list[float]]]:
+        """Train over a sub-epoch; yield each window with the mean loss of each of its batches."""
+        if epoch_metrics is not None:
+            self.recipe.lr_schedule.begin_epoch(self.scheduler, epoch_metrics)
+        for window in windows:
+            yield window, self.step(window)
 
     def step(self, window: Window) -> list[float]:
         """Take one optimizer step; return the mean loss of each batch of its window.

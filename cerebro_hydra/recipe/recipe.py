@@ -156,6 +156,7 @@ class Recipe:
             a dict with it under "loss". A batch is a tuple of the columns, read by name, too. It
             begins without gradients; `loss` and metrics measure validation rows. The trial is one
             shard.
+        replicas: workers that train it at once, with a batch each in each of `accumulate` rounds.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -187,6 +188,7 @@ class Recipe:
     grad_scaler: torch.amp.GradScaler | None = None
     decode: Mapping[str, Decoder] | None = None
     training_step: OwnStep | None = None
+    replicas: int = 1
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -245,9 +247,9 @@ class Recipe:
     def barrier(self) -> bool:
         """Return whether no update may come before every backward of its window.
 
-        That is so where all gradients are clipped by one norm, or an update is skipped by all.
+        So it is where one norm clips all, all skip an update, or gradients are those of replicas.
         """
-        return self.clip_grad_norm is not None or self.scaler is not None
+        return self.clip_grad_norm is not None or self.scaler is not None or self.replicas > 1
 
     def scaling(self, state: Mapping[str, Any] | None = None) -> GradScaling | None:
         """Return what scales losses, None if nothing does; see `GradScaling`."""
@@ -264,8 +266,8 @@ class Recipe:
             raise ConfigurationError(
                 f"vertical_sync is {self.vertical_sync!r}; it is True or False"
             )
-        clips, scales = self.clip_grad_norm is not None, self.autocast == SCALED
-        check_schedule(self.schedule, clips, self.accumulate, self.vertical_sync, scales)
+        settings = self.vertical_sync, self.autocast == SCALED, self.replicas
+        check_schedule(self.schedule, self.clip_grad_norm is not None, self.accumulate, *settings)
         self.stages = checked_stages(self.stages, self.schedule, self.shards)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")

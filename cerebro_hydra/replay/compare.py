@@ -19,7 +19,7 @@ from cerebro_hydra.recipe import (
     is_portable,
     numeric_fingerprint,
 )
-from cerebro_hydra.replay.record import RunData, read_trial, result_state
+from cerebro_hydra.replay.record import RunData, SubEpochVisit, read_trial, result_state
 from cerebro_hydra.replay.states import Replayed, SavedState, read_saved
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, TrialSpec
 
@@ -55,6 +55,7 @@ class Expected:
 
     trial_id: str
     visit_log: list[tuple[int, int]]
+    sub_epochs: list[SubEpochVisit]
     ancestors: list[tuple[int, int]]
     state: int
     problem: str | None
@@ -77,7 +78,7 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
     if problem is None and len(record.visit_log) < state:
         problem = f"the journal has {len(record.visit_log)} visits, the result is that of {state}"
     saved = read_saved(run.folder, spec.trial, state, run.document.run_id)
-    seen = (record.visit_log, record.ancestors)
+    seen = (record.visit_log, record.sub_epochs, record.ancestors)
     rests = record.rests
     return Expected(spec.trial_id, *seen, state, problem, record.metrics, saved, rests)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cerebro_hydra.data.batches import Batch, batches, row_order, windows
+from cerebro_hydra.data.batches import Batch, batches, replica_windows, row_order
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import read_manifest
 from cerebro_hydra.documents import Count, decode
@@ -21,6 +21,22 @@ from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage.names import checked_trial_id, trial_name
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
+
+
+@dataclass(frozen=True)
+class PartitionBatch(Batch):
+    """Holds the rows of a batch of one partition."""
+
+    partition: int
+
+
+@dataclass(frozen=True)
+class SubEpochVisit:
+    """Says which partitions a trial trained over in one visit, in rank order, and what it made."""
+
+    state: int
+    epoch: int
+    partitions: tuple[int, ...]
 
 
 @dataclass
@@ -33,7 +49,9 @@ class TrialRecord:
     ancestors: list[tuple[int, int]] = field(default_factory=list)
     """The trials that it goes on from, oldest first, each with the state at which it was forked."""
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """State → (epoch, partition)."""
+    """State → (epoch, partition). Of a visit to several partitions the last one made a state."""
+    together: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """State → the partitions that the visit which made it trained over, in rank order."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Epoch → measured values."""
     status: str = "unfinished"
@@ -53,6 +71,14 @@ class TrialRecord:
     @property
     def visit_log(self) -> list[tuple[int, int]]:
         return [self.visits[state] for state in sorted(self.visits)]
+
+    @property
+    def sub_epochs(self) -> list[SubEpochVisit]:
+        """Return the visits in their order."""
+        return [
+            SubEpochVisit(state, self.visits[state][0], self.together[state])
+            for state in sorted(self.together)
+        ]
 
     def problem(self, num_partitions: int) -> str | None:
         """Say how the log breaks the rule of one visit per epoch and partition, if it does."""
@@ -76,6 +102,7 @@ class TrialRecord:
                 self.ancestors.append((ancestor, min(until, state)))
             begun = until
         self.visits = {v: where for v, where in parent.visits.items() if v <= state}
+        self.together = {v: where for v, where in parent.together.items() if v <= state}
         open_epochs = {epoch for v, (epoch, _) in parent.visits.items() if v > state}
         self.metrics = {e: each for e, each in parent.metrics.items() if e not in open_epochs}
 
@@ -107,10 +134,13 @@ def _apply(record: TrialRecord, instruction: dict[str, Any]) -> None:
     match instruction.get("type"):
         case "Commit":
             state, epoch = (_value(instruction, name, Count) for name in ("state", "epoch"))
-            (partition,) = _value(instruction, "partitions", tuple[Count])
-            record.visits[state] = epoch, partition
+            partitions = _value(instruction, "partitions", tuple[Count, ...])
+            first = state - len(partitions) + 1
+            record.visits |= {first + n: (epoch, p) for n, p in enumerate(partitions)}
+            record.together[state] = partitions
         case "Redo":
             for state in _value(instruction, "visits", list[Count]):
+                record.together.pop(state, None)
                 if state in record.visits:
                     epoch, _ = record.visits.pop(state)
                     record.metrics.pop(epoch, None)
@@ -192,12 +222,23 @@ class RunData:
             )
         return self.folder.read_trial(known[trial_id], self.document.run_id)
 
-    def windows(self, spec: TrialSpec, epoch: int, partition: int) -> Iterator[list[Batch]]:
-        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step."""
+    def windows(
+        self, spec: TrialSpec, epoch: int, partitions: Sequence[int]
+    ) -> Iterator[list[PartitionBatch]]:
+        """Yield the batches of a sub-epoch in its seeded order, a window per optimizer step.
+
+        Of several partitions, those come by turns that were trained by replicas.
+        """
+        streams = [self._of_partition(spec, epoch, partition) for partition in partitions]
+        return replica_windows(streams, spec.accumulate)
+
+    def _of_partition(
+        self, spec: TrialSpec, epoch: int, partition: int
+    ) -> Iterator[PartitionBatch]:
         part = self.training[partition]
         order = row_order(part.rows, self.seed, epoch, partition)
-        stream = self._batches(part, spec.batch_size, order)
-        return windows(stream, spec.accumulate)
+        for batch in self._batches(part, spec.batch_size, order):
+            yield PartitionBatch(batch.features, batch.labels, batch.rows, partition)
 
     def validation_batches(self, spec: TrialSpec, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition in stored order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.replay.child import replay_in_child
 from cerebro_hydra.replay.compare import ReplayReport, compare, expectations
-from cerebro_hydra.replay.record import RunData, with_threads
+from cerebro_hydra.replay.record import PartitionBatch, RunData, SubEpochVisit, with_threads
 from cerebro_hydra.replay.stale_weights import train_stale
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage import RunFolder
@@ -111,7 +111,7 @@ def replay_here(
             if expected.problem is None:
                 try:
                     with with_threads(run.document.threads):
-                        replayed = train(line, run, expected.visit_log, expected.state)
+                        replayed = train(line, run, expected.sub_epochs, expected.state)
                 except CerebroHydraError:
                     raise
                 except Exception as error:
@@ -177,7 +177,7 @@ class Ancestor:
 
 
 def train(
-    line: list[Ancestor], run: RunData, visit_log: list[tuple[int, int]], result: int
+    line: list[Ancestor], run: RunData, sub_epochs: list[SubEpochVisit], result: int
 ) -> Replayed:
     """Train along a visit log, and evaluate at the end of each epoch.
 
@@ -189,17 +189,19 @@ def train(
     spec, trainer = mine.spec, mine.trainer()
     losses: dict[int, SumOverRows] = {}
     try:
-        for state, (epoch, partition) in enumerate(visit_log, start=1):
-            if state > mine.until:
+        for visit in sub_epochs:
+            done = visit.state - len(visit.partitions)
+            if done >= mine.until:
                 mine, *forks = forks
-                spec, trainer = mine.spec, mine.fork(trainer, (state - 2) // len(run.training))
-            before = replayed.history[-1] if epoch > 0 and not losses else None
-            batches = run.windows(spec, epoch, partition)
+                spec, trainer = mine.spec, mine.fork(trainer, (done - 1) // len(run.training))
+            before = replayed.history[-1] if visit.epoch > 0 and not losses else None
+            batches = run.windows(spec, visit.epoch, visit.partitions)
             if mine.lags:
+                (partition,) = visit.partitions
                 losses[partition] = train_stale(trainer, batches, mine.lags, before)
             else:
-                losses[partition] = trainer.train(batches, before)
-            if state == result:
+                losses |= _losses(trainer.steps_over(batches, before))
+            if visit.state == result:
                 replayed.keep(trainer)
             if len(losses) == len(run.training):
                 replayed.history.append(_measured(trainer, run, spec, losses))
@@ -207,6 +209,18 @@ def train(
     except NonFiniteLoss as error:  # the run's losses were finite: its trial went on
         replayed.failure = str(error).partition(";")[0]
     return replayed
+
+
+def _losses(
+    steps: Iterable[tuple[Sequence[PartitionBatch], list[float]]],
+) -> dict[int, SumOverRows]:
+    """Return the loss of each partition of a sub-epoch, summed in the order of its batches."""
+    sums: dict[int, SumOverRows] = {}
+    for window, losses in steps:
+        for batch, loss in zip(window, losses, strict=True):
+            total, rows = sums.get(batch.partition, (0.0, 0))
+            sums[batch.partition] = total + loss * batch.rows, rows + batch.rows
+    return sums
 
 
 def _measured(

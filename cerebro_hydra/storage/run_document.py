@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypedDict
 
@@ -107,10 +107,11 @@ class TrialSpec:
     stages: tuple[Positive, ...] = ()
     sizes: Mapping[str, Any] | None = None
     plan: Annotated[TrialPlan | None, _plan_of_equal_bits] = None
+    replicas: Positive = 1
 
     @property
     def steps_per_epoch(self) -> int:
-        return sum(self.steps)
+        return steps_of_epoch(self.steps, self.replicas)
 
     def lags(self, shards: Mapping[str, int]) -> dict[str, int]:
         """Return by parameter how many updates older the weights are that the trial reads.
@@ -136,6 +137,18 @@ class TrialSpec:
         if spec.trial_id != trial_name(spec.trial):
             raise unreadable(f"{where}.trial_id", spec.trial_id)
         return spec
+
+
+def steps_of_epoch(steps: Sequence[int], replicas: int) -> int:
+    """Return how many optimizer steps an epoch has.
+
+    Replicas take the steps of a group of partitions together, until the longest of them is over.
+
+    Args:
+        steps: those that each partition has alone.
+    """
+    groups = range(0, len(steps), replicas)
+    return sum(max(steps[first : first + replicas]) for first in groups)
 
 
 @dataclass(frozen=True)

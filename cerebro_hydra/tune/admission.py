@@ -305,6 +305,7 @@ class Admission:
                 cut = partial(self._cut, recipe, examples, seed)
                 admission, plan = self._auto_plan.choose(recipe, admission, cut, outlook)
             pipeline = self._memory_bill.pipeline(admission, recipe)
+            self._memory_bill.check_replicas(recipe, len(self._examples.partition_rows))
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
             elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
@@ -328,6 +329,7 @@ class Admission:
             **_structure(admission),
             batch_size=recipe.batch_size,
             accumulate=recipe.accumulate,
+            replicas=recipe.replicas,
             steps=tuple(
                 num_windows(rows, recipe.batch_size, recipe.accumulate)
                 for rows in self._examples.partition_rows

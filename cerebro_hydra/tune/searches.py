@@ -13,6 +13,7 @@ from typing import Any
 
 from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.storage.run_document import steps_of_epoch
 from cerebro_hydra.tune.search import (
     Search,
     drawn,
@@ -127,7 +128,8 @@ class _DrawnSearch(Search):
         with refusing():
             recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
             key = training_key(recipe)
-            steps = sum(num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows)
+            windows = [num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows]
+            steps = steps_of_epoch(windows, recipe.replicas)
             options = recipe.lr_schedule.of_epochs(recipe.optimizer, steps, self.num_epochs)
         return None if key is None or options is None else [(key, each) for each in options]
 

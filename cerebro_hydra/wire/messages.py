@@ -34,6 +34,7 @@ class ShardRequest:
     """Asks the agent process that owns a state of a trial for some of its shards.
 
     With `verify` it asks what digests the bytes of these shards have there now, and for no bytes.
+    With an `attempt` it asks for messages of a visit with replicas, which have numbers like shards.
     """
 
     trial: int
@@ -41,12 +42,14 @@ class ShardRequest:
     incarnation: str
     shards: tuple[int, ...]
     verify: bool = False
+    attempt: int | None = None
 
     def __str__(self) -> str:
         """Return the request as error messages show it."""
         numbers = ", ".join(map(str, self.shards))
+        what = "shard" if self.attempt is None else f"attempt {self.attempt}, message"
         return (
-            f"shard {numbers} of trial {self.trial} at state {self.state} "
+            f"{what} {numbers} of trial {self.trial} at state {self.state} "
             f"(owner {self.incarnation})"
         )
 
@@ -67,7 +70,10 @@ class ShardRequest:
                     **more,
                 }
             } if all(type(number) is int and number >= 0 for number in shards):
-                return cls(trial, state, incarnation, tuple(shards), more.get("verify") is True)
+                attempt = more.get("attempt")
+                if attempt is None or type(attempt) is int:
+                    verify = more.get("verify") is True
+                    return cls(trial, state, incarnation, tuple(shards), verify, attempt)
         raise ValueError(
             f"{line[:200]!r} is no request for shards; run the same version everywhere"
         )

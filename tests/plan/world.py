@@ -97,7 +97,10 @@ class World:
         self.state.validate()
         assert self.state.consequences(sorted(self.state.trials)) == [], "an event concerned more"
         if not self.state.attempts:
-            assert not View(self.state.tables).choices(), "nothing runs, and yet there is work"
+            view = View(self.state.tables)
+            together = [each for n in view.ready_replicas() for each in view.replicas(n)]
+            idle = any(map(view.idle, together))
+            assert not (view.choices() or idle), "nothing runs, and yet there is work"
         self.instructions += given
         agents = {agent.incarnation: agent for agent in self.agents}
         for instruction in given:
@@ -214,9 +217,18 @@ class World:
                 if step := self.fetching(agent, key, source):
                     found.append(step)
             for task in agent.tasks.values():
-                if (task.trial, task.source.state) in agent.held:
+                if self.can_progress(agent, task):
                     found.append(lambda a=agent, t=task: self.progress(a, t))
         return found or saves if self.slow_saves else found + saves
+
+    def can_progress(self, agent: FakeAgent, task: ins.StartSubEpoch | ins.Evaluate) -> bool:
+        """Return whether a task can go on: replicas begin when all are there with the state."""
+        beside = [agent]
+        if isinstance(task, ins.StartSubEpoch) and task.attempt not in agent.ending:
+            beside += [each for each in self.agents if each.incarnation in task.replicas]
+        begun = all(task.attempt in each.tasks or task.attempt in each.ending for each in beside)
+        whole = all((task.trial, task.source.state) in each.held for each in beside)
+        return begun and whole and all(each.alive for each in beside)
 
     def save(self, agent: FakeAgent, key: tuple[int, int]) -> None:
         """Write the objects of a state, or then its document, or fail."""
@@ -268,7 +280,8 @@ class World:
         else:
             del agent.tasks[attempt]
             key = (task.trial, task.state)
-            agent.held[key] = laid((*content, (task.epoch, *task.partitions)), content.shards)
+            visited = ((task.epoch, partition) for partition in task.partitions)
+            agent.held[key] = laid((*content, *visited), content.shards)
             agent.made_by[key] = attempt
             digests = ((f"frozen/{task.trial}", f"some equal {hash(agent.held[key]) % 7}"),)
             loss = 2 * score(task.trial, task.epoch, self.config.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import groupby
 from math import isfinite
 
 from hypothesis import strategies as st
@@ -68,6 +69,7 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
             patience=draw(st.sampled_from([None, 1, 2])),
             keep=draw(st.sampled_from(["best", "last"])),
             finer="memory" in faults and draw(st.booleans()),
+            replicas=draw(st.sampled_from([1, 1, *range(1, partitions + 1)])),
         )
         for t in range(draw(st.integers(1, 4)))
     )
@@ -244,10 +246,10 @@ def last_ends(instructions: list[ins.Instruction]) -> dict[int, ins.FinishTrial]
 def surviving_commits(
     instructions: list[ins.Instruction], trial: int, base: int = 0
 ) -> list[ins.Commit]:
-    alive: list[ins.Commit] = []
+    alive: list[ins.Commit] = []  # one of replicas as often as it has partitions
     for each in instructions:
         if isinstance(each, ins.Commit) and each.trial == trial:
-            alive.append(each)
+            alive += [each] * len(each.partitions)
             assert each.state == base + len(alive)
         elif isinstance(each, ins.Redo) and each.trial == trial:
             assert each.visits == tuple(range(each.visits[0], base + len(alive) + 1))
@@ -311,7 +313,9 @@ def check_trial(
     assert end.status == progress.status
     log = tuple((visit.epoch, visit.partition) for visit in progress.visits)
     own = surviving_commits(world.instructions, index, fork.state if fork else 0)
-    assert log[progress.base :] == tuple((commit.epoch, *commit.partitions) for commit in own)
+    commits = [commit for commit, _ in groupby(own)]
+    visited = ((commit.epoch, each) for commit in commits for each in commit.partitions)
+    assert log[progress.base :] == tuple(visited)
     if progress.status == "failed":
         assert not closed or end.state == 0
         return
@@ -340,7 +344,7 @@ def check_trial(
         epochs = len(progress.history)
         assert epochs == progress.budget or (progress.config.patience and epochs < progress.budget)
         assert sorted(log) == [(e, p) for e in range(epochs) for p in range(partitions)]
-        if config.order == "seeded" and fork is None:
+        if config.order == "seeded" and fork is None and progress.config.replicas == 1:
             orders = [(e, p) for e in range(epochs) for p in visit_order(config, index, e)]
             assert list(log) == orders
 

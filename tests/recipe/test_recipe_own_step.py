@@ -123,6 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "norm": ({"clip_grad_norm": 1.0}, r"clip_grad_norm is 1.0: call torch.nn.utils.clip_grad_norm"),
     "value": ({"clip_grad_value": 1.0}, "clip_grad_value is 1.0: call torch.nn.utils.clip_grad_va"),
     "autocast": ({"autocast": "float16"}, "autocast is 'float16': write `with torch.autocast"),
+    "replicas": ({"replicas": 2}, "replicas is 2: gradients of replicas are summed before a step"),
     "recompute": ({"recompute": True}, "recompute is True: call torch.utils.checkpoint"),
     "no function": ({"training_step": 1}, "training_step is 1; give a function"),
     "no step": ({"training_step": None}, "optimizer is a list of 2, and nothing says when"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
@@ -29,11 +31,11 @@ class Trial(CutTrial):
         self.staleness: tuple[int, ...] = ()
         self.events: list[str] = []
 
-    def need(self, k: int):
+    def need(self, k: int) -> Any:
         self.events.append(f"need{k}")
         return super().need(k)
 
-    def publish(self, k: int, segments, cursor) -> None:
+    def publish(self, k: int, segments: Any, cursor: Any) -> None:
         self.events.append(f"publish{k}")
         super().publish(k, segments, cursor)
 
@@ -45,7 +47,7 @@ class Trial(CutTrial):
 
 
 def start(
-    recipe: Recipe, windows, mode: Mode = "keep", cache: CutModelCache | None = None
+    recipe: Recipe, windows: Sequence[Any], mode: Mode = "keep", cache: CutModelCache | None = None
 ) -> Trial:
     """Admit a recipe on the batches it will see."""
     by_rows = {batch.rows: batch for window in windows for batch in window}
@@ -56,7 +58,7 @@ def start(
     return Trial(recipe, admission, cut_model, mode)
 
 
-def train_uncut(trial: Trial, windows, recipe: Recipe) -> float:
+def train_uncut(trial: Trial, windows: Sequence[Any], recipe: Recipe) -> float:
     """Train a sub-epoch of a trial as one model; return its loss, summed over rows."""
     numbers = range(trial.cut_model.num_shards)
     given, cursors = zip(*map(trial.need, numbers), strict=True)

@@ -61,6 +61,16 @@ def with_label(label: int) -> Arrays:
             r"unknown metric 'acuracy'; known are \['acc', 'accuracy', .*\].*\{name: \(function",
         ),
         (changed, {"shards": [["layer9"]]}, "accuracy", r"'layer9'.*modules"),
+        (changed, {"replicas": [0]}, "accuracy", r"replicas is 0; it is a whole number from 1"),
+        (changed, {"replicas": [1.5]}, "accuracy", r"replicas is 1.5; it is a whole number from 1"),
+        (
+            changed, {"replicas": [3]}, "accuracy",
+            r"replicas is 3, and there are 2 partitions; take at most so many, or prepare",
+        ),
+        (
+            changed, {"replicas": [2], "schedule": ["2bw"], "shards": [2]}, "accuracy",
+            r"replicas is 2 and schedule is '2bw', .*one device.*take schedule='sequential'",
+        ),
         (
             no_estimator, {"lr": [0.1]}, "accuracy",
             r"estimator_gen_fn returned a Sequential; return a SparkEstimator or a Recipe",

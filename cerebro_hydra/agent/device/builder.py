@@ -9,7 +9,7 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from cerebro_hydra.data.batches import Batch, batches, row_order, windows
+from cerebro_hydra.data.batches import (
+    Batch,
+    batch_sizes,
+    batches,
+    replica_windows,
+    row_order,
+    windows,
+)
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import (
+    BatchTensors,
     Columns,
     DecodedRows,
     Recipe,
@@ -35,6 +43,7 @@ from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.layout import TrialLayout, TrialRuntime
+from cerebro_hydra.shards.engine.microbatch import OtherBatch
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.heap import LEAST_TRIMMED, trim_heap
 from cerebro_hydra.storage import Store
@@ -78,6 +87,7 @@ class TrialBuilder:
     Args:
         device: where the trials are trained; they are built and cut on the CPU.
         scratch: a folder where decoded rows are kept for all trials; None keeps none.
+        rows: how many rows each training partition has, those of other workers included.
     """
 
     def __init__(
@@ -88,8 +98,10 @@ class TrialBuilder:
         validation: dict[int, CachedPartition],
         device: torch.device = CPU,
         scratch: str | None = None,
+        rows: Mapping[int, int] | None = None,
     ) -> None:
         self._document = document
+        self._rows = rows or {}
         self._device = device
         key_of = partial(structure_key, constants=True)
         self._decoded = None if scratch is None else DecodedRows(scratch, key_of)
@@ -197,6 +209,25 @@ class TrialBuilder:
         order = order[first * spec.accumulate * spec.batch_size :]
         stream = self._batches(part, spec.batch_size, order)
         return windows(stream, spec.accumulate)
+
+    def replica_windows(
+        self, trial: int, epoch: int, partitions: Sequence[int], rank: int
+    ) -> Iterator[Sequence[BatchTensors]]:
+        """Yield the windows of a sub-epoch with replicas; of other ranks' batches only the rows."""
+        spec = self._specs[trial]
+        streams: list[Iterator[BatchTensors]] = [
+            map(OtherBatch, batch_sizes(self._rows[partition], spec.batch_size))
+            for partition in partitions
+        ]
+        part = self._training[partitions[rank]]
+        order = row_order(part.rows, self._document.seed, epoch, partitions[rank])
+        streams[rank] = self._batches(part, spec.batch_size, order)
+        return replica_windows(streams, spec.accumulate)
+
+    def rounds(self, trial: int, partitions: Sequence[int]) -> int:
+        """Return how many batches the largest partition has of a sub-epoch with replicas."""
+        size = self._specs[trial].batch_size
+        return max(len(batch_sizes(self._rows[each], size)) for each in partitions)
 
     def validation(self, trial: int, partition: int) -> Iterator[Batch]:
         """Yield the validation rows of a partition, in stored order."""

@@ -169,14 +169,12 @@ def _where(timed: _Timed) -> str:
 def described(task: Task) -> str:
     """Return what a task does, and where."""
     doing = "training" if isinstance(task, StartSubEpoch) else "evaluation"
-    (partition,) = task.partitions
-    return f"{doing} of epoch {task.epoch + 1} on partition {partition} (worker {task.worker})"
+    return f"{doing} of epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"
 
 
 def located(task: StartSubEpoch, step: int) -> str:
     """Return which step of a sub-epoch it is, and where it was trained."""
-    (partition,) = task.partitions
-    where = f"in epoch {task.epoch + 1} on partition {partition} (worker {task.worker})"
+    where = f"in epoch {task.epoch + 1} on partition {task.partition} (worker {task.worker})"
     return f"at step {step}, {where}"
 
 

@@ -20,8 +20,9 @@ from cerebro_hydra.agent.device.device import DeviceVisit
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.manifest import Manifest
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
-from cerebro_hydra.plan.messages.instructions import Evaluate
+from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.recipe.attributes import kept_attributes
@@ -51,6 +52,7 @@ from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.shards.heap import TRIM_SECONDS, kept_heap, trim_heap
 from cerebro_hydra.shards.mapped_memory import MappedMemory
+from cerebro_hydra.shards.replicas.gradient_chain import GradientChain, RankLinks
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 
@@ -84,6 +86,7 @@ class TrialVisits:
         decoded: decodes the partitions that a lost worker had, when the first task on them comes.
         reserved: leaves bytes of the agent's memory to a visit that computes in it.
         scratch: a folder on a disk of this machine.
+        links: returns those of a visit with replicas, to their agents.
     """
 
     def __init__(
@@ -92,8 +95,10 @@ class TrialVisits:
         decoded: Callable[[Sequence[int]], Mapping[str, Partitions]],
         reserved: Callable[[int], AbstractContextManager[object]] = nullcontext,
         scratch: str | None = None,
+        links: Callable[[StartSubEpoch], RankLinks] | None = None,
     ) -> None:
         self._builder = builder
+        self._links = links
         self._decoded = decoded
         self._reserved = reserved
         self._scratch = scratch
@@ -118,7 +123,7 @@ class TrialVisits:
         """Return a visit of a trial."""
         task = order.task
         self._builder.add(order.trial)
-        (partition,) = task.partitions
+        partition = task.partition
         if not self._builder.has(partition):
             splits = self._decoded([partition])
             self._builder.add_partitions(splits["train"], splits["val"])
@@ -139,7 +144,11 @@ class TrialVisits:
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, partition)
             return EvaluationVisit(trial, order, batches, shared, limit, self._looks)
-        windows = self._builder.windows(task.trial, task.epoch, partition, order.audits or 0)
+        chain: GradientChain | None = None
+        if task.replicas:
+            windows, chain = self._with_replicas(order, task, trial)
+        else:
+            windows = self._builder.windows(task.trial, task.epoch, partition, order.audits or 0)
         first = order.first_step
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:
@@ -156,10 +165,28 @@ class TrialVisits:
         sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,
             resident=order.resident, moves=order.moves, steps=order.trial.steps[partition],
-            crossings=order.crossings,
+            crossings=order.crossings, chain=chain,
         )  # fmt: skip
         stays = not order.recompute or order.resident
         return TrainingVisit(sub_epoch, trial.layout, stays, memory, effects, steps)
+
+    def _with_replicas(
+        self, order: VisitOrder, task: StartSubEpoch, trial: TrialRuntime
+    ) -> tuple[Iterator[Window], GradientChain]:
+        """Return the windows of a rank, and its place in the chain.
+
+        Raises:
+            ConfigurationError: it is not a visit that can have replicas.
+        """
+        if self._links is None or not order.resident or task.uncut:
+            raise ConfigurationError(
+                f"replicas is {len(task.replicas)}, and the trial is trained in one piece, or not "
+                "in the memory of its worker; leave replicas out"
+            )
+        place = task.trial, task.epoch, task.partitions, task.rank
+        rounds = self._builder.rounds(task.trial, task.partitions)
+        chain = GradientChain(self._links(task), trial.layout, trial.recipe.accumulate, rounds)
+        return self._builder.replica_windows(*place), chain
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no visit uses its model.
@@ -349,7 +376,7 @@ class TrainingVisit:
         with self._memory.computing():
             last = self._visit.perform(task, then=following)
         number = self._latest = last.microbatch or 0
-        if last.kind is ActionKind.B and last.shard == 0:
+        if last.kind is ActionKind.B and last.shard == 0 and number in self._visit.losses:
             return Done(last, losses={number: self._visit.losses[number]})
         return Done(last)
 

@@ -196,6 +196,29 @@ class WorkerResources:
             )
         return self.device_memory or least
 
+    def check_replicas(self, replicas: int, partitions: int, workers: int) -> None:
+        """Check that a trial can have so many replicas, each at a worker with a partition.
+
+        Raises:
+            ConfigurationError: it can't; the message says why, and what to change.
+        """
+        if replicas > partitions:
+            raise ConfigurationError(
+                f"replicas is {replicas}, and there are {partitions} partitions; take at most so "
+                "many, or prepare the data in more of them"
+            )
+        if replicas > workers:
+            raise ConfigurationError(
+                f"replicas is {replicas}, and the backend has {workers} worker(s); take at most so "
+                "many, or give the backend more"
+            )
+        if replicas > 1 and not self.computes_in_place:
+            raise ConfigurationError(
+                f"replicas is {replicas}, and a replica needs a worker with one CPU device that "
+                "has no limit; leave devices_per_worker, device_memory, host_memory and residents "
+                "of the backend out, or replicas"
+            )
+
     @property
     def has_own_processes(self) -> bool:
         """Return whether each device has a process of its own, beside the agent's."""

@@ -69,7 +69,7 @@ class _CostLog:
         self._begun: float | None = None
         self._admitted_at: float | None = None
         self._admitted: set[str] = set()
-        self._open: dict[int, tuple[_Task, float]] = {}
+        self._open: dict[tuple[int, str], tuple[_Task, float]] = {}  # by attempt and incarnation
         self._received: dict[tuple[str, int, int], float] = {}
         self._had: set[tuple[str, int]] = set()
         self._residents: dict[str, int] = {}
@@ -95,7 +95,7 @@ class _CostLog:
                 self._done(time, event)
         for told in instructions:
             if isinstance(told, _Task):
-                self._open[told.attempt] = told, time
+                self._open[told.attempt, told.incarnation] = told, time
 
     def waited(self, first: bool) -> Spread:
         """Return what tasks waited before their first forward.
@@ -117,11 +117,11 @@ class _CostLog:
         self._admitted_at = time
 
     def _done(self, time: float, event: ev.SubEpochDone | ev.EvaluationDone) -> None:
-        opened = self._open.pop(event.attempt, None)
+        opened = self._open.pop((event.attempt, event.incarnation), None)
         if opened is None:
             return
         task, given = opened
-        (partition,) = task.partitions
+        partition = task.partition
         kind: Kind = "train" if isinstance(task, ins.StartSubEpoch) else "evaluate"
         received = self._received.get((task.incarnation, task.trial, task.source.state), given)
         begun = time - event.seconds

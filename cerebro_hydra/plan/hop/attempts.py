@@ -15,13 +15,13 @@ time, so a visit that follows another at the same worker stays reserved until th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
 from cerebro_hydra.plan.hop.trial_status import EVALUATING, TRAINING, WAITING
-from cerebro_hydra.plan.hop.trials import Attempt, AttemptStatus, TrialProgress
+from cerebro_hydra.plan.hop.trials import Attempt, AttemptStatus, Rank, TrialProgress
 from cerebro_hydra.plan.messages.instructions import (
     Cancel,
     Drop,
@@ -44,15 +44,17 @@ class Attempts:
     def running(self, number: int, incarnation: str) -> Attempt | None:
         """Return the started attempt that an event names, or None if it is over."""
         attempt = self._tables.attempts.get(number)
-        if attempt is None or attempt.incarnation != incarnation:
+        if attempt is None or incarnation not in attempt.incarnations:
             return None
         return None if attempt.status in ("reserved", "done") else attempt
 
     def has_source(self, attempt: Attempt) -> bool:
-        """Return whether the state that the attempt begins from is whole at its worker."""
-        at = (attempt.source.state, attempt.incarnation)
-        held = self._tables.holders.holds(attempt.trial, *at)
-        return held or at in self._tables.trials[attempt.trial].arrived
+        """Return whether the state that the attempt begins from is whole at each of its workers."""
+        state, arrived = attempt.source.state, self._tables.trials[attempt.trial].arrived
+        return all(
+            self._tables.holders.holds(attempt.trial, state, each) or (state, each) in arrived
+            for each in attempt.incarnations
+        )
 
     @staticmethod
     def beginning_from(trial: int, state: int, agent: LiveAgent) -> list[Attempt]:
@@ -61,21 +63,32 @@ class Attempts:
 
     # ------------------------------------------------------------------ giving tasks
 
-    def assign(self, number: int, partition: int, agent: LiveAgent) -> Instructions:
-        """Give an agent the open task of a trial on one partition."""
+    def assign(
+        self,
+        number: int,
+        partition: int,
+        agent: LiveAgent,
+        others: Sequence[tuple[int, LiveAgent]] = (),
+    ) -> Instructions:
+        """Give an agent the open task of a trial on one partition.
+
+        Args:
+            others: further partitions of a sub-epoch with replicas, and the idle agents of these.
+        """
         tables = self._tables
         trial, kind = tables.trials[number], tables.phase(tables.trials[number])
-        before = trial.newest + len(trial.pending_visits)
+        before = trial.pending_visits[-1].state if trial.pending_visits else trial.newest
         attempt = Attempt(
             number=tables.take_number(),
             kind=kind,
             trial=number,
-            state=before + (kind == "train"),
+            state=before + (1 + len(others) if kind == "train" else 0),
             epoch=len(trial.history),
             partition=partition,
             worker=agent.worker,
             incarnation=agent.incarnation,
-            source=self._source(trial, number, partition, agent),
+            source=self._source(trial, number, partition, agent, [each for _, each in others]),
+            others=tuple(Rank(each, other.worker, other.incarnation) for each, other in others),
         )
         tables.attempts[attempt.number] = attempt
         if kind == "train":
@@ -85,12 +98,15 @@ class Attempts:
             trial.evaluating |= 1 << partition
         if trial.stage is WAITING:
             tables.enter(number, TRAINING if kind == "train" else EVALUATING)
+        for _, other in others:
+            other.started.append(attempt)
         agent.reserved.append(attempt)
         told = self._start_reserved(agent)
         waits = attempt.status == "reserved" and attempt.source.incarnation != agent.incarnation
         if waits and not self.has_source(attempt):
             told.append(FetchShards(number, agent.worker, agent.incarnation, attempt.source))
-        tables.workers.refresh(agent)
+        for each in (agent, *(other for _, other in others)):
+            tables.workers.refresh(each)
         tables.refresh(number)
         return told
 
@@ -106,20 +122,27 @@ class Attempts:
         return told
 
     def _source(
-        self, trial: TrialProgress, number: int, partition: int, agent: LiveAgent
+        self,
+        trial: TrialProgress,
+        number: int,
+        partition: int,
+        agent: LiveAgent,
+        replicas: Sequence[LiveAgent] = (),
     ) -> StateSource:
         """Choose the agent itself, else another agent, else the store.
 
         Of the others, one is taken from which the fewest transfers of this state have failed. What
-        the agent fetches already has one source.
+        the agent fetches already has one source. Its replicas have the same one, so it is itself
+        the first choice only as long as nobody has failed to fetch from it.
         """
         if trial.pending_visits:
-            return StateSource(trial.newest + 1, trial.pending_visits[0].incarnation)
+            return StateSource(trial.pending_visits[0].state, trial.pending_visits[0].incarnation)
         state = trial.newest
         if fetching := self.beginning_from(number, state, agent):
             return fetching[0].source
         places = self._tables.holders.where(number, state)
-        if agent.incarnation in places:
+        failed = (state, agent.incarnation) in trial.failed_transfers
+        if agent.incarnation in places and not (replicas and failed):
             return StateSource(state, agent.incarnation)
         failures = {place: trial.failed_transfers.get((state, place), 0) for place in places}
         fewest = min(failures.values())
@@ -153,12 +176,13 @@ class Attempts:
         transition = _TRANSITIONS[attempt.status, status]
         attempt.status = status
         told = transition(self, attempt)
-        if agent := self._tables.workers.get(attempt.incarnation):
-            self._tables.workers.refresh(agent)
+        for incarnation in attempt.incarnations:
+            if agent := self._tables.workers.get(incarnation):
+                self._tables.workers.refresh(agent)
         return told
 
     def _start(self, attempt: Attempt) -> Instructions:
-        """Tell the agent to begin."""
+        """Tell the agent to begin, or each of several replicas."""
         tables = self._tables
         attempt.started_at = tables.estimates.now
         pending_visits = tables.trials[attempt.trial].pending_visits
@@ -168,30 +192,35 @@ class Attempts:
             attempt.started_at = max(attempt.started_at, first.started_at + expected)
         instruction: Callable[..., Instruction] = Evaluate
         if attempt.kind == "train":
-            instruction = partial(StartSubEpoch, metrics=self._metrics_before(attempt))
-        started = instruction(
-            attempt=attempt.number,
-            trial=attempt.trial,
-            state=attempt.state,
-            epoch=attempt.epoch,
-            partitions=(attempt.partition,),
-            worker=attempt.worker,
-            incarnation=attempt.incarnation,
-            source=attempt.source,
-            uncut=tables.trials[attempt.trial].uncut,
-        )
-        return [started]
+            replicas = attempt.incarnations if attempt.others else ()
+            metrics = self._metrics_before(attempt)
+            instruction = partial(StartSubEpoch, metrics=metrics, replicas=replicas)
+        return [
+            instruction(
+                attempt=attempt.number,
+                trial=attempt.trial,
+                state=attempt.state,
+                epoch=attempt.epoch,
+                partitions=attempt.partitions,
+                worker=rank.worker,
+                incarnation=rank.incarnation,
+                source=attempt.source,
+                uncut=tables.trials[attempt.trial].uncut,
+            )
+            for rank in attempt.ranks
+        ]
 
     def _metrics_before(self, attempt: Attempt) -> dict[str, float]:
         """Return the metrics of the epoch before for the first visit of an epoch, else none."""
-        first = attempt.state == attempt.epoch * self._tables.config.partitions + 1
+        first = attempt.source.state == attempt.epoch * self._tables.config.partitions
         if not first or attempt.epoch == 0:
             return {}
         return dict(self._tables.trials[attempt.trial].history[attempt.epoch - 1])
 
     def _receive(self, attempt: Attempt) -> Instructions:
-        """Note that the agent has the whole state that the attempt begins from."""
-        self.note_received(attempt.trial, attempt.source.state, attempt.incarnation)
+        """Note that each agent has the whole state that the attempt begins from."""
+        for incarnation in attempt.incarnations:
+            self.note_received(attempt.trial, attempt.source.state, incarnation)
         return []
 
     def note_received(self, number: int, state: int, incarnation: str) -> None:
@@ -216,32 +245,36 @@ class Attempts:
     def _cancel_started(self, attempt: Attempt) -> Instructions:
         """Tell the agent to stop, if it is alive."""
         self._free_agent(attempt)
-        if self._tables.workers.get(attempt.incarnation) is None:
-            return []
-        return [Cancel(attempt.number, attempt.incarnation), *self._end_fetch(attempt)]
+        told: Instructions = []
+        for incarnation in attempt.incarnations:
+            if self._tables.workers.get(incarnation) is not None:
+                told.append(Cancel(attempt.number, incarnation))
+        return told + self._end_fetch(attempt)
 
     def _free_agent(self, attempt: Attempt) -> None:
-        agent = self._tables.workers.get(attempt.incarnation)
-        if agent is None:
-            return
-        if attempt in agent.started:
-            agent.started.remove(attempt)
-            self._freed.add(agent.worker)
-        if attempt in agent.reserved:
-            agent.reserved.remove(attempt)
+        for incarnation in attempt.incarnations:
+            agent = self._tables.workers.get(incarnation)
+            if agent is None:
+                continue
+            if attempt in agent.started:
+                agent.started.remove(attempt)
+                self._freed.add(agent.worker)
+            if attempt in agent.reserved:
+                agent.reserved.remove(attempt)
 
     def _end_fetch(self, attempt: Attempt) -> Instructions:
-        """Let the agent forget a state that it was to fetch for this attempt alone."""
+        """Let each agent forget a state that it was to fetch for this attempt alone."""
         tables, trial = self._tables, self._tables.trials[attempt.trial]
-        agent = tables.workers.get(attempt.incarnation)
-        if agent is None or self.beginning_from(attempt.trial, attempt.source.state, agent):
-            return []
-        source = (attempt.source.state, attempt.incarnation)
-        if tables.holders.holds(attempt.trial, *source):
-            return []
-        trial.arrived.discard(source)
-        trial.abandoned_fetches.add(source)
-        return [Drop(attempt.trial, *source)]
+        told: Instructions = []
+        for incarnation in attempt.incarnations:
+            agent, source = tables.workers.get(incarnation), (attempt.source.state, incarnation)
+            if agent is None or self.beginning_from(attempt.trial, attempt.source.state, agent):
+                continue
+            if not tables.holders.holds(attempt.trial, *source):
+                trial.arrived.discard(source)
+                trial.abandoned_fetches.add(source)
+                told.append(Drop(attempt.trial, *source))
+        return told
 
     # ------------------------------------------------------------------ the end of attempts
 

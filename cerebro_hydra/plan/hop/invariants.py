@@ -84,7 +84,7 @@ _OF_A_RUN: tuple[Callable[[RunTables], None], ...] = (
 def _attempts_are_where_they_say(tables: RunTables, agent: LiveAgent) -> None:
     for attempt in agent.attempts:
         assert tables.attempts.get(attempt.number) is attempt, f"{attempt} is over"
-        assert attempt.incarnation == agent.incarnation, f"{attempt} is elsewhere"
+        assert agent.incarnation in attempt.incarnations, f"{attempt} is elsewhere"
         reserved = attempt.status == "reserved"
         assert reserved == (attempt in agent.reserved), f"{attempt} is at the wrong place"
 
@@ -128,7 +128,7 @@ def _each_partition_once_per_epoch(tables: RunTables, index: int, trial: TrialPr
         key = (visit.epoch, visit.partition)
         assert key not in seen, f"trial {index} trained twice on (epoch, partition) {key}"
         seen.add(key)
-    visits = trial.trained.bit_count() + len(trial.pending_visits)
+    visits = trial.trained.bit_count() + sum(len(each.ranks) for each in trial.pending_visits)
     assert trial.visited().bit_count() == visits, f"trial {index} would visit a partition twice"
 
 
@@ -156,14 +156,18 @@ def _the_status_is_what_attempts_say(tables: RunTables, index: int, trial: Trial
 def _one_writer_and_one_successor(tables: RunTables, index: int, trial: TrialProgress) -> None:
     pending = trial.pending_visits
     assert len(pending) <= 2, f"trial {index} has {len(pending)} pending visits at once"
-    for ahead, attempt in enumerate(pending, start=1):
-        assert attempt.state == trial.newest + ahead == attempt.source.state + 1, f"{attempt}"
+    before = trial.newest
+    for attempt in pending:
+        made = attempt.source.state + len(attempt.ranks)
+        assert attempt.source.state == before and attempt.state == made, f"{attempt}"
+        before = attempt.state
     if pending:
         assert pending[0].done is None, f"{pending[0]} is done but not committed"
     if len(pending) == 2:
         first, second = pending
         assert first.status == "ending", f"{second} waits for {first}, which is not ending"
         assert second.source.incarnation == first.incarnation, f"{second} has another source"
+        assert not (first.others or second.others), f"{second} of replicas follows {first}"
 
 
 def _what_is_written_is_held(tables: RunTables, index: int, trial: TrialProgress) -> None:
@@ -274,11 +278,14 @@ _OF_A_TRIAL: tuple[Callable[[RunTables, int, TrialProgress], None], ...] = (
 
 
 def _attempts_are_at_their_agent(tables: RunTables, trial: TrialProgress, attempt: Attempt) -> None:
-    agent = tables.workers.get(attempt.incarnation)
-    assert agent is not None, f"{attempt} has no live agent"
     assert (attempt.status == "done") == (attempt.done is not None), f"{attempt} is contradictory"
-    if attempt.done is None:
-        assert attempt in agent.attempts, f"{attempt} is not what its agent does"
+    workers = {rank.worker for rank in attempt.ranks}
+    assert len(workers) == len(attempt.ranks), f"{attempt} has two ranks at one worker"
+    for incarnation in attempt.incarnations:
+        agent = tables.workers.get(incarnation)
+        assert agent is not None, f"{attempt} has no live agent {incarnation}"
+        if attempt.done is None:
+            assert attempt in agent.attempts, f"{attempt} is not what its agent does"
 
 
 def _attempts_have_a_source(tables: RunTables, trial: TrialProgress, attempt: Attempt) -> None:

@@ -45,6 +45,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 from cerebro_hydra.plan.hop import invariants
+from cerebro_hydra.plan.hop.adoptions import Adoptions
 from cerebro_hydra.plan.hop.attempts import Attempts
 from cerebro_hydra.plan.hop.checkpoints import Checkpoints, Retention
 from cerebro_hydra.plan.hop.epochs import PAUSED_AT_THE_END, TrialCourse
@@ -62,6 +63,7 @@ from cerebro_hydra.plan.hop.trials import MOST_LOST_AGENTS, Attempt, TrialProgre
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import (
     Assigned,
+    Assignment,
     AttemptEvent,
     AuditFailed,
     BudgetExtended,
@@ -99,12 +101,17 @@ from cerebro_hydra.plan.messages.events import (
     WorkerLost,
 )
 from cerebro_hydra.plan.messages.instructions import (
-    AdoptPartitions,
     Commit,
     FinishRun,
     FinishTrial,
     Instruction,
     Instructions,
+)
+
+NOT_ALIKE = (
+    "workers {} and {}, replicas of each other, have made different states {}: the bytes of shards "
+    "{} differ. Where machines have different CPUs, choose numerics='portable' for the backend; "
+    "else look for operations of the model that do not give the same bits twice"
 )
 
 
@@ -211,8 +218,22 @@ class HopState:
             ready = tasks.ready >> task.trial & 1 and tasks.partitions(task.trial) & bit
             if agent is None or agent.worker != task.worker or not (agent.open and ready):
                 raise ValueError(f"{task} was chosen, and it can't be begun now")
-            told += self._attempts.assign(task.trial, task.partition, agent)
+            others = self._replicas_of(task, agent)
+            told += self._attempts.assign(task.trial, task.partition, agent, others)
         return Applied((), told)
+
+    def _replicas_of(self, task: Assignment, first: LiveAgent) -> list[tuple[int, LiveAgent]]:
+        """Return the further partitions of a task, each with the idle agent that trains over it."""
+        opened = self.tables.open_tasks.partitions(task.trial)
+        others = [(partition, self.workers.of_partition(partition)) for partition in task.others]
+        agents = [first, *(agent for _, agent in others if agent is not None)]
+        idle = not any(agent.attempts for agent in agents)
+        apart = len({agent.worker for agent in agents}) == 1 + len(others)
+        open_ones = all(opened >> partition & 1 for partition in task.others)
+        alone = not self.trials[task.trial].pending_visits
+        if others and not (idle and apart and open_ones and alone):
+            raise ValueError(f"{task} was chosen, and not all of its replicas can begin now")
+        return [(partition, agent) for partition, agent in others if agent is not None]
 
     def _join(self, event: WorkerJoined) -> Applied:
         if event.incarnation in self._fenced or self.workers.get(event.incarnation):
@@ -290,7 +311,7 @@ class HopState:
         told: Instructions = []
         self.workers.remove(agent)
         # Beside what it runs and what is reserved there may be a sub-epoch that is held back.
-        at = [each for each in self.attempts.values() if each.incarnation == agent.incarnation]
+        at = [each for each in self.attempts.values() if agent.incarnation in each.incarnations]
         for attempt in reversed(at):
             concerned.add(attempt.trial)
             if attempt.number in self.attempts:
@@ -317,7 +338,8 @@ class HopState:
     def _apply_to_attempt(self, event: AttemptEvent, attempt: Attempt) -> Instructions:
         match event:
             case SubEpochEnding() if attempt.kind == "train" and attempt.status != "ending":
-                return self._attempts.move(attempt, "ending")
+                # Nothing is reserved behind replicas, whose ranks come to their ends one by one.
+                return [] if attempt.others else self._attempts.move(attempt, "ending")
             case SubEpochDone() if attempt.kind == "train":
                 return self._sub_epoch_done(event, attempt)
             case EvaluationDone() if attempt.kind == "evaluate":
@@ -331,18 +353,26 @@ class HopState:
         return []
 
     def _task_failed(self, event: TaskFailed, attempt: Attempt) -> Instructions:
-        where = f"partition {attempt.partition} on worker {attempt.worker}"
+        rank = next(each for each in attempt.ranks if each.incarnation == event.incarnation)
+        where = f"partition {rank.partition} on worker {rank.worker}"
         self.tables.log(attempt.trial, f"attempt {attempt.number} failed on {where}")
         if event.memory:
             return self._course.ran_out_of_memory(attempt, event.error)
         return self._course.fail(attempt.trial, event.error)
 
     def _sub_epoch_done(self, event: SubEpochDone, attempt: Attempt) -> Instructions:
-        attempt.done = event
+        attempt.reports[event.incarnation] = event
+        if len(attempt.reports) < len(attempt.ranks):
+            return []
+        if (differs := _replicas_differ(attempt)) is not None:
+            return self._course.fail(attempt.trial, differs)
+        attempt.done = attempt.reports[attempt.incarnation]
         told = self._attempts.move(attempt, "done")
         estimates = self.tables.estimates
-        estimates.learn("train", attempt.trial, attempt.partition, event.work_seconds)
-        estimates.advance_clock(attempt.started_at + event.hop.seconds + event.seconds)
+        for rank in attempt.ranks:
+            report = attempt.reports[rank.incarnation]
+            estimates.learn("train", attempt.trial, rank.partition, report.work_seconds)
+            estimates.advance_clock(attempt.started_at + report.hop.seconds + report.seconds)
         trial = self.trials[attempt.trial]
         while trial.pending_visits and (done := trial.pending_visits[0].done) is not None:
             told.append(self._commit(trial, trial.pending_visits[0], done))
@@ -351,20 +381,24 @@ class HopState:
     def _commit(self, trial: TrialProgress, attempt: Attempt, done: SubEpochDone) -> Commit:
         self._attempts.close(attempt)
         number, state = attempt.trial, attempt.state
-        trial.visits.append(attempt.partition, done.rows, done.loss_sum)
-        trial.trained |= 1 << attempt.partition
+        for rank in attempt.ranks:
+            report = attempt.reports[rank.incarnation]
+            trial.visits.append(rank.partition, report.rows, report.loss_sum)
+            trial.trained |= 1 << rank.partition
         trial.note_progress()
         self.holders.define(number, state, done.digests)
-        self.holders.add(number, state, attempt.incarnation)
+        for incarnation in attempt.incarnations:
+            self.holders.add(number, state, incarnation)
         for at in sorted(at for at in trial.arrived if at[0] == state):
             trial.arrived.discard(at)
             self.holders.add(number, *at)
-        self.tables.log(
-            number,
-            f"visit {state}: epoch {attempt.epoch + 1}, partition {attempt.partition} "
-            f"on worker {attempt.worker}, attempt {attempt.number}",
+        where = ", ".join(
+            f"partition {rank.partition} on worker {rank.worker}" for rank in attempt.ranks
         )
-        return Commit(attempt.number, number, state, attempt.epoch, (attempt.partition,))
+        self.tables.log(
+            number, f"visit {state}: epoch {attempt.epoch + 1}, {where}, attempt {attempt.number}"
+        )
+        return Commit(attempt.number, number, state, attempt.epoch, attempt.partitions)
 
     def _evaluation_done(self, event: EvaluationDone, attempt: Attempt) -> Instructions:
         trial = self.trials[attempt.trial]
@@ -390,7 +424,7 @@ class HopState:
             self._attempts.note_received(event.trial, *at)
         told: Instructions = []
         for attempt in beginning:
-            if attempt.status == "fetching":
+            if attempt.status == "fetching" and self._attempts.has_source(attempt):
                 told += self._attempts.move(attempt, "running")
         return Applied((event.trial,), told)
 
@@ -429,6 +463,16 @@ class HopState:
 
     def _ignore(self, event: DevicesWorked) -> Applied:
         return NOTHING
+
+
+def _replicas_differ(attempt: Attempt) -> str | None:
+    """Return what is wrong if the replicas of a visit have not made the same state."""
+    first = attempt.reports[attempt.incarnation].digests
+    for rank in attempt.others:
+        digests = attempt.reports[rank.incarnation].digests
+        if differing := [k for k, (a, b) in enumerate(zip(first, digests, strict=True)) if a != b]:
+            return NOT_ALIKE.format(attempt.worker, rank.worker, attempt.state, differing)
+    return None
 
 
 _HANDLERS: dict[type[Event], Callable[[HopState, Any], Applied]] = {
@@ -583,67 +627,3 @@ class SearchEvents:
             for number, trial in self._tables.trials.items()
             if not trial.over and (trial.stops or len(trial.history) >= trial.budget)
         ]
-
-
-class Adoptions:
-    """Notes which workers were given up, and who takes their partitions over.
-
-    A worker that comes back has its own partitions back at once. If the one that took them over is
-    lost, another one takes them.
-    """
-
-    def __init__(self, tables: RunTables) -> None:
-        self._tables = tables
-        self._given_up: dict[int, tuple[int, ...]] = {}  # the partitions of each, by worker
-        self._promised: dict[int, str] = {}  # who decodes a partition, by partition
-
-    def give_up(self, event: WorkerGivenUp) -> Instructions:
-        """Let the others take over the partitions of a worker, unless it is there again."""
-        if event.worker in self._tables.workers.by_worker:
-            return []
-        self._given_up[event.worker] = event.partitions
-        return self._hand_out()
-
-    def join(self, worker: int) -> Instructions:
-        """Leave its own partitions to a worker that is there, and ask it for those of others."""
-        for partition in self._given_up.pop(worker, ()):
-            self._promised.pop(partition, None)
-        return self._hand_out()
-
-    def lose(self, incarnation: str) -> Instructions:
-        """Let others take over what a lost agent had taken over, or was about to."""
-        self._promised = {p: name for p, name in self._promised.items() if name != incarnation}
-        return self._hand_out()
-
-    def adopt(self, event: PartitionsAdopted) -> None:
-        """Note that an agent has decoded partitions of other workers."""
-        agent = self._tables.workers.get(event.incarnation)
-        mine = [p for p in event.partitions if self._promised.get(p) == event.incarnation]
-        for partition in mine:
-            del self._promised[partition]
-        if agent is not None:
-            free = (p for p in mine if self._tables.workers.of_partition(p) is None)
-            self._tables.workers.adopt(agent, tuple(free))
-
-    def _hand_out(self) -> Instructions:
-        told: Instructions = []
-        workers = self._tables.workers
-        for partition in (p for partitions in self._given_up.values() for p in partitions):
-            taken = partition in self._promised or workers.of_partition(partition)
-            if not taken and (agent := self._least_burdened()) is not None:
-                self._promised[partition] = agent.incarnation
-                told.append(AdoptPartitions(agent.worker, agent.incarnation, (partition,)))
-        return told
-
-    def _least_burdened(self) -> LiveAgent | None:
-        """Return the agent that has, or was promised, the fewest partitions."""
-        promised = list(self._promised.values())
-        return min(
-            self._tables.workers,
-            key=lambda agent: len(agent.partitions) + promised.count(agent.incarnation),
-            default=None,
-        )
-
-    def comparable(self) -> tuple[dict[int, tuple[int, ...]], dict[int, str]]:
-        """Return all that the next decisions depend on."""
-        return self._given_up, self._promised

@@ -35,6 +35,7 @@ from cerebro_hydra.plan.hop.trials import (
     VisitLog,
     next_partition,
     outcome,
+    replica_groups,
 )
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import TrialProposed
@@ -81,6 +82,7 @@ class RunTables:
         self.finished = False  # whether the run is over
         self.suspended = False  # whether the run ends for now, and every trial rests
         self.resting: set[int] = set()  # of a suspended run, the trials that need nothing more
+        self.replicated: list[int] = []  # the trials with replicas, over or not
         self.events = 0
         self.in_training = 0
         """The trials that may go on now, as a mask."""
@@ -110,6 +112,8 @@ class RunTables:
         visits = VisitLog(self.config.partitions)
         trial = TrialProgress(config, budget, tie_break, visits, stage)
         self.trials[config.trial] = trial
+        if config.replicas > 1:
+            self.replicated.append(config.trial)
         self._statuses[stage.status] = self.with_status(stage.status) | 1 << config.trial
         self.estimates.add(config.trial, config.cost)
         return trial
@@ -198,6 +202,9 @@ class RunTables:
         if self.phase(trial) == "evaluate":
             return self._all_partitions & ~trial.evaluation_begun()
         visited = trial.visited()
+        if trial.config.replicas > 1:
+            groups = replica_groups(self.config, number, trial)
+            return mask_of(partition for group in groups for partition in group)
         if self.config.order == "seeded" and visited != self._all_partitions:
             return 1 << next_partition(self.config, number, trial)
         return self._all_partitions & ~visited
@@ -210,7 +217,7 @@ class RunTables:
         state = trial.newest
         places: Iterable[str] = self.holders.where(trial.config.trial, state)
         if trial.pending_visits:
-            state, places = state + 1, (trial.pending_visits[0].incarnation,)
+            state, places = trial.pending_visits[0].state, (trial.pending_visits[0].incarnation,)
         return (place for place in places if trial.is_source(state, place))
 
     def _turn(self, number: int, trial: TrialProgress) -> Turn | None:

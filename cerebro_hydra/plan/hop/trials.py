@@ -117,10 +117,21 @@ TaskKind = Literal["train", "evaluate"]
 AttemptStatus = Literal["reserved", "fetching", "running", "ending", "done", "cancelled"]
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Says which agent trains a visit over one of its partitions."""
+
+    partition: int
+    worker: int
+    incarnation: str
+
+
 @dataclass(slots=True)
 class Attempt:
     """Records one task given to one worker: a sub-epoch or the evaluation of one partition.
 
+    A sub-epoch with replicas is given to several workers at once, one for each of its partitions;
+    the first is that of the attempt itself, and ``others`` has the further ranks in their order.
     ``plan/hop/attempts.py`` has the table of what happens when its status changes.
     """
 
@@ -136,6 +147,23 @@ class Attempt:
     status: AttemptStatus = "reserved"
     done: SubEpochDone | None = None  # held back until the visit before it is committed
     started_at: float = 0.0  # seconds by the clock of the estimates
+    others: tuple[Rank, ...] = ()
+    reports: dict[str, SubEpochDone] = field(default_factory=dict)  # by incarnation, of all ranks
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Return all that train it, in rank order."""
+        return (Rank(self.partition, self.worker, self.incarnation), *self.others)
+
+    @property
+    def incarnations(self) -> tuple[str, ...]:
+        """Return the agents that work on it, in rank order."""
+        return (self.incarnation, *(rank.incarnation for rank in self.others))
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """Return the partitions that it goes over, in rank order."""
+        return (self.partition, *(rank.partition for rank in self.others))
 
 
 @dataclass(slots=True)
@@ -294,7 +322,7 @@ class TrialProgress:
 
     def visited(self) -> int:
         """Return this epoch's partitions that are trained or being trained, as a mask."""
-        return self.trained | mask_of(attempt.partition for attempt in self.pending_visits)
+        return self.trained | mask_of(p for each in self.pending_visits for p in each.partitions)
 
     def evaluation_begun(self) -> int:
         """Return this epoch's partitions that are evaluated or being evaluated, as a mask."""
@@ -324,6 +352,26 @@ def next_partition(config: HopConfig, number: int, trial: TrialProgress) -> int:
         return next(partition for partition in order if not visited >> partition & 1)
     order = _shuffled(config.seed, epoch, partitions)
     return order[(number + visited.bit_count()) % partitions]
+
+
+def replica_groups(config: HopConfig, number: int, trial: TrialProgress) -> list[tuple[int, ...]]:
+    """Return the groups of partitions that the epoch has still to visit, less what it has visited.
+
+    Partitions are grouped by their numbers, as many as there are replicas, the last ones maybe
+    fewer, so the steps of an epoch do not depend on who is free. When ``order="seeded"`` the groups
+    are in a seeded order of their own, and only the first one is returned.
+    """
+    size, visited, epoch = trial.config.replicas, trial.visited(), len(trial.history)
+    numbers = list(range(-(-config.partitions // size)))
+    if config.order == "seeded":
+        order = _shuffled(config.seed, epoch, len(numbers))
+        numbers = [order[(number + place) % len(order)] for place in numbers]
+    groups = []
+    for each in numbers:
+        group = range(each * size, min((each + 1) * size, config.partitions))
+        if left := tuple(partition for partition in group if not visited >> partition & 1):
+            groups.append(left)
+    return groups[:1] if config.order == "seeded" else groups
 
 
 @cache

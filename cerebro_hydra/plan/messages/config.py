@@ -24,7 +24,8 @@ class TrialConfig:
     (``MergeMetrics``). A trial with a ``patience`` ends when that many epochs in a row were not
     better; with None it trains all epochs. Its result is the state after its best epoch if it
     keeps the "best", and the newest state if it keeps the "last". A trial that may be cut ``finer``
-    is, once, when it runs out of memory.
+    is, once, when it runs out of memory. A sub-epoch of a trial with ``replicas`` goes over so many
+    partitions at once, each at a worker of its own.
 
     Raises:
         ConfigurationError: a number can't be used.
@@ -38,6 +39,7 @@ class TrialConfig:
     patience: int | None = None
     keep: str = "last"
     finer: bool = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         """Refuse a trial that no run can train."""
@@ -52,6 +54,10 @@ class TrialConfig:
             raise ConfigurationError(
                 f"patience={patience!r} of trial {self.trial} must be a whole number of epochs "
                 "from 1"
+            )
+        if self.replicas < 1:
+            raise ConfigurationError(
+                f"replicas={self.replicas} of trial {self.trial} must be at least 1"
             )
         if self.keep not in KEEPS:
             raise ConfigurationError(
@@ -104,8 +110,14 @@ class HopConfig:
         """Refuse a trial that this run can't train.
 
         Raises:
-            ConfigurationError: it compares epochs by a metric that none will have.
+            ConfigurationError: it compares epochs by a metric that none will have, or has more
+                replicas than there are partitions.
         """
+        if trial.replicas > self.partitions:
+            raise ConfigurationError(
+                f"replicas={trial.replicas} of trial {trial.trial} are more than the "
+                f"{self.partitions} partitions; take replicas={self.partitions} at most"
+            )
         if trial.compares_epochs and not self.evaluate and self.metric != "train_loss":
             raise ConfigurationError(
                 f"trial {trial.trial} compares epochs by metric={self.metric!r}, which needs "

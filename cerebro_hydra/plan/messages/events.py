@@ -116,7 +116,8 @@ class SubEpochDone:
     ``digests`` has one (frozen, trainable) pair per shard. ``seconds`` is the time from the first
     forward to the last update; ``hop`` has the transfer before it. Of these seconds an audit, which
     found no difference, took ``audit_seconds``; 0 if there was none. Beside other residents,
-    devices computed for it ``device_seconds`` long; None means all the time.
+    devices computed for it ``device_seconds`` long; None means all the time. With replicas each
+    rank tells of its own rows and loss, and of the digests of the one state that all of them made.
     """
 
     attempt: int
@@ -392,11 +393,16 @@ class SearchReopened:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Gives the trial's open task on a partition to the worker that holds the partition."""
+    """Gives the trial's open task on a partition to the worker that holds the partition.
+
+    ``others`` has the further partitions of a sub-epoch with replicas, in rank order, each to be
+    trained by the worker that holds it.
+    """
 
     trial: int
     partition: int
     worker: int
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

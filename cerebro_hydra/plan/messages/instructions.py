@@ -16,12 +16,16 @@ class StateSource:
 
 @dataclass(frozen=True, slots=True)
 class StartSubEpoch:
-    """Train the trial over ``partitions``, one as yet, from state ``source.state`` to ``state``.
+    """Train the trial over ``partitions`` from state ``source.state`` to ``state``.
 
     The source may still be ending its own sub-epoch; then the agent waits for its shards. On the
     first visit of an epoch ``metrics`` has what ``EndEpoch`` said of the epoch before; it is empty
     on all other visits and in epoch 0. A repeated visit has the same metrics again. After a
     ``TrainUncut`` the model is trained in one piece (``uncut``).
+
+    A visit of several partitions is one attempt of as many agents, whose incarnations ``replicas``
+    has in rank order; each is told by an instruction of its own, and trains over the partition at
+    its place. They sum their gradients in rank order, and all of them make ``state``.
     """
 
     attempt: int
@@ -34,6 +38,17 @@ class StartSubEpoch:
     source: StateSource
     metrics: dict[str, float]
     uncut: bool = False
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Return the place of the agent among the replicas, 0 without any."""
+        return self.replicas.index(self.incarnation) if self.replicas else 0
+
+    @property
+    def partition(self) -> int:
+        """Return the partition that this agent trains over."""
+        return self.partitions[self.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,12 @@ class Evaluate:
     incarnation: str
     source: StateSource
     uncut: bool = False
+
+    @property
+    def partition(self) -> int:
+        """Return the one partition."""
+        (partition,) = self.partitions
+        return partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +161,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Count this sub-epoch provisionally: a ``Redo`` may still take it back."""
+    """Count this sub-epoch provisionally: a ``Redo`` may still take it back.
+
+    States are numbered by the partitions that a trial has been to, so one over several
+    ``partitions`` makes ``state`` from the state of as many numbers before.
+    """
 
     attempt: int
     trial: int
@@ -151,7 +176,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """Treat these visits as void, because neither a live worker nor the store has their states."""
+    """Treat these visits as void, because neither a live worker nor the store has their states.
+
+    A visit of several partitions has as many numbers here, up to that of its state.
+    """
 
     trial: int
     visits: tuple[int, ...]

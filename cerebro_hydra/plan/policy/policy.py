@@ -15,6 +15,9 @@ estimates are true.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial, reduce
+from operator import or_
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -64,6 +67,37 @@ def _most_work_first(view: View, free: int) -> list[Assignment]:
     return chosen
 
 
+def replicas_first(view: View) -> list[Assignment]:
+    """Begin sub-epochs with replicas whose workers are idle, from the trials with the most work.
+
+    Of a trial's groups of partitions one is taken whose workers have most of its bytes. The first
+    trial that has to wait for a worker keeps the other workers of a group free for it, or tasks of
+    other trials could keep one of them busy at any moment.
+    """
+    chosen: list[Assignment] = []
+    for trial in view.ready_replicas():
+        found = ((group, _mask_of(view, group)) for group in view.replicas(trial))
+        groups = [group for group, mask in found if not mask & view.kept_free]
+        if not groups:
+            continue
+        idle = [group for group in groups if view.idle(group)]
+        group = max(idle, key=partial(_there, view, trial)) if idle else groups[0]
+        view.kept_free |= _mask_of(view, group)
+        if not idle:
+            break
+        chosen.append(view.assignment(trial, *group))
+    return chosen
+
+
+def _mask_of(view: View, partitions: Sequence[int]) -> int:
+    """Return all partitions of the workers of these partitions, as a mask."""
+    return reduce(or_, map(view.partitions_beside, partitions))
+
+
+def _there(view: View, trial: int, partitions: Sequence[int]) -> float:
+    return sum(view.share_there(trial, partition) for partition in partitions)
+
+
 def _longest_backlog(view: View, trial: int, tasks: int) -> int:
     """Return the partition with the longest backlog, and of those one with most of the bytes.
 
@@ -101,8 +135,11 @@ class Policy:
 
     def choose(self, view: View) -> list[Assignment]:
         """Return the tasks to begin: at most one per worker, and one sub-epoch per trial."""
+        view.kept_free = 0
         if not any(view.open_levels):
             return []
+        if view.has_replicas:
+            return replicas_first(view) + most_work_first(view)
         live = view.num_live()
         if live >= FEW_PER_PLACE * view.num_places or live * self._partitions > MOST_PAIRS:
             return most_work_first(view)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cerebro_hydra.plan.bits import members
+from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
-from cerebro_hydra.plan.hop.trials import Attempt, TaskKind, visit_order
+from cerebro_hydra.plan.hop.trials import Attempt, TaskKind, replica_groups, visit_order
 from cerebro_hydra.plan.messages.events import Assignment
 
 OVERDUE_SHARE = 0.05  # of a task's time is left of one that takes longer than expected
@@ -35,18 +35,21 @@ class View:
         self.partitions = tables.config.partitions
         self.evaluates = tables.config.evaluate
         self.seeded_order = tables.config.order == "seeded"
+        self.kept_free = 0
+        """The partitions of workers that nothing is given to, as a mask."""
 
     # ------------------------------------------------------------------ who is free
 
     @property
     def open_partitions(self) -> int:
         """The partitions of the workers that can be given a task, as a mask."""
-        return self._tables.workers.open_partitions
+        return self._tables.workers.open_partitions & ~self.kept_free
 
     @property
     def open_levels(self) -> list[int]:
         """The open partitions by the tasks that each device of their worker has, as masks."""
-        return self._tables.workers.open_levels
+        levels = self._tables.workers.open_levels
+        return [level & ~self.kept_free for level in levels] if self.kept_free else levels
 
     @property
     def holds_several(self) -> bool:
@@ -78,23 +81,63 @@ class View:
         agent = self._tables.workers.of_partition(partition)
         return 0 if agent is None else agent.mask
 
-    def assignment(self, trial: int, partition: int) -> Assignment:
-        """Return the assignment of a trial's open task to the worker of its partition."""
+    def assignment(self, trial: int, partition: int, *others: int) -> Assignment:
+        """Return the assignment of a trial's open task to the workers of its partitions."""
         worker = self.worker(partition)
         assert worker is not None, f"no worker holds partition {partition}"
-        return Assignment(trial, partition, worker)
+        return Assignment(trial, partition, worker, others)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Return whether any trial trains with replicas."""
+        return bool(self._tables.replicated)
 
     # ------------------------------------------------------------------ what is ready
 
     def ready(self, free: int) -> Iterator[int]:
         """Iterate over ready trials with tasks on free partitions, the most work left first."""
         tasks = self._tables.open_tasks
-        return tasks.in_turn(tasks.ready_for(free))
+        return tasks.in_turn(tasks.ready_for(free) & ~self._with_replicas())
+
+    def ready_replicas(self) -> Iterator[int]:
+        """Iterate over ready trials whose next sub-epoch may have replicas, in their order."""
+        tasks = self._tables.open_tasks
+        return tasks.in_turn(tasks.ready & self._with_replicas())
+
+    def _with_replicas(self) -> int:
+        """Return the trials that train with replicas now, as a mask."""
+        trials = self._tables.trials
+        training = (n for n in self._tables.replicated if self._tables.phase(trials[n]) == "train")
+        return mask_of(training)
+
+    def replicas(self, trial: int) -> list[tuple[int, ...]]:
+        """Return the sub-epochs with replicas that a trial can begin next, by their partitions.
+
+        Each has a live worker of its own for every partition. What workers have taken over of
+        others may be two partitions of a group; then one of them is visited later.
+        """
+        progress = self._tables.trials[trial]
+        if progress.pending_visits:
+            return []
+        found = []
+        for group in replica_groups(self._tables.config, trial, progress):
+            workers: dict[int | None, int] = {}
+            for partition in group:
+                workers.setdefault(self.worker(partition), partition)
+            if None not in workers:
+                found.append(tuple(workers.values()))
+        return found
+
+    def idle(self, partitions: Iterable[int]) -> bool:
+        """Return whether the workers of these partitions do nothing, and nothing is reserved."""
+        agents = map(self._tables.workers.of_partition, partitions)
+        return not any(agent is None or agent.attempts for agent in agents)
 
     def choices(self) -> dict[int, int]:
         """Return the partitions of every task that an open worker could begin, by trial."""
         free, tasks = self.open_partitions, self._tables.open_tasks
-        found = {trial: tasks.partitions(trial) & free for trial in members(tasks.ready)}
+        ready = tasks.ready & ~self._with_replicas()
+        found = {trial: tasks.partitions(trial) & free for trial in members(ready)}
         return {trial: partitions for trial, partitions in found.items() if partitions}
 
     def tasks(self, trial: int) -> int:

@@ -62,6 +62,7 @@ def check_schedule(
     accumulate: int = 1,
     vertical_sync: bool = False,
     scales: bool = False,
+    replicas: int = 1,
 ) -> None:
     """Check what a user gave as the schedule of a trial, with the settings that may exclude it.
 
@@ -80,6 +81,11 @@ def check_schedule(
         raise ConfigurationError(
             f"vertical_sync is True and schedule is {name!r}, by which all stages read the same "
             "version in any case; leave vertical_sync out, or take schedule='pipedream'"
+        )
+    if replicas > 1 and is_pipelined(name):
+        raise ConfigurationError(
+            f"replicas is {replicas} and schedule is {name!r}, and a replica trains on one device "
+            "of its worker; take schedule='sequential', or leave replicas out"
         )
     if name == "pipedream":
         check_pipedream(clips_norm, accumulate)

@@ -96,6 +96,23 @@ class Microbatch:
             raise not_finite(self.loss, self.key.step, self.key.microbatch)
 
 
+@dataclass(frozen=True)
+class OtherBatch:
+    """Stands for a batch that another replica trains on, of which only the rows are known here."""
+
+    rows: int
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """Return nothing."""
+        return ()
+
+    @property
+    def labels(self) -> tuple[Tensor, ...]:
+        """Return nothing."""
+        return ()
+
+
 class UnfitShape(ConfigurationError):
     """A batch has a shape that the cut model can't take, though the uncut model may."""
 

@@ -543,6 +543,22 @@ class SubEpoch:
         """Return the optimizers of all shards that were here."""
         return [optimizer for optimizer, _ in self._optimizers.values()]
 
+    def params(self) -> Sequence[Mapping[str, nn.Parameter]]:
+        """Return the parameters of each shard, all of which are here."""
+        return [self._params[k] for k in sorted(self._params)]
+
+    def buffers(self, k: int) -> Mapping[str, Tensor]:
+        """Return the buffers of a shard, with what was assigned to the model in their place."""
+        if self._bound is not None:
+            self._bound.collect_written(self._states[k])
+        return self._states[k].buffers
+
+    def forward_buffers(self, k: int) -> Mapping[str, Tensor]:
+        """Return the buffers of a shard as its forward left them, while a backward is to come."""
+        own = self._states[k].buffers
+        bound = self._bound
+        return own if bound is None else {name: bound.current(("buffer", name)) for name in own}
+
     def cursor(self, k: int = 0) -> Cursor:
         """Return the cursor of a shard with its last update."""
         return make_cursor(self._steps[k], *self._optimizers[k], self._scalings[k])

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Window
@@ -23,6 +24,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     MemoryLimit,
     Microbatch,
     MicrobatchMaker,
+    OtherBatch,
     Reach,
     Then,
 )
@@ -49,6 +51,27 @@ def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
     end = object()
     for window, following in itertools.pairwise(itertools.chain(windows, [end])):
         yield window, following is end  # type: ignore[misc]
+
+
+class Chain(Protocol):
+    """Sums gradients over replicas; see `shards/replicas/gradient_chain.py`."""
+
+    def begin(self, number: int) -> None:
+        """Wait for the buffers with which a forward begins."""
+
+    def enter(self, number: int, k: int, buffers: Mapping[str, Tensor]) -> None:
+        """Let a shard have the buffers with which its forward begins."""
+
+    def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Send on what a forward has left in buffers."""
+
+    def end_backward(
+        self,
+        number: int,
+        params: Sequence[Mapping[str, nn.Parameter]],
+        buffers: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        """Add gradients to the sum, and let parameters have all of it after the last round."""
 
 
 class VisitRun:
@@ -85,6 +108,9 @@ class VisitRun:
         moves: whether microbatches do.
         crossings: see `GraphPasses`.
         steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
+        chain: sums the gradients of a resident visit with those of its replicas. Microbatches count
+            the rounds of a window then; one of which the window has no batch for this rank is
+            another replica's alone.
     """
 
     def __init__(
@@ -100,7 +126,9 @@ class VisitRun:
         moves: bool = False,
         steps: int = 0,
         crossings: Collection[int] | None = None,
+        chain: Chain | None = None,
     ) -> None:
+        self._chain = chain
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
         self._barrier = recipe.barrier
@@ -266,7 +294,7 @@ class VisitRun:
 
     def _in_one_call(self, task: Action, number: int, then: Then) -> Action:
         """Do all tasks of a microbatch, from its first one on, and the updates between them."""
-        batch, rows = self._made(number)
+        batch, rows = self._made(number) if self._chain is None else self._own(number)
         begun = False
 
         def reach(kind: Literal["F", "B"], k: int) -> None:
@@ -280,8 +308,46 @@ class VisitRun:
             if (task.kind, task.shard, self._check(task)) != (kind, k, number):
                 raise ValueError(f"{task} can't come before {kind} of shard {k}")
 
-        self._run(batch, number, rows, reach)
+        if self._chain is None:
+            assert batch is not None
+            self._run(batch, number, rows, reach)
+        else:
+            self._run_in_chain(self._chain, batch, number, rows, reach)
         return task
+
+    def _own(self, number: int) -> tuple[Microbatch | None, int]:
+        """Return this rank's microbatch of a round and its rows, or None if it has none left."""
+        window, place = divmod(number, self._accumulate)
+        batches = self._window(window)[0]
+        own = [n for n, each in enumerate(batches) if not isinstance(each, OtherBatch)]
+        if place >= len(own):
+            return None, 0
+        return self._made_at(window, own[place])
+
+    def _run_in_chain(
+        self, chain: Chain, batch: Microbatch | None, number: int, rows: int, reach: Reach
+    ) -> None:
+        """Run a microbatch, or none, and sum its gradients with those of the other ranks."""
+        last = self._last
+
+        def reach_in_chain(kind: Literal["F", "B"], k: int) -> None:
+            if (kind, k) == ("B", last):
+                left = [self._sub_epoch.forward_buffers(n) for n in range(last + 1)]
+                chain.end_forward(number, left)
+            reach(kind, k)
+            if kind == "F":
+                chain.enter(number, k, self._sub_epoch.buffers(k))
+
+        chain.begin(number)
+        if batch is None:
+            for k in range(last + 1):
+                reach_in_chain("F", k)
+            for k in reversed(range(last + 1)):
+                reach_in_chain("B", k)
+        else:
+            self._run(batch, number, rows, reach_in_chain)
+        buffers = [self._sub_epoch.buffers(k) for k in range(last + 1)]
+        chain.end_backward(number, self._sub_epoch.params(), buffers)
 
     def _pass_modules(self, task: Action, number: int) -> None:
         """Do F or B of a microbatch, which the model's own forward and backward make."""
@@ -350,13 +416,20 @@ class VisitRun:
 
     def _made(self, number: int) -> tuple[Microbatch, int]:
         """Return a microbatch, and its rows."""
-        window, place = divmod(number, self._accumulate)
-        while self._at is None or self._at[0] < window:
+        return self._made_at(*divmod(number, self._accumulate))
+
+    def _window(self, number: int) -> tuple[Window, bool]:
+        """Return the batches of a window, and whether it is the last one."""
+        while self._at is None or self._at[0] < number:
             self._at = next(self._windows, None)
             if self._at is None:
-                raise ValueError(f"the sub-epoch has no microbatch {number}")
+                raise ValueError(f"the sub-epoch has no window {number}")
             self._sub_epoch.in_last_window = self._at[1][1]
-        batches, in_last_step = self._at[1]
+        return self._at[1]
+
+    def _made_at(self, window: int, place: int) -> tuple[Microbatch, int]:
+        """Return the microbatch at a place in a window, and its rows."""
+        batches, in_last_step = self._window(window)
         batch = self._maker.make(batches, place, self._sub_epoch.step)
         batch.in_last_step = in_last_step
         batch.looks, batch.idle = in_last_step or window == 0, self._sub_epoch.idle

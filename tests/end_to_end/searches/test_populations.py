@@ -180,7 +180,7 @@ def trained_plainly(
                 recipe.model[2].p = dropout
                 spec = specs[1]
                 trainer = PlainTrainer(recipe, spec.seed, spec.steps_per_epoch, trainer.steps)
-            trainer.train(run.windows(specs[1], epoch, partition))
+            trainer.train(run.windows(specs[1], epoch, [partition]))
     return trainer.tensors()
 
 

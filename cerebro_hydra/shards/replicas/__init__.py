@@ -1,0 +1,1 @@
+"""Sums the gradients of replicas, bit for bit as one process would."""

@@ -1,0 +1,117 @@
+"""Links between ranks over real sockets: what is offered, waited for, and taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cerebro_hydra.agent import replicas
+from cerebro_hydra.agent.replicas import Replicas
+from cerebro_hydra.errors import Cancelled, TransferError
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
+from cerebro_hydra.shards.engine.layout import aligned, memory_of
+from cerebro_hydra.wire.credentials import new_credentials
+from cerebro_hydra.wire.shards import ShardServer
+
+
+def memory(*values: int) -> list[torch.Tensor]:
+    """Return a part of memory for each number of bytes, all of that value."""
+    parts = [memory_of(aligned(value)) for value in values]
+    for part in parts:
+        part.fill_(len(part) % 251)
+    return parts
+
+
+class Ranks:
+    """Two agents, as far as messages of replicas are concerned."""
+
+    def __init__(self, tls: bool = False) -> None:
+        credentials = new_credentials(tls)
+        names, self.replicas, self.servers = ("a", "b"), list[Any](), list[Any]()
+        for rank in range(2):
+            self.replicas.append(Replicas(credentials, lambda r=rank: self.servers[r].look_again()))
+            follow = lambda request, r=rank: self.replicas[r].follow(request.attempt)  # noqa: E731
+            self.servers.append(ShardServer("127.0.0.1", credentials, follow))
+        self.uris = [server.uri for server in self.servers]
+        source = StateSource(0, None)
+        self.tasks = [
+            StartSubEpoch(5, 0, 2, 0, (0, 1), r, names[r], source, {}, replicas=names)
+            for r in range(2)
+        ]
+
+    def accept(self, *ranks: int) -> list[Any]:
+        for rank in ranks:
+            self.replicas[rank].accept(self.tasks[rank], self.uris)
+        return [self.replicas[rank].of(self.tasks[rank]) for rank in ranks]
+
+    def close(self) -> None:
+        for each in self.replicas:
+            each.close()
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    found = Ranks(request.param)
+    yield found
+    found.close()
+
+
+def test_a_message_comes_whole_also_where_its_reader_asks_first(ranks: Ranks) -> None:
+    (second,) = ranks.accept(1)
+    got, given = memory(3 << 20, 7, 0), memory(3 << 20, 7, 0)
+    for part in got:
+        part.zero_()
+    waiting = threading.Thread(target=second.receive, args=("partial", 4, 0, got))
+    waiting.start()
+    (first,) = ranks.accept(0)
+    first.send("sum", 4, memory(5))
+    first.send("partial", 3, memory(5))  # an older one, in whose place the next comes
+    first.send("partial", 4, given)
+    waiting.join(30)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, given, strict=True))
+
+
+def test_a_rank_that_waits_is_woken_when_its_attempt_is_taken_back(ranks: Ranks) -> None:
+    first, _ = ranks.accept(0, 1)
+    threading.Timer(0.1, ranks.replicas[0].cancel, [5]).start()
+    with pytest.raises(Cancelled, match="attempt 5"):
+        first.receive("sum", 0, 1, memory(5))
+    with pytest.raises(Cancelled, match="attempt 5 was taken back"):
+        first.receive("sum", 0, 1, memory(5))
+
+
+def test_a_peer_that_is_gone_is_no_error_before_somebody_should_have_told(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ranks.accept(0, 1)
+    second.cancel()
+    monkeypatch.setattr(replicas, "PEER_SECONDS", 0.05)
+    with pytest.raises(TransferError, match="attempt 5 is over at rank 1"):
+        first.receive("sum", 0, 1, memory(5))
+
+
+def test_a_message_of_another_size_is_no_gradient_of_this_trial(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ranks.accept(0, 1)
+    second.send("sum", 0, memory(6))
+    monkeypatch.setattr(replicas, "PEER_SECONDS", 0.05)
+    with pytest.raises(TransferError, match="rank 1 has 6 bytes where there are others here"):
+        first.receive("sum", 0, 1, memory(5))
+
+
+def test_the_next_visit_ends_what_is_left_of_the_one_before(ranks: Ranks) -> None:
+    first, _ = ranks.accept(0, 1)
+    task = StartSubEpoch(9, 0, 4, 0, (0, 1), 0, "a", StateSource(2, "a"), {}, replicas=("a", "b"))
+    ranks.replicas[0].accept(task, ranks.uris)
+    with pytest.raises(Cancelled):
+        first.receive("sum", 0, 1, memory(5))
+    with pytest.raises(Cancelled):
+        ranks.replicas[0].of(ranks.tasks[0])
+    assert ranks.replicas[0].of(task).rank == 0

@@ -1,0 +1,67 @@
+"""Runs in which workers train a trial together: their agents are processes, and one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cerebro_hydra import SparkBackend
+from cerebro_hydra.plan.messages.events import SubEpochEnding, WorkerLost
+from cerebro_hydra.plan.messages.instructions import Cancel, Commit, StartSubEpoch
+from tests.end_to_end.replicas.factories import normalized
+from tests.end_to_end.runs import Tape, assert_replays, classes, frame_of, grid, search, statuses
+
+pytestmark = pytest.mark.slow
+
+
+def kill_a_replica(attempts: int) -> Tape:
+    """Return a tape that kills the second rank when the first one comes to its last step."""
+    killed: list[str] = []
+
+    def act(tape: Tape) -> None:
+        for ending in tape.of(SubEpochEnding, last=True):
+            begun = [each for each in tape.of(StartSubEpoch) if each.attempt == ending.attempt]
+            replicas = begun[0].replicas if begun else ()
+            if len(killed) < attempts and replicas and ending.incarnation == replicas[0]:
+                killed.append(replicas[1])
+                os.kill(tape.agents[replicas[1]], signal.SIGKILL)
+
+    return Tape(act)
+
+
+def test_replicas_have_the_bits_of_one_process_and_one_lost_costs_the_sub_epoch(
+    tmp_path: Path,
+) -> None:
+    """One group is of two partitions, and one is left over; their rows are no whole batches."""
+    tape, shared = kill_a_replica(1), {"epochs": [2], "ema": [0.9], "clip": [0.5]}
+    space = {**shared, "replicas": [2, 3], "accumulate": [2]}
+    options = {"validation": 0.3, "observers": [tape], "tls": True}
+    result = search(tmp_path, normalized, space, classes(131), workers=3, **options)
+    assert statuses(result) == ["finished"] * 2
+    assert [sorted(trial.visit_log) for trial in result.trials] == [
+        [(epoch, partition) for epoch in range(2) for partition in range(3)]
+    ] * 2
+    groups = [[each.partitions for each in tape.of(Commit) if each.trial == n] for n in range(2)]
+    assert sorted(groups[0]) == [(0, 1), (0, 1), (2,), (2,)]
+    assert groups[1] == [(0, 1, 2)] * 2
+    assert len(tape.of(WorkerLost)) == 1
+    assert tape.of(Cancel), "the ranks that were left have ended their attempt"
+    assert_replays(result)
+
+
+@pytest.mark.long
+@pytest.mark.spark(group=1)
+def test_replicas_on_spark_outlive_one_of_them(spark: Any, tmp_path: Path) -> None:
+    tape = kill_a_replica(2)
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=2)
+    space = {"epochs": [3], "replicas": [2], "accumulate": [1, 2]}
+    options = {"num_epochs": 3, "validation": 0.3, "observers": [tape]}
+    result = grid(backend, tmp_path, normalized, space, **options).fit(frame_of(spark, classes(96)))
+    assert statuses(result) == ["finished"] * 2
+    assert len(tape.of(WorkerLost)) == 2
+    assert {each.partitions for each in tape.of(Commit)} == {(0, 1)}
+    assert_replays(result)

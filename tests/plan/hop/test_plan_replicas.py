@@ -1,0 +1,128 @@
+"""Visits with replicas: one attempt of several workers, which ends for all of them alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.hop.trials import replica_groups
+from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.policy.view import View
+from tests.plan.driver import Driver, done, of, open_search, trial
+
+
+def driver(replicas: int = 2, partitions: int = 2, **more) -> Driver:
+    run = open_search(partitions, **more)
+    run(ev.TrialAdded(trial(0, replicas=replicas), 1))
+    run(ev.SearchClosed())
+    return run
+
+
+def report(attempt: int, worker: str, digest: str = "same") -> ev.SubEpochDone:
+    return replace(done(attempt, worker), digests=(("f0", digest), ("g0", "u")))
+
+
+def test_all_ranks_are_told_and_the_visit_counts_once_they_all_have_reported() -> None:
+    run = driver()
+    first, second = of(ins.StartSubEpoch, run.told)
+    assert (first.partitions, first.replicas) == ((0, 1), ("a", "b"))
+    assert [(each.worker, each.partition, each.rank) for each in (first, second)] == [
+        (0, 0, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert first.state == 2, "states are numbered by partitions"
+    assert not run(report(0, "b"))
+    assert not run(report(0, "b")), "a duplicate is no second rank"
+    (commit,) = of(ins.Commit, run(report(0, "a")))
+    assert (commit.state, commit.partitions) == (2, (0, 1))
+    assert [visit.partition for visit in run.state.trials[0].visits] == [0, 1]
+    assert {place for state, place in run.held(0) if state == 2} == {"a", "b"}
+
+
+def test_a_lost_rank_ends_the_attempt_for_all_and_it_begins_anew_when_it_is_back() -> None:
+    run = driver()
+    run(report(0, "a"))
+    told = run(ev.WorkerLost("b", "killed"))
+    assert of(ins.Cancel, told) == [ins.Cancel(0, "a")]
+    assert not of(ins.StartSubEpoch, told)
+    again = of(ins.StartSubEpoch, run(ev.WorkerJoined(1, "c", (1,))))
+    assert [each.replicas for each in again] == [("a", "c")] * 2
+    assert not run(report(0, "a")), "the attempt before is over"
+    run(report(1, "a"))
+    assert of(ins.Commit, run(report(1, "c")))
+
+
+def test_a_failure_of_one_rank_is_that_of_the_trial_and_frees_all() -> None:
+    run = driver()
+    told = run(ev.TaskFailed(0, "b", "NaN"))
+    assert of(ins.Cancel, told) == [ins.Cancel(0, "a"), ins.Cancel(0, "b")]
+    assert run.state.trials[0].status == "failed"
+    assert not run.running
+
+
+def test_ranks_that_made_different_states_fail_the_trial() -> None:
+    run = driver()
+    run(report(0, "a"))
+    (end,) = of(ins.FinishTrial, run(report(0, "b", "other")))
+    assert "workers 0 and 1, replicas of each other, have made different states 2" in end.reason
+    assert "shards [0] differ" in end.reason
+    assert "numerics='portable'" in end.reason
+
+
+def test_what_is_left_of_a_group_is_a_visit_of_its_own() -> None:
+    run = driver(partitions=3)
+    assert [each.partitions for each in of(ins.StartSubEpoch, run.told)] == [(0, 1)] * 2
+    run(report(0, "a"))
+    (alone,) = of(ins.StartSubEpoch, run(report(0, "b")))
+    assert (alone.partitions, alone.replicas, alone.state) == ((2,), (), 3)
+
+
+def test_partitions_of_one_worker_are_visited_one_after_the_other() -> None:
+    run = driver()
+    run(ev.WorkerLost("b", "gone"))
+    run(ev.WorkerGivenUp(1, (1,), "gone"))
+    (alone,) = of(ins.StartSubEpoch, run(ev.PartitionsAdopted("a", (1,))))
+    assert (alone.partitions, alone.state) == ((0,), 1)
+
+
+def test_a_trial_that_waits_for_a_worker_keeps_the_others_free() -> None:
+    run = open_search(2)
+    run(ev.TrialAdded(trial(1), 9))
+    assert run.running.keys() <= {"a", "b"}
+    run(ev.TrialAdded(trial(0, replicas=2), 20))
+    run(ev.TrialAdded(trial(2), 9))
+    assert len(run.running) == 1, "the other worker is kept for trial 0"
+    (worker,) = run.running
+    told = run(done(run.running[worker], worker))
+    assert [each.trial for each in of(ins.StartSubEpoch, told)] == [0, 0]
+
+
+@pytest.mark.parametrize("order", ["dynamic", "seeded"])
+def test_groups_are_of_neighbours_and_each_partition_is_in_one(order: str) -> None:
+    run = driver(partitions=5, order=order, joins=False)
+    state, seen = run.state.trials[0], []
+    for _ in range(3):
+        group = replica_groups(run.state.config, 0, state)[0]
+        seen.append(group)
+        for partition in group:
+            state.trained |= 1 << partition
+    assert sorted(seen) == [(0, 1), (2, 3), (4,)]
+    assert replica_groups(run.state.config, 0, state) == []
+
+
+def test_more_replicas_than_partitions_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="replicas=3 of trial 0 are more than the 2 part"):
+        HopConfig(2, evaluate=False).check_trial(trial(0, replicas=3))
+    with pytest.raises(ConfigurationError, match="replicas=0 of trial 0 must be at least 1"):
+        trial(0, replicas=0)
+
+
+def test_nothing_but_replicas_may_begin_what_they_are_to_train() -> None:
+    run = driver(joins=False)
+    run(ev.WorkerJoined(0, "a", (0,)))
+    view = View(run.state.tables)
+    assert not view.choices() and not view.replicas(0), "one of both workers is not there"
+    assert not run.running

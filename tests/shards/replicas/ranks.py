@@ -1,0 +1,130 @@
+"""Ranks of one process, of which one computes at a time, as the generator of a process is one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cerebro_hydra.data.batches import Batch, replica_windows
+from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.shards.engine.layout import in_place, on_host
+from cerebro_hydra.shards.engine.microbatch import OtherBatch
+from cerebro_hydra.shards.engine.visit_run import VisitRun
+from cerebro_hydra.shards.replicas.gradient_chain import GradientChain
+from tests.shards import plain
+from tests.shards.hopping import Trial, start
+from tests.shards.trials import Make
+
+
+class Desk:
+    """Has the messages of all ranks; whoever waits for one lets another rank compute."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: dict[tuple[str, int, int], Sequence[torch.Tensor]] = {}
+        self.taken: list[tuple[str, int, int]] = []
+
+
+class DeskLinks:
+    """Connects a rank with the others over a desk; what is sent is read when it is received."""
+
+    def __init__(self, desk: Desk, rank: int, ranks: int) -> None:
+        self.desk, self.rank, self.ranks = desk, rank, ranks
+
+    def send(self, kind: str, number: int, memory: Sequence[torch.Tensor]) -> None:
+        for at in [at for at in self.desk.messages if at[0] == kind and at[2] == self.rank]:
+            del self.desk.messages[at]
+        self.desk.messages[kind, number, self.rank] = memory
+        self.desk.changed.notify_all()
+
+    def receive(self, kind: str, number: int, rank: int, memory: Sequence[torch.Tensor]) -> None:
+        at = (kind, number, rank)
+        assert self.desk.changed.wait_for(lambda: at in self.desk.messages, 60), f"no {at} came"
+        assert at not in self.desk.taken, f"{at} is read twice"
+        self.desk.taken.append(at)
+        for mine, theirs in zip(memory, self.desk.messages[at], strict=True):
+            mine.copy_(theirs)
+
+
+def train_ranks(
+    make: Make, sub_epochs: Sequence[Sequence[Sequence[Batch]]]
+) -> tuple[list[Trial], list[list[float]]]:
+    """Train a trial with a rank for each partition; return what each has, and its losses.
+
+    Args:
+        sub_epochs: of each, the batches of every partition.
+    """
+    every = [[batch] for parts in sub_epochs for part in parts for batch in part]
+    trials = [start(make(), every) for _ in sub_epochs[0]]
+    losses: list[list[float]] = [[] for _ in trials]
+    for parts in sub_epochs:
+        desk, errors = Desk(), list[BaseException]()
+        threads = [
+            threading.Thread(target=_guarded, args=(desk, rank, trial, parts, losses, errors))
+            for rank, trial in enumerate(trials)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+    return trials, losses
+
+
+def _guarded(desk: Desk, *rest: Any) -> None:
+    with desk.changed:
+        try:
+            _train_rank(desk, *rest[:-1])
+        except BaseException as error:
+            rest[-1].append(error)
+
+
+def _train_rank(
+    desk: Desk,
+    rank: int,
+    trial: Trial,
+    parts: Sequence[Sequence[Batch]],
+    losses: list[list[float]],
+) -> None:
+    runtime, rounds = trial.runtime(), max(map(len, parts))
+    window, barrier = runtime.recipe.accumulate, runtime.recipe.barrier
+    streams = [iter([OtherBatch(batch.rows) for batch in part]) for part in parts]
+    streams[rank] = iter(parts[rank])
+    chain = GradientChain(DeskLinks(desk, rank, len(parts)), trial.layout, window, rounds)
+    visit = VisitRun(
+        runtime,
+        False,
+        trial.step,
+        replica_windows(streams, window),
+        resident=True,
+        chain=chain,
+    )
+    shards = trial.cut_model.num_shards
+    graph = TaskGraph(shards, rounds, window, barrier, trial.cut_model.tied_groups)
+    segments = {}
+    for k in range(shards):
+        given, cursor = trial.need(k)
+        segments[k] = in_place(given)
+        visit.load(k, on_host(segments[k]), cursor)
+    actions = iter([each for n in range(graph.windows) for each in graph.tasks(0, n)])
+    for action in actions:
+        visit.perform(action, then=lambda _: next(actions))
+    for k in range(shards):
+        trial.publish(k, segments[k], visit.cursor(k))
+    visit.close()
+    losses[rank].append(visit.totals.loss_sum)
+    trial.step += graph.windows
+
+
+def train_plainly(make: Make, sub_epochs: Sequence[Sequence[Sequence[Batch]]]) -> Any:
+    """Train one model in one process over the same batches; return the trainer."""
+    recipe = make()
+    windows = [
+        list(replica_windows([iter(part) for part in parts], recipe.accumulate))
+        for parts in sub_epochs
+    ]
+    return plain.train(recipe, windows)[1]

@@ -1,0 +1,109 @@
+"""Replicas have the bits of one process that trains over their batches by turns."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.data.batches import replica_windows
+from cerebro_hydra.shards.replicas.gradient_chain import GradientChain
+from cerebro_hydra.testing.model_case import assert_same_state
+from tests.shards import trials, zoo
+from tests.shards.replicas.ranks import train_plainly, train_ranks
+
+
+class Notebook(nn.Module):
+    """Reads in its forward what forwards before it have written, and assigns a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("seen", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(x)) * self.seen
+        if self.training:
+            self.seen = 0.9 * self.seen + h.detach().mean(0)
+        return self.last(h)
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3),
+        nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+THREE = [
+    [zoo.vectors(8, 8, 8, 5, seed=1), zoo.vectors(8, 3, seed=2), zoo.vectors(8, 8, 7, seed=3)],
+    [zoo.vectors(8, seed=4), zoo.vectors(8, 8, 8, seed=5), zoo.vectors(5, 6, seed=6)],
+]
+"""Two sub-epochs over three partitions, each time with another one that drops out first."""
+TWO = [each[:2] for each in THREE]
+
+CASES = {
+    "dropout": (trials.mlp_recipe(shards=1), TWO),
+    "three, in two shards, clipped": (trials.mlp_recipe(shards=2, clip_grad_norm=0.05), THREE),
+    "three, accumulated, average": (
+        trials.mlp_recipe(shards=1, accumulate=2, ema=0.9, clip_grad_value=0.01), THREE,
+    ),
+    "three, BatchNorm, accumulated": (
+        trials.recipe_of(norms, shards=1, accumulate=2, ema=0.8), THREE,
+    ),
+    "BatchNorm, in two shards": (trials.recipe_of(norms, shards=2), TWO),
+    "buffers that forwards read": (trials.recipe_of(Notebook, shards=1), THREE),
+    "first layer frozen": (
+        trials.mlp_recipe(model=trials.first_layer_frozen, shards=1,
+                          optimizer=lambda m: torch.optim.SGD(
+                              [p for p in m.parameters() if p.requires_grad], 0.1, momentum=0.9)),
+        TWO,
+    ),
+    "float16, scaled": (
+        trials.mlp_recipe(shards=1, autocast="float16", grad_scaler=trials.scaler(7e5)), TWO,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_have_the_bits_of_one_process(case: str) -> None:
+    make, sub_epochs = CASES[case]
+    ranks, losses = train_ranks(with_replicas(make, len(sub_epochs[0])), sub_epochs)
+    reference = train_plainly(make, sub_epochs)
+    for rank in ranks:
+        assert_same_state(rank.tensors(), reference)
+    assert all(len(each) == len(sub_epochs) for each in losses)
+
+
+def with_replicas(make: trials.Make, replicas: int) -> trials.Make:
+    def made() -> object:
+        recipe = make()
+        recipe.replicas = replicas
+        return recipe
+
+    return made
+
+
+def test_the_order_of_ranks_is_part_of_the_result() -> None:
+    make, sub_epochs = CASES["three, in two shards, clipped"]
+    turned = [[parts[1], parts[2], parts[0]] for parts in sub_epochs]
+    one, other = (train_plainly(make, each).tensors() for each in (sub_epochs, turned))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_windows_are_rounds_of_all_that_have_a_batch_left() -> None:
+    parts = ["abcd", "x", "pqr"]
+    windows = ["".join(each) for each in replica_windows([iter(each) for each in parts], 2)]
+    assert windows == ["axpbq", "crd"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_chain_knows_where_windows_begin_and_end(accumulate: int) -> None:
+    cut = train_ranks(with_replicas(trials.mlp_recipe(shards=1), 2), [TWO[1]])[0][0]
+    chain = partial(GradientChain, layout=cut.layout, accumulate=accumulate, rounds=3)
+    first, last = (chain(type("Links", (), {"rank": r, "ranks": 2})()) for r in (0, 1))
+    assert [first.begins(n) for n in range(3)] == [n % accumulate == 0 for n in range(3)]
+    assert not any(last.begins(n) for n in range(3))
+    assert [first.ends_window(n) for n in range(3)] == [accumulate == 1, True, True]
