@@ -45,7 +45,7 @@ def saved_of(trial: Recipe) -> SavedState:
 def verdict(
     folder: RunFolder, trial: Recipe, saved: SavedState, metrics: dict[int, dict[str, float]]
 ) -> ReplayReport:
-    expected = Expected("trial-000", [(0, 0)], [], 1, None, metrics, saved)
+    expected = Expected("trial-000", [(0, 0)], [], [], 1, None, metrics, saved)
     document = SimpleNamespace(threads=1, device="cpu", numerics="fast")
     run: Any = SimpleNamespace(folder=folder, document=document)
     replayed = Replayed([METRICS])
