@@ -26,6 +26,7 @@ def search(spark: Any, path: Path, numerics: str, **options: Any) -> Any:
     return grid(backend, path, models.feed_forward, {"lr": [0.01], "dropout": [0.2]}, **options)
 
 
+@pytest.mark.long
 def test_agents_and_replay_take_portable_kernels(spark: Any, tmp_path: Path) -> None:
     df = frame_of(spark, classes(120))
     result = search(spark, tmp_path, "portable").fit(df)

@@ -33,7 +33,7 @@ def by_threads(params: dict[str, Any]) -> Recipe:
     return Recipe(model, optimizer, nn.CrossEntropyLoss(), ["accuracy"], 16, shards=["3"])
 
 
-@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.parametrize("devices", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_every_process_of_a_run_computes_with_its_threads(
     tmp_path: Path, devices: int | None
 ) -> None:

@@ -105,6 +105,7 @@ def plant_customization(folder: Path) -> None:
         (folder / f"{name}.py").write_text((folder / "numpy.py").read_text())
 
 
+@pytest.mark.long
 def test_the_doctor_imports_nothing_from_the_folder_it_is_started_in(planted: Path) -> None:
     plant_customization(planted)
     command = str(Path(sys.executable).with_name("cerebro-hydra"))

@@ -53,6 +53,7 @@ spark.stop()
 """
 
 
+@pytest.mark.long
 def test_a_killed_java_is_told_in_a_sentence_and_a_new_session_starts(tmp_path: Path) -> None:
     done = run_python("-c", SCRIPT, tmp_path / "store")
     *told, rows = done.stdout.splitlines()

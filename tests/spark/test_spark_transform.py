@@ -220,6 +220,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_show_prints_its_table_alone(tmp_path: Path) -> None:
     """Spark 4.2 and later tell of a worker whose rows nobody reads any more; `daemon.py` does not.

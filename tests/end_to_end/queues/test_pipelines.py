@@ -74,6 +74,7 @@ def assert_pipelined(result: SearchResult, devices: int) -> None:
         assert done == set(numbers)
 
 
+@pytest.mark.long
 def test_trials_in_a_pipeline_of_two_devices_replay_though_one_is_killed(tmp_path: Path) -> None:
     schedules = ["gpipe", "1f1b", "pipedream", "2bw"]
     space: dict[str, list[Any]] = {

@@ -82,6 +82,7 @@ def test_a_search_by_rungs_that_was_ended_goes_on_with_its_rungs(tmp_path: Path)
     assert_replays(whole)
 
 
+@pytest.mark.long
 def test_a_run_whose_time_is_over_ends_wherever_it_is_and_goes_on(
     tmp_path: Path,
 ) -> None:

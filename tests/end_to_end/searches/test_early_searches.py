@@ -70,7 +70,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     return halving(tmp_path_factory.mktemp("calm")).fit(classes(120))
 
 
-@pytest.mark.parametrize("arrivals", [3, 6])
+@pytest.mark.parametrize("arrivals", [pytest.param(3, marks=pytest.mark.long), 6])
 def test_halving_whose_driver_is_killed_midway_decides_as_the_calm_run(
     tmp_path: Path, calm: SearchResult, arrivals: int
 ) -> None:
@@ -107,6 +107,7 @@ def test_hyperband_trains_its_brackets_at_once(tmp_path: Path) -> None:
     assert verify(result.run_path).ok
 
 
+@pytest.mark.long
 def test_bohb_draws_by_its_rungs_and_goes_on_after_a_kill_as_the_calm_run(tmp_path: Path) -> None:
     driver = start_python("-m", DRIVER, tmp_path / "killed", 7, "modelled")
     tape = Tape()

@@ -45,6 +45,7 @@ def test_a_seeded_search_draws_by_what_it_was_told_and_replays(calm: SearchResul
     assert verify(calm.run_path).ok
 
 
+@pytest.mark.long
 def test_a_search_whose_driver_is_killed_goes_on_as_the_calm_one(
     tmp_path: Path, calm: SearchResult
 ) -> None:

@@ -42,6 +42,7 @@ def test_schedules_that_agree_are_trained_once_and_replay_by_lineage(
     assert verify(result.run_path).ok
 
 
+@pytest.mark.long
 def test_one_whose_driver_is_killed_midway_has_the_bits_of_the_calm_one(
     tmp_path: Path, calm: tuple[SearchResult, Tape]
 ) -> None:

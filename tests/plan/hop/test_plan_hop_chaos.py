@@ -31,21 +31,21 @@ def check_finished(world: World) -> None:
         check_undisturbed(world)
 
 
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(300))
 @given(worlds() | open_worlds(), scripts)
 def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -> None:
     world.run(script)
     check_outcome(world)
 
 
-@settings(max_examples=examples(160))
+@settings(max_examples=examples(80))
 @given(worlds(faults=LOSSES) | worlds(faults=LOSSES, order="seeded"), scripts)
 def test_without_faults_of_its_own_every_trial_finishes(world, script) -> None:
     world.run(script)
     check_finished(world)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(open_worlds(faults=LOSSES), scripts)
 def test_without_faults_of_its_own_no_trial_of_an_open_run_fails(world, script) -> None:
     world.run(script)
@@ -72,7 +72,7 @@ def test_the_partitions_of_workers_that_do_not_come_back_are_taken_over(world, s
     check_finished(world)
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(storms(), scripts)
 def test_best_states_survive_a_storm_of_losses(world, script) -> None:
     world.run(script)
