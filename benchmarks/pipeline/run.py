@@ -26,6 +26,7 @@ from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from cerebro_hydra.plan.schedules.registry import with_versions
 from cerebro_hydra.plan.sizing.pipeline import step_seconds
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
@@ -36,7 +37,6 @@ LAYERS, BATCH, STEPS, EPOCHS, ROUNDS = 8, 16, 2, 3, 3
 MICROBATCHES = (4, 8, 16)
 DEVICES = 2
 WAYS = ("plain", "one device", "gpipe", "1f1b", "2bw", "torch gpipe", "torch 1f1b")
-DEVICES_OF = ("gpipe", "1f1b", "2bw")  # the ways that are predicted to be faster
 ROWS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
 QUICK_WAYS = ("plain", "1f1b", "2bw", "torch gpipe")
 
@@ -51,10 +51,12 @@ def make(case: Case, params: Mapping[str, Any]) -> Recipe:
     )  # fmt: skip
 
 
-def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> tuple[float, float]:
-    """Return the seconds of a step, the median over sub-epochs after the first, and those that
-    admission predicts of it.
-    """
+Taken = tuple[float, tuple[float, float] | None]
+"""The seconds of a step, and those that are predicted of it, and of a step on one device."""
+
+
+def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> Taken:
+    """Return the seconds of a step, the median over sub-epochs after the first."""
     random = np.random.default_rng(0)
     rows = STEPS * case.microbatches * case.batch
     data: Any = Arrays(
@@ -79,16 +81,19 @@ def our_seconds(schedule: str, devices: int, case: Case, epochs: int) -> tuple[f
         spec = run.read_trial(0, run.run_id)
     bars = [bar for bar in timeline.tasks if isinstance(bar.task, StartSubEpoch)]
     seconds = statistics.median(bar.end - bar.start for bar in bars[1:]) / STEPS
+    if schedule == "sequential":
+        return seconds, None
     assert spec.tasks is not None
     needs = TaskProfile.from_json(spec.tasks).training(recompute=False)
-    if schedule == "sequential":
-        batch = sum(each.forward + each.backward for each in needs)
-        return seconds, case.microbatches * batch + sum(each.update for each in needs)
+    batch = sum(each.forward + each.backward for each in needs)
+    alone = case.microbatches * batch + sum(each.update for each in needs)
     graph = TaskGraph(DEVICES, case.microbatches, case.microbatches, stage_sizes=spec.stages)
-    return seconds, step_seconds(VisitSpec(0, graph, needs, schedule=schedule, devices=devices))
+    graph = with_versions(graph, schedule, DEVICES)
+    visit = VisitSpec(0, graph, needs, schedule=schedule, devices=devices)
+    return seconds, (step_seconds(visit), alone)
 
 
-def seconds(way: str, case: Case, epochs: int) -> tuple[float, float | None]:
+def seconds(way: str, case: Case, epochs: int) -> Taken:
     """Return the seconds of a step in one of `WAYS`, and what was predicted if anything was."""
     if way == "plain" or way.startswith("torch "):
         pipelined = partial(peer.pipelined_seconds, way.removeprefix("torch "))
@@ -101,27 +106,25 @@ def seconds(way: str, case: Case, epochs: int) -> tuple[float, float | None]:
 def measure(case: Case, ways: Sequence[str], rounds: int, epochs: int) -> dict[str, Any]:
     """Return the seconds of each way by round, those predicted over them, and what to print."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    off: dict[str, list[float]] = {}  # predicted over measured
+    predicted: dict[str, list[tuple[float, float]]] = {}
     for turn in range(rounds):
         # Each round begins at another way, so that none always runs after the same one.
         for place in range(len(ways)):
             way = ways[(turn + place) % len(ways)]
-            measured, predicted = seconds(way, case, epochs)
+            measured, told_of = seconds(way, case, epochs)
             taken[way].append(measured)
-            if predicted is not None:
-                off.setdefault(way, []).append(predicted / measured)
+            if told_of is not None:
+                predicted.setdefault(way, []).append(told_of)
     first = taken[ways[0]]
     faster = [statistics.median(p / s for p, s in zip(first, taken[w], strict=True)) for w in ways]
-    alone = off.get("one device", [1.0] * rounds)
-    beside = [
-        p / a for way in off for p, a in zip(off[way], alone, strict=True) if way in DEVICES_OF
-    ]
+    off, beside = list[float](), list[float]()  # predicted over measured
+    for way, each in predicted.items():
+        off += [p / s for (p, _), s in zip(each, taken[way], strict=True)]
+        alone = [o / a for o, (_, a) in zip(taken.get("one device", []), each, strict=False)]
+        beside += [p / s * o for (p, _), s, o in zip(each, taken[way], alone, strict=False)]
     told = [f"{statistics.median(first):.2f}", *(f"{each:.2f}" for each in faster[1:])]
-    told += [
-        f"{min(each):.2f} to {max(each):.2f}" if each else ""
-        for each in ([p for way in DEVICES_OF for p in off.get(way, [])], beside)
-    ]
-    return {"seconds": taken, "predicted over measured": off, "cells": told}
+    told += [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in (off, beside)]
+    return {"seconds": taken, "predicted": predicted, "cells": told}
 
 
 def table(
