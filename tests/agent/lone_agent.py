@@ -156,7 +156,7 @@ class Agent:
             CheckedState(
                 [budget],
                 budget and 2 * budget,
-                lambda *asked: self.worker.planner.rule(*asked),
+                lambda candidates: self.worker.planner.rule(candidates),
                 double_buffering=not resident,
             ),
             budget,
