@@ -129,6 +129,7 @@ class ModuleTasks:
         with ExitStack() as stack:
             stack.callback(setattr, self, "_reach", _unasked)  # it refers to what drives the tasks
             self._calls = stack.enter_context(unit_hooks(self._recipe.model, self._entered))
+            stack.callback(delattr, self, "_calls")  # a circle would keep optimizers and tensors
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
             if self._recompute:
                 stack.enter_context(self._recomputed_units())

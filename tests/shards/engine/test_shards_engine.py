@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -234,3 +235,28 @@ def test_nothing_refers_to_a_segment_after_a_trial_has_failed(rules) -> None:
     else:
         pytest.fail("the loss is NaN, and nothing was raised")
     assert pool.leased == 0
+
+
+def engine_objects() -> Counter[str]:
+    """Return how many objects of the engine, and optimizers, there are of each type."""
+    found = Counter[str]()
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind.__module__.startswith("cerebro_hydra.shards.engine") or issubclass(
+            kind, torch.optim.Optimizer
+        ):
+            found[kind.__qualname__] += 1
+    return found
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize("cut", ["export", "modules"])
+def test_a_sub_epoch_leaves_nothing_to_the_garbage_collector(cut: str) -> None:
+    """A device's garbage is collected so rarely that it would grow for dozens of sub-epochs."""
+    first, *later = two_sub_epochs()
+    trial = start(mlp_recipe(shards=3, cut=cut)(), first)
+    trial.train(first)
+    before = engine_objects()
+    for windows in later:
+        trial.train(windows)
+    assert engine_objects() == before
