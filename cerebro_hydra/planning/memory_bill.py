@@ -15,7 +15,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.model import CostModel
-from cerebro_hydra.plan.costs.moves import MoveRates
+from cerebro_hydra.plan.costs.moves import HANDOVER_SECONDS, MoveRates
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
@@ -148,12 +148,13 @@ def earlier_run_at(path: str) -> EarlierRun:
 
 @lru_cache(1)
 def copy_rates() -> MoveRates:
-    """Return the speeds of moves, of which only that of this machine's memory is measured."""
+    """Return what moves cost, of which only the speed of this machine's memory is measured."""
     source = np.ones(_COPIED, np.uint8)
     target = np.ones(_COPIED, np.uint8)
     begun = time.perf_counter()
     target[:] = source
-    return MoveRates(device=_COPIED / (time.perf_counter() - begun))
+    rate = _COPIED / (time.perf_counter() - begun)
+    return MoveRates(device=rate, handover=HANDOVER_SECONDS)
 
 
 def _stored_per_second() -> float:

@@ -16,19 +16,23 @@ _FEW_TIMES = 4.0
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """Holds bytes per second, each way, and the seconds of a hop that do not depend on its bytes.
+    """Holds bytes per second, each way, and the seconds that do not depend on bytes.
 
     Args:
         device: between DRAM and a device.
         disk: between disk and DRAM.
         wire: between workers.
         latency: seconds of a hop of no bytes.
+        handover: those that each unit of tasks and each LOAD or SPILL costs the cores of a worker
+            beside its work: its order, its answer, and the decision between them. The bill counts
+            them where devices compute on these cores.
     """
 
     device: float = math.inf
     disk: float = math.inf
     wire: float = math.inf
     latency: float = 0.0
+    handover: float = 0.0
 
     def seconds(self, action: Action, shard: ShardSpec) -> float:
         """Return how long an action on the shard takes; transfers to other workers count nothing.
@@ -45,6 +49,9 @@ class MoveRates:
         """Return how long a hop of so many bytes takes."""
         return self.latency + nbytes / self.wire
 
+
+HANDOVER_SECONDS = 0.0007
+"""What a handover costs the cores of a worker of CPU devices; `benchmarks/gap` measures it."""
 
 FREE_MOVES = MoveRates()
 """Moves that take no time."""

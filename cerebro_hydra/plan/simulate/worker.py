@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,11 +50,12 @@ class DoneAction:
 
 @dataclass(slots=True)
 class WorkerTimeline:
-    """Holds what happened at a simulated worker."""
+    """Holds what happened at a simulated worker; ``units`` counts those of each visit."""
 
     devices: int
     done: list[DoneAction] = field(default_factory=list)
     given: list[Answer] = field(default_factory=list)
+    units: Counter[int] = field(default_factory=Counter)
     peak: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -199,6 +200,7 @@ class WorkerSimulation:
 
     def _carry_out(self, answer: Answer) -> None:
         if isinstance(answer, tuple):
+            self.timeline.units[answer[0].trial] += 1
             for task in answer:
                 self._carry_out(task)
             return

@@ -214,7 +214,8 @@ def _spilling(
         if not memory.copies_beside:
             seconds = sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in moves)
             seconds -= sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in needed)
-            return moved, seconds
+            more = spilling.units[0] + len(moves) - resident.units[0] - len(needed)
+            return moved, seconds + memory.rates.handover * more
         at_once = min(len(memory.devices), len(visits)) / len(visits)
         return moved, (spilling.makespan - resident.makespan) * at_once
 

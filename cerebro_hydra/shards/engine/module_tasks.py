@@ -29,7 +29,6 @@ from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
-    UnitCalls,
     generators,
     generators_kept,
     unit_hooks,
@@ -114,7 +113,6 @@ class ModuleTasks:
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
         self._owners = {p.name: p.owner for p in cut_model.params}
-        self._calls: UnitCalls
         self._inside = False  # of a unit that is run under a checkpoint
         self._noisy: dict[nn.Module, bool] = {}
         self._runs: list[_UnitRun] = []  # of the shard that runs forward, which run again

@@ -102,6 +102,23 @@ def test_what_moves_is_what_the_queues_move_within_a_factor_of_two() -> None:
         assert line.seconds / 2 <= seconds <= 2 * line.seconds + 0.42
 
 
+def test_words_count_for_every_move_and_unit_that_spilling_adds() -> None:
+    run, rates = trial(0, steps=8, recompute=True), MoveRates(handover=0.001)
+    (line,) = bill([run], [WorkerMemory((22 * MIB,), None, None, 1, rates)]).lines
+    spilling, resident = (
+        WorkerSimulation([run], [budget], None, sharp, lambda action: 0.0).run()
+        for budget in (22 * MIB, None)
+    )
+
+    def handovers(timeline: WorkerTimeline) -> int:
+        moves = [each for each in timeline.done if each.action.kind in (LOAD, SPILL)]
+        return len(moves) + timeline.units[0]
+
+    more = handovers(spilling) - handovers(resident)
+    assert more > 8 * 4
+    assert line.seconds == pytest.approx(0.001 * more, rel=0.1)
+
+
 def test_states_that_are_kept_and_neighbours_go_to_disk_when_dram_is_full() -> None:
     runs = [trial(0), trial(1), trial(2, shards=2)]
     worker = memory(host=60, residents=2)
