@@ -67,8 +67,8 @@ def make(params: Mapping[str, Any]) -> SparkEstimator:
         optimizer=torch.optim.SGD(net.parameters(), lr=params["lr"]),
         loss=nn.CrossEntropyLoss(),
         batch_size=8,
-        shards=params["layers"],
-        recompute=True,
+        shards=params.get("shards", params["layers"]),
+        recompute=params.get("recompute", True),
         schedule=params["schedule"],
         accumulate=params["accumulate"],
     )

@@ -124,7 +124,7 @@ class AutoPlan:
         known = self._known[key]
         admitted = plain if known.at is None else self._cut_at(recipe, known, cut)
         planned = self._sketch(recipe, admitted, known.plan)
-        if known.plan is not None and not planned.follows_plan(self._resources):
+        if known.plan not in (None, planned.plan_followed(self._resources)):
             self._tell(
                 "plan: what was chosen does not fit as it was measured; the plain choice stays"
             )
@@ -138,6 +138,8 @@ class AutoPlan:
             return f"schedule={recipe.schedule!r} reads older weights, so it stays as it is"
         if recipe.stages != AUTO:
             return f"stages={recipe.stages!r} was given, so schedule and cut stay as they are"
+        if recipe.shards == 1:
+            return "shards is 1, so each trial stays in one piece; shards='auto' lets a plan cut it"
         if self._resources.devices == 1 and self._resources.device_memory is None:
             return "each worker has one device without a limit, so there is nothing to choose"
         return ""

@@ -105,9 +105,11 @@ def ways(
         units: the same, with each shard as small as the user lets it be; None if it is not known.
         cuts_are_free: whether these may be joined to larger ones.
     """
+    plain = _evened(plain)
     yield Way(plain)
     if units is not None:
-        units = _at_pace(_evened(units), _evened(plain))
+        units = _at_pace(_evened(units), plain)
+    as_it_is = plain.plan_followed(resources)
     asked = plain.spec.recompute
     again = (False, True) if asked is None else (asked,)
     for recompute in again:
@@ -115,7 +117,9 @@ def ways(
             *_pipelined(units, resources.devices, recompute, cuts_are_free),
             *_sequential(plain, units, resources, recompute, cuts_are_free),
         ]:
-            source = _evened(plain) if cuts is None or units is None else units
+            if cuts is None and plan == as_it_is:
+                continue
+            source = plain if cuts is None or units is None else units
             profile = source.profile if cuts is None else source.profile.joined(cuts)
             assert profile.tasks is not None
             measured = profile.tasks.recompute if recompute else profile.tasks.keep
@@ -131,7 +135,7 @@ def ways(
                 shards=source.spec.shards[:1] * len(profile.shards),
             )
             trial = PlannedTrial(spec)
-            if trial.follows_plan(resources):
+            if trial.plan_followed(resources) == plan:
                 yield Way(trial, cuts)
 
 

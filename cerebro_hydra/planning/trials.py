@@ -13,6 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.model import Kind
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
+from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
@@ -103,12 +104,11 @@ class PlannedTrial:
         assert tasks is not None, "it was measured"
         return self.profile.training(0, window, window, tasks.recompute is not None)
 
-    def follows_plan(self, resources: WorkerResources) -> bool:
-        """Return whether such workers can train it by its plan."""
+    def plan_followed(self, resources: WorkerResources) -> TrialPlan:
+        """Return how such workers train it: by its plan if they can, else as its settings say."""
         memory = resources.device_memory, resources.queued_memory
         recompute, way = self.profile.way(self.spec, resources.devices, *memory)
-        plan = self.spec.plan
-        return plan is not None and plan == TrialPlan(way.schedule, recompute, way.devices)
+        return TrialPlan(way.schedule, recompute, way.devices if is_pipelined(way.schedule) else 1)
 
     def visit(self, kind: Kind, rows: int, resources: WorkerResources, pace: float) -> VisitSpec:
         """Return a task over so many rows as a visit of number 0; each second takes `pace`."""

@@ -91,7 +91,11 @@ def test_ways_change_no_bit_and_are_what_workers_can_do() -> None:
     assert plain.trial.spec.plan is None and others
     for way in others:
         spec, plan = way.trial.spec, way.trial.spec.plan
-        assert plan is not None and plan.schedule in FLUSHED and way.trial.follows_plan(resources)
+        assert (
+            plan is not None
+            and plan.schedule in FLUSHED
+            and way.trial.plan_followed(resources) == plan
+        )
         kept = ("batch_size", "accumulate", "steps", "schedule", "recompute", "nbytes")
         assert all(getattr(spec, name) == getattr(plain.trial.spec, name) for name in kept)
         assert way.trial.visit("train", 12, resources, 1.0).device_need <= 3 * STATE
