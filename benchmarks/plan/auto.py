@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import work
-from run import BATCHES, LAYERS, WIDTH, training_seconds
 
+from benchmarks.plan.run import BATCHES, LAYERS, WIDTH, training_seconds
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.observe.planned import PlannedRun
 from cerebro_hydra.observe.records import records_of

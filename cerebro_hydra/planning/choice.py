@@ -8,6 +8,7 @@ free, the same cuts end as early as with the best devices named (``benchmarks/pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -135,7 +136,8 @@ def ways(
                 shards=source.spec.shards[:1] * len(profile.shards),
             )
             trial = PlannedTrial(spec)
-            if trial.plan_followed(resources) == plan:
+            fits = not isinstance(fitting(trial, resources, (1, 0)), str)
+            if fits and trial.plan_followed(resources) == plan:
                 yield Way(trial, cuts)
 
 
@@ -249,9 +251,14 @@ class SearchJudge:
         self._config, self.place, self._costs = config, place, costs
 
     def seconds(self, trials: Sequence[PlannedTrial], epochs: int) -> float:
-        """Return what trials take, about; a large search is judged by a part of it."""
+        """Return what trials take, about; a large search is judged by a part of it.
+
+        It is infinite if one of them does not fit.
+        """
         few = min(epochs, MOST_EPOCHS)
         outcome = self.outcome(trials, few, MOST_SUB_EPOCHS, MOST_ACTIONS)
+        if outcome.refused:
+            return math.inf
         return outcome.seconds * epochs / few
 
     def lanes(self, trials: Sequence[PlannedTrial], epochs: int) -> tuple[WorkerLane, ...]:
