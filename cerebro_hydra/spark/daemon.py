@@ -12,13 +12,13 @@ import importlib
 import sys
 import warnings
 import zipimport
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Worker = Callable[..., int]
 
-# torch.export, which cuts models, takes as long to load as torch; an agent's own modules come last.
-PRELOADED = (
+# torch.export, which cuts models, takes as long to load as torch.
+_FOREIGN = (
     "numpy",
     "pyarrow",
     "pyarrow.parquet",
@@ -27,20 +27,28 @@ PRELOADED = (
     "safetensors.torch",
     "petastorm.reader",
     "pyspark.ml.base",
-    "cerebro_hydra.agent.main",
-    "cerebro_hydra.shards.admission.admit",
 )
+_OURS = ("cerebro_hydra.agent.main", "cerebro_hydra.shards.admission.admit")
+
+PRELOADED = (*_FOREIGN, *_OURS)
+"""What an agent imports."""
 
 
 def preload() -> None:
     """Import the modules that are there; `worker_check` reports those that are missing."""
     # Spark reads the daemon's port from stdout, so nothing else may be printed there.
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in PRELOADED:
-            # petastorm beside packages that it never saw raises more than ImportError.
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+    with contextlib.redirect_stdout(sys.stderr):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _load(_FOREIGN)
+        _load(_OURS)  # the warnings that they turn off stay off in agents
+
+
+def _load(names: Sequence[str]) -> None:
+    for name in names:
+        # petastorm beside packages that it never saw raises more than ImportError.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def settle() -> None:
