@@ -15,7 +15,7 @@ from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.model import CostModel
-from cerebro_hydra.plan.costs.moves import HANDOVER_SECONDS, MoveRates
+from cerebro_hydra.plan.costs.moves import DISPATCH_SECONDS, MoveRates
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
@@ -154,7 +154,7 @@ def copy_rates() -> MoveRates:
     begun = time.perf_counter()
     target[:] = source
     rate = _COPIED / (time.perf_counter() - begun)
-    return MoveRates(device=rate, handover=HANDOVER_SECONDS)
+    return MoveRates(device=rate, dispatch=DISPATCH_SECONDS)
 
 
 def _stored_per_second() -> float:

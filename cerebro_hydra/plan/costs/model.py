@@ -78,7 +78,7 @@ class CostModel:
         pace = [[*key, _told(spread)] for key, spread in sorted(self.pace.items())]
         rates = {
             name: None if (rate := getattr(self.rates, name)) == float("inf") else rate
-            for name in ("device", "disk", "wire", "latency", "handover")
+            for name in ("device", "disk", "wire", "latency", "dispatch")
         }
         return {"rates": rates, **spreads, "pace": pace, "lag": self.lag}
 

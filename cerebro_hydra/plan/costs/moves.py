@@ -23,7 +23,7 @@ class MoveRates:
         disk: between disk and DRAM.
         wire: between workers.
         latency: seconds of a hop of no bytes.
-        handover: those that each unit of tasks and each LOAD or SPILL costs the cores of a worker
+        dispatch: those that each unit of tasks and each LOAD or SPILL costs the cores of a worker
             beside its work: its order, its answer, and the decision between them. The bill counts
             them where devices compute on these cores.
     """
@@ -32,7 +32,7 @@ class MoveRates:
     disk: float = math.inf
     wire: float = math.inf
     latency: float = 0.0
-    handover: float = 0.0
+    dispatch: float = 0.0
 
     def seconds(self, action: Action, shard: ShardSpec) -> float:
         """Return how long an action on the shard takes; transfers to other workers count nothing.
@@ -50,8 +50,8 @@ class MoveRates:
         return self.latency + nbytes / self.wire
 
 
-HANDOVER_SECONDS = 0.0007
-"""What a handover costs the cores of a worker of CPU devices; `benchmarks/gap` measures it."""
+DISPATCH_SECONDS = 0.0007
+"""What a dispatch costs the cores of a worker of CPU devices; `benchmarks/gap` measures it."""
 
 FREE_MOVES = MoveRates()
 """Moves that take no time."""

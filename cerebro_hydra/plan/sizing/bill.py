@@ -215,7 +215,7 @@ def _spilling(
             seconds = sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in moves)
             seconds -= sum(memory.rates.seconds(move, trial.shards[move.shard]) for move in needed)
             more = spilling.units[0] + len(moves) - resident.units[0] - len(needed)
-            return moved, seconds + memory.rates.handover * more
+            return moved, seconds + memory.rates.dispatch * more
         at_once = min(len(memory.devices), len(visits)) / len(visits)
         return moved, (spilling.makespan - resident.makespan) * at_once
 

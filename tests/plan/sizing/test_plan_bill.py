@@ -103,18 +103,18 @@ def test_what_moves_is_what_the_queues_move_within_a_factor_of_two() -> None:
 
 
 def test_words_count_for_every_move_and_unit_that_spilling_adds() -> None:
-    run, rates = trial(0, steps=8, recompute=True), MoveRates(handover=0.001)
+    run, rates = trial(0, steps=8, recompute=True), MoveRates(dispatch=0.001)
     (line,) = bill([run], [WorkerMemory((22 * MIB,), None, None, 1, rates)]).lines
     spilling, resident = (
         WorkerSimulation([run], [budget], None, sharp, lambda action: 0.0).run()
         for budget in (22 * MIB, None)
     )
 
-    def handovers(timeline: WorkerTimeline) -> int:
+    def dispatchs(timeline: WorkerTimeline) -> int:
         moves = [each for each in timeline.done if each.action.kind in (LOAD, SPILL)]
         return len(moves) + timeline.units[0]
 
-    more = handovers(spilling) - handovers(resident)
+    more = dispatchs(spilling) - dispatchs(resident)
     assert more > 8 * 4
     assert line.seconds == pytest.approx(0.001 * more, rel=0.1)
 
