@@ -152,14 +152,16 @@ class AutoPlan:
         outlook: Outlook,
     ) -> _Known:
         is_free = recipe.shards == AUTO
+        begun = time.thread_time()
         units = self._units(recipe, cut)
+        build = time.thread_time() - begun  # which devices take, too, and the comparison is in it
         finest = None if units is None else self._sketch(recipe, units)
         alike = max(1, outlook.candidates - len(self._chosen))
         possible = ways(trial, finest, self._resources, is_free)
         begun = time.thread_time()
         choice = choose(
             self._judge, possible, self._chosen, alike, outlook.epochs,
-            lambda: (time.thread_time() - begun) / self._seconds,
+            lambda: (time.thread_time() - begun) / self._seconds, build,
         )  # fmt: skip
         self._tell(choice.text(outlook.candidates))
         expected = [*self._chosen, *[choice.way.trial] * alike]

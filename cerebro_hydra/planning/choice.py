@@ -324,6 +324,7 @@ def choose(
     alike: int,
     epochs: int,
     elapsed: Callable[[], float],
+    build: float = 0.0,
 ) -> Choice:
     """Return the best way that was found for trials that are alike.
 
@@ -332,6 +333,8 @@ def choose(
         before: the other trials of the search.
         alike: how many there are.
         elapsed: is asked before each way which share of the time is over.
+        build: the seconds in which a device makes the graphs of a trial for its first task in a
+            pipeline, one device after the other.
     """
     all_ways = [*possible]
     found: dict[int, float] = {}
@@ -339,6 +342,9 @@ def choose(
         if number and elapsed() >= 1.0:
             break
         found[number] = judge.seconds([*before, *[way.trial] * alike], epochs)
+        plan = way.trial.spec.plan
+        if plan is not None and plan.devices > 1:
+            found[number] += build * plan.devices
     best = min(found, key=found.__getitem__)
     if found[best] > (1 - LEAST_GAIN) * found[0]:
         best = 0

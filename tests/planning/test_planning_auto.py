@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,9 @@ def test_trials_that_are_alike_are_admitted_by_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "WORD_SECONDS", 0.0)  # else tasks of microseconds stay together
+    # and admission takes longer than this whole search
+    still = SimpleNamespace(thread_time=lambda: 0.0)
+    monkeypatch.setattr("cerebro_hydra.planning.auto_plan.time", still)
     found = admit_with(deep, tmp_path, [{"lr": 0.1}, {"lr": 0.2}], resources=TWO)
     assert not found.refused and len({str(spec.cut) for spec in found.specs}) == 1
     (plan,) = {spec.plan for spec in found.specs}

@@ -46,14 +46,21 @@ def trial(units: int, seconds: float = 1.0, **fields: Any) -> PlannedTrial:
 
 
 def chosen(
-    trials: int, devices: int, budget: int | None = None, workers: int = 1, rate: float = 1e9
+    trials: int,
+    devices: int,
+    budget: int | None = None,
+    workers: int = 1,
+    rate: float = 1e9,
+    build: float = 0.0,
 ) -> Choice:
     resources = WorkerResources(devices, budget)
     place = Place(workers, resources, (WINDOW,) * workers, ())
     config = HopConfig(workers, evaluate=False)
     judge = SearchJudge(config, place, CostModel(MoveRates(device=rate)))
     plain = trial(1 if budget is None else 3)
-    return choose(judge, ways(plain, trial(UNITS), resources, True), [], trials, 1, lambda: 0.0)
+    return choose(
+        judge, ways(plain, trial(UNITS), resources, True), [], trials, 1, lambda: 0.0, build
+    )
 
 
 def test_a_trial_alone_is_trained_by_all_devices_together() -> None:
@@ -63,6 +70,7 @@ def test_a_trial_alone_is_trained_by_all_devices_together() -> None:
     assert plan.schedule in ("1f1b", "gpipe", "interleaved") and found.tried == found.possible
     # Six microbatches on three devices have a bubble of two.
     assert found.seconds < 0.55 * found.plain_seconds
+    assert chosen(trials=1, devices=2, build=5.0).way.trial.spec.plan is None, "it takes too long"
     assert "over 3 devices, activations kept; the trial is expected to train" in found.text(1)
 
 
