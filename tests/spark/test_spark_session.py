@@ -79,11 +79,13 @@ def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: Spark
     heavy = {*required_modules(), "cerebro_hydra.agent.main", "torch.export._trace"}
 
     def look(rows: object) -> list[tuple[bool, bool, bool]]:
+        import re
         import sys
         import warnings
 
         loaded = heavy <= set(sys.modules)
-        quiet = any(each[3] and each[3].match("petastorm.reader") for each in warnings.filters)
+        modules = [each[3] for each in warnings.filters if each[3]]  # patterns, of text or compiled
+        quiet = any(re.match(each, "petastorm.reader") for each in modules)
         return [(loaded, quiet, sys.modules["torch"].cuda.is_initialized())]
 
     job = spark.sparkContext.parallelize(range(2), 2).mapPartitions(look)
