@@ -302,6 +302,7 @@ class Decides(nn.Module):
         return -self.a(features)[:, 0]
 
 
+@pytest.mark.long
 def test_what_cannot_be_exported_is_refused_before_an_old_file_is_lost(
     prepared: Any, tmp_path: Path
 ) -> None:

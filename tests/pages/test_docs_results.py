@@ -17,6 +17,7 @@ from tests.tune.test_tune_search import arguments, rows
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,7 @@ def test_importing_the_package_before_the_first_product_makes_addresses_irreleva
     assert in_new_process(f"{before}\n{TELL}", **OLD_KERNELS, **variables) == told
 
 
+@pytest.mark.long
 @needs_mkl
 def test_steps_of_a_model_differ_by_address_where_mkl_was_called_too_early() -> None:
     """The negative control of `ModelCase.test_bits_are_the_same_at_every_address`."""
@@ -171,6 +172,7 @@ def test_unlike_cpus_differ_unless_both_take_portable_kernels() -> None:
         assert differing == {name, "processor", "instructions"}
 
 
+@pytest.mark.long
 def test_the_portable_variables_give_a_portable_process() -> None:
     code = """
 from cerebro_hydra.recipe import has_portable_kernels, is_portable, numeric_fingerprint

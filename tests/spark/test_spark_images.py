@@ -79,6 +79,7 @@ def searched(params: dict[str, Any]) -> SparkEstimator:
     )
 
 
+@pytest.mark.long
 def test_both_formats_are_prepared_with_the_same_pixels(
     spark: SparkSession, tmp_path: Path
 ) -> None:

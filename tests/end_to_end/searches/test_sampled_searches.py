@@ -74,6 +74,7 @@ def study_at(folder: Path, **options: Any) -> optuna.Study:
     return optuna.create_study(storage=storage, study_name="mine", load_if_exists=True, **given)
 
 
+@pytest.mark.long
 def test_a_study_is_known_from_the_start_and_told_once_at_the_end(tmp_path: Path) -> None:
     study = study_at(tmp_path)
     distributions = {

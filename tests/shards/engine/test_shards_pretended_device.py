@@ -42,6 +42,7 @@ def check(case: str, found: dict[str, int]) -> None:
     assert not found
 
 
+@pytest.mark.long
 def test_a_step_of_an_mlp_is_on_its_device() -> None:
     for case, found in waits("norms:modules").items():
         check(case, found)

@@ -262,6 +262,7 @@ def test_clipping_by_the_norm_of_all_shards_waits_in_2bw(recompute: bool) -> Non
     stale("mlp", "2bw", False, clip_grad_norm=0.05).prove(recompute, DEVICES)
 
 
+@pytest.mark.long
 @settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
