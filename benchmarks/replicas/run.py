@@ -119,9 +119,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small case, that it runs")
     given = parser.parse_args()
     size = {"width": 768, "layers": 6, "batch": 128}
-    steps, counts = 40, (2, 3)
+    steps, counts = 40, [2, 3]
     if given.quick:
-        size, steps, counts = {"width": 128, "layers": 2, "batch": 32}, 10, (2,)
+        size, steps, counts = {"width": 128, "layers": 2, "batch": 32}, 10, [2]
     model = model_of(size["width"], size["layers"])
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     print(f"{nbytes / 1e6:.1f} MB of gradients, batches of {size['batch']}, {steps} steps")
