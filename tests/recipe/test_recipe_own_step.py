@@ -160,6 +160,21 @@ def adds(model: Any, batch: Any, optimizers: Any) -> Tensor:
     return loss
 
 
+def gathers(number: int, since: int = 0) -> Any:
+    """Return a step that moves the critic once in so many batches, by the gradients of all."""
+
+    def step(model: Any, batch: Any, optimizers: Any) -> Tensor:
+        loss = gans.realness(model(batch[0]), batch[1])
+        loss.backward()
+        model.steps += 1
+        if model.steps < since or model.steps % number == 0:
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        return loss
+
+    return step
+
+
 def freezes(model: Any, batch: Any, optimizers: Any) -> Tensor:
     loss = gans.train_gan(model, batch, optimizers)["loss"]
     model.critic[0].requires_grad_(False)
@@ -197,6 +212,8 @@ def groups(model: Any, batch: Any, optimizers: Any) -> Tensor:
     [
         (forgets, "training_step changes no parameter; it calls backward"),
         (adds, r"adds to gradients that the step before has left, as those of .*'critic.0.weight'"),
+        (gathers(2), r"adds to gradients that the step before has left, as those of .*'critic.0"),
+        (gathers(7, since=3), "adds to gradients that the step before has left"),
         (freezes, r"leaves requires_grad of parameter 'critic.0.weight' as False"),
         (gives_rows, r"training_step returned shape \(16, 1\) as the loss"),
         (lambda *_: None, "training_step returned None as the loss"),

@@ -41,6 +41,8 @@ from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
+_LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
+
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
 
@@ -369,9 +371,10 @@ def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
 
 
 def check_own_step(trainer: PlainTrainer, example: Example) -> None:
-    """Take two steps, and a third one with the gradients of the second, spoilt.
+    """Take two steps, and more of them, each with the gradients of the one before, spoilt.
 
-    The model has its own state again afterwards.
+    One that gathers gradients for several batches may use them some steps later. The model has its
+    own state again afterwards.
 
     Args:
         trainer: is not to be used afterwards.
@@ -400,19 +403,25 @@ def check_own_step(trainer: PlainTrainer, example: Example) -> None:
                 "training_step changes no parameter; it calls backward of its losses, and step of "
                 "the optimizers that it is given"
             )
-        whole = {name for name, p in parameters.items() if not p.isnan().any()}
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad = torch.full_like(parameter, torch.nan)
-        trainer.run_own_step(ExampleBatch.of(example))
-        state.clear()
-        for name in (name for name in parameters if name in whole):
-            if parameters[name].isnan().any():
+        whole = [name for name, p in parameters.items() if not p.isnan().any()]
+        for taken in range(_MOST_SPOILT):
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+            trainer.run_own_step(ExampleBatch.of(example))
+            trainer.steps += 1
+            if (
+                spoilt := next((n for n in whole if parameters[n].isnan().any()), None)
+            ) is not None:
                 raise ConfigurationError(
                     f"training_step adds to gradients that the step before has left, as those of "
-                    f"parameter {name!r}, and gradients don't hop; call zero_grad of an optimizer "
-                    "before the backward of what it steps"
+                    f"parameter {spoilt!r}, and gradients don't hop; call zero_grad of an "
+                    "optimizer before the backward of what it steps"
                 )
+            left = (p.grad for p in parameters.values() if p.grad is not None)
+            if taken + 1 >= _LEAST_SPOILT and not any(each.isnan().any() for each in left):
+                break
+        state.clear()
 
 
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
