@@ -128,7 +128,7 @@ def spec_of(trial: int) -> Any:
     return SimpleNamespace(
         trial=trial, shards=[None], batch_size=5, accumulate=1, recompute=None, schedule="sharp",
         staleness=(),
-        stages=(),
+        stages=(), plan=None, replicas=1,
     )  # fmt: skip
 
 

@@ -564,5 +564,11 @@ class FinerCuts:
         return tuple(sorted({trial.base} | self._retention.needed(trial)))
 
     def _is_at_rest(self, index: int) -> bool:
-        """Return whether no state is being written, and no fork waits for one."""
-        return index not in self._tables.saving and index not in self._tables.forks
+        """Return whether no state is being written, and no fork waits for one that is there.
+
+        A fork may wait for one that this trial makes again, in the finer cut.
+        """
+        tables = self._tables
+        bases = [tables.trials[fork].base for fork in tables.forks.get(index, ())]
+        held = any(tables.holders.where(index, base) for base in bases)
+        return index not in tables.saving and not held

@@ -242,7 +242,7 @@ def engine_objects() -> Counter[str]:
     found = Counter[str]()
     for each in gc.get_objects():
         kind = type(each)
-        if kind.__module__.startswith("cerebro_hydra.shards.engine") or issubclass(
+        if str(kind.__module__).startswith("cerebro_hydra.shards.engine") or issubclass(
             kind, torch.optim.Optimizer
         ):
             found[kind.__qualname__] += 1
