@@ -123,6 +123,9 @@ class AutoPlan:
             self._known[key] = self._found(recipe, trial, cut, outlook)
         known = self._known[key]
         admitted = plain if known.at is None else self._cut_at(recipe, known, cut)
+        if admitted is None:  # of a model that is built otherwise from other parameters
+            self._chosen.append(trial)
+            return plain, None
         planned = self._sketch(recipe, admitted, known.plan)
         if known.plan not in (None, planned.plan_followed(self._resources)):
             self._tell(
@@ -180,17 +183,24 @@ class AutoPlan:
             try:
                 return cut()
             except ConfigurationError as error:
-                first = str(error).partition("\n")[0]
-                self._tell(f"plan: the model can't be trained on several devices at once: {first}")
+                why = _first_line(error)
+                self._tell(f"plan: the model can't be trained on several devices at once: {why}")
                 return None
 
-    def _cut_at(self, recipe: Recipe, known: _Known, cut: Callable[[], AdmittedCut]) -> AdmittedCut:
+    def _cut_at(
+        self, recipe: Recipe, known: _Known, cut: Callable[[], AdmittedCut]
+    ) -> AdmittedCut | None:
+        """Return the trial as one that is alike is cut; None if it can't be."""
         assert known.at is not None and known.plan is not None
         fields: dict[str, Any] = {"shards": 1}
         if known.at:
             fields = {"shards": list(known.at), "cut": known.mode, "schedule": known.plan.schedule}
         with _having(recipe, **fields):
-            return cut()
+            try:
+                return cut()
+            except ConfigurationError as error:
+                self._tell(f"plan: a trial can't be cut as one that is alike: {_first_line(error)}")
+                return None
 
     def _sketch(
         self, recipe: Recipe, cut: AdmittedCut, plan: TrialPlan | None = None
@@ -223,6 +233,10 @@ class AutoPlan:
         if line not in self._told:
             self._told[line] = None
             self._report(line)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _known(choice: Choice, units: AdmittedCut | None) -> _Known:

@@ -20,9 +20,18 @@ from tests.tune.trials.test_tune_admission import admit_with
 TWO = WorkerResources(devices=2, plan=True)
 
 
+class Chooses(nn.Module):
+    """Computes what no graph has, as it depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.detach().sum() > 0 else x * 1.0
+
+
 def deep(params: dict[str, Any]) -> Recipe:
     width = params.get("width", 16)
     layers = [nn.Linear(16, width), *(nn.Linear(width, width) for _ in range(3))]
+    if "chooses" in params:  # of which both values have parameters of the same names
+        layers.insert(1, Chooses() if params["chooses"] else nn.Identity())
     model = nn.Sequential(*layers, nn.Linear(width, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=params.get("lr", 0.1))
     given = {"shards": "auto", "accumulate": 4, **params.get("given", {})}
@@ -51,6 +60,18 @@ def test_trials_that_are_alike_are_admitted_by_one_plan(
     assert expected is not None and expected.told == (line,)
     assert expected.seconds < expected.plain_seconds and len(expected.lanes) == 2
     assert not [problem for part in verify_run(found.folder) for problem in part.problems]
+
+
+def test_a_trial_that_cant_be_cut_as_one_that_is_alike_trains_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "WORD_SECONDS", 0.0)
+    candidates = [{"chooses": each} for each in (False, True, False)]
+    found = admit_with(deep, tmp_path, candidates, resources=TWO)
+    assert not found.refused
+    assert [spec.plan is None for spec in found.specs] == [False, True, False]
+    (line,) = (line for line in found.told if "can't be cut as one that is alike" in line)
+    assert "torch.export failed" in line
 
 
 @pytest.mark.parametrize(
