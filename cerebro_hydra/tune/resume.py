@@ -189,6 +189,7 @@ class RunToResume:
         document = replace(self._with_epochs(num_epochs or self.document.num_epochs), **limits)
         admission = self._admission(around)
         seconds, partitions = document.admission_seconds, self.manifest.num_partitions
+        extension: list[Event] = []
 
         def trials_of(ask_and_tell: AskAndTell | None) -> SearchTrials:
             return SearchTrials(ask_and_tell, admission, self.folder, seconds, around.report, end)
@@ -208,8 +209,24 @@ class RunToResume:
             assert searcher is not None
             trials = trials_of(AskAndTell(searcher, document.num_epochs, partitions))
             trials.resume([(each.event, each.instructions) for each in resumed.decisions()])
+        if resumed is not None:
+            self._check_replicas(around, resumed.state, extension)
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)
+
+    def _check_replicas(
+        self, around: Surroundings, state: HopState, extension: Sequence[Event]
+    ) -> None:
+        """Check that the backend can train what goes on with as many replicas as before.
+
+        Raises:
+            ConfigurationError: it would take steps of fewer batches, or fail.
+        """
+        longer = {each.trial for each in extension if isinstance(each, BudgetExtended)}
+        going = (t.config for n, t in state.trials.items() if not t.over or n in longer)
+        most = max((config.replicas for config in going), default=1)
+        backend = around.backend
+        backend.resources.check_replicas(most, self.manifest.num_partitions, backend.num_workers)
 
     def _with_epochs(self, num_epochs: int) -> RunDocument:
         if num_epochs < self.document.num_epochs:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cerebro_hydra import SparkBackend
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.events import SubEpochEnding, WorkerLost
 from cerebro_hydra.plan.messages.instructions import Cancel, Commit, StartSubEpoch
+from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end.replicas.factories import normalized
 from tests.end_to_end.runs import Tape, assert_replays, classes, frame_of, grid, search, statuses
 
@@ -51,6 +53,9 @@ def test_replicas_have_the_bits_of_one_process_and_one_lost_costs_the_sub_epoch(
     assert len(tape.of(WorkerLost)) == 1
     assert tape.of(Cancel), "the ranks that were left have ended their attempt"
     assert_replays(result)
+    fewer = grid(LocalBackend(2), tmp_path, normalized, space, validation=0.3, num_epochs=3)
+    with pytest.raises(ConfigurationError, match=r"replicas is 3, and the backend has 2 worker"):
+        fewer.fit(classes(131), resume=result.run_path)
 
 
 @pytest.mark.long
