@@ -178,6 +178,22 @@ def test_a_fork_that_comes_while_its_parent_is_cut_finer_gets_its_state_before()
     assert of(ins.ChangeCut, run(run.recut(0, 1))) == [ins.ChangeCut(0, 1, 2, 4)]
 
 
+def test_a_trial_is_cut_finer_though_a_fork_waits_for_a_state_that_it_makes_again() -> None:
+    run = LackingDriver()
+    run.train_one()
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 3))
+    run(ev.RunResumed())  # state 1 was in a worker's memory alone
+    run(ev.WorkerJoined(0, "b", (0,)))
+    told = run(ev.TaskFailed(run.running["b"], "b", WHY, memory=True))
+    assert of(ins.CutFiner, told) == [ins.CutFiner(0, (0,), WHY)]
+    run(run.recut(0))
+    told = run.train("b")
+    (asked,) = of(ins.Checkpoint, told)
+    told = run(ev.Checkpointed(0, asked.state, "b"))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 1)]
+    assert of(ins.CutFiner, told) == [ins.CutFiner(1, (1,), PARENT_WAS_RECUT, inherited=True)]
+
+
 @settings(max_examples=examples(60))
 @given(worlds(faults=("kill", "duplicate", "store", "driver", "memory"), order="seeded"), scripts)
 def test_finer_cuts_change_no_history_and_no_result(world, script) -> None:
