@@ -234,7 +234,9 @@ class _Agent:
             Audits(document.audit_share),
             self._fail,
             given.start.scratch,
-            partial(TaskWatch, *limits, self._tell_slow, known_seconds),
+            partial(
+                TaskWatch, *limits, self._tell_slow, known_seconds, waited=self._replicas.waited
+            ),
             known_seconds,
         )
 

@@ -6,12 +6,14 @@ the requests with which shards are fetched: so the run's secret, its limits and 
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cerebro_hydra.errors import Cancelled, TransferError
-from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.shards.engine.layout import Memory
 from cerebro_hydra.shards.replicas.gradient_chain import Kind
 from cerebro_hydra.wire.credentials import Credentials
@@ -69,6 +71,7 @@ class ReplicaLinks:
         self._clients: dict[int, ShardClient] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._waited, self._waits_since = 0.0, math.inf
         self.rank, self.ranks = task.rank, len(task.replicas)
 
     def send(self, kind: Kind, number: int, memory: Sequence[Memory]) -> None:
@@ -111,6 +114,7 @@ class ReplicaLinks:
                 raise TransferError(f"rank {rank} has {nbytes} bytes where there are others here")
             return part
 
+        self._waits_since = time.monotonic()
         try:
             for _ in self._client(rank).fetch(request, lambda digest: None, allocate):
                 pass
@@ -119,6 +123,13 @@ class ReplicaLinks:
             if self._over.wait(PEER_SECONDS):
                 raise self._cancelled() from None
             raise TransferError(str(error)) from error
+        finally:
+            self._waited, self._waits_since = self.waited, math.inf
+
+    @property
+    def waited(self) -> float:
+        """Return the seconds that this rank has waited for others until now; for any thread."""
+        return self._waited + max(0.0, time.monotonic() - self._waits_since)
 
     def _client(self, rank: int) -> ShardClient:
         with self._lock:
@@ -175,6 +186,11 @@ class Replicas:
         if (links := self._links.get(task.attempt)) is None:
             raise Cancelled(f"attempt {task.attempt} was taken back")
         return links
+
+    def waited(self, task: StartSubEpoch | Evaluate) -> float:
+        """Return the seconds that a task has waited for its other ranks until now."""
+        links = self._links.get(task.attempt)
+        return 0.0 if links is None else links.waited
 
     def follow(self, attempt: int) -> Look:
         """Return what looks for the messages of an attempt, which may still have to come here."""

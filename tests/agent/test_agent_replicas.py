@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from cerebro_hydra.agent import replicas
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, VisitTime
 from cerebro_hydra.agent.replicas import Replicas
 from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
@@ -75,6 +78,30 @@ def test_a_message_comes_whole_also_where_its_reader_asks_first(ranks: Ranks) ->
     first.send("partial", 4, given)
     waiting.join(30)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, given, strict=True))
+
+
+def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> None:
+    first, second = ranks.accept(0, 1)
+    told: list[str] = []
+    overdue = lambda why, device: told.append(why)  # noqa: E731
+    make_watch = partial(
+        TaskWatch, 0.2, None, print, BatchSeconds(), waited=ranks.replicas[0].waited
+    )
+    visit = VisitTime(ranks.tasks[0], make_watch, overdue)
+    visit.start("cpu", None, 1, time.monotonic())
+    waiting = threading.Thread(target=first.receive, args=("sum", 0, 1, memory(5)))
+    waiting.start()
+    time.sleep(0.3)
+    visit.check()
+    assert not told, "it waits"
+    second.send("sum", 0, memory(5))
+    waiting.join(30)
+    visit.check()
+    assert not told, "it has waited"
+    assert 0.2 < first.waited == ranks.replicas[0].waited(ranks.tasks[0])
+    time.sleep(0.25)
+    visit.check()
+    assert told, "this was its own time"
 
 
 def test_a_rank_that_waits_is_woken_when_its_attempt_is_taken_back(ranks: Ranks) -> None:

@@ -78,6 +78,7 @@ class TaskWatch:
         known: remembers the batches of all tasks.
         on_overdue: told the task that exceeds a limit, and why, in words.
         clock: seconds from any start, without waits.
+        waited: the seconds that a task has waited for others while it computed.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class TaskWatch:
         known: BatchSeconds,
         on_overdue: Callable[[Task, str], object],
         clock: Callable[[], float],
+        waited: Callable[[Task], float] = lambda task: 0.0,
     ) -> None:
+        self._waited = waited
         self._batch_seconds = batch_seconds
         self._sub_epoch_seconds = sub_epoch_seconds
         self._on_slow = on_slow
@@ -96,6 +99,9 @@ class TaskWatch:
         self._on_overdue = on_overdue
         self._clock = clock
         self._timed: _Timed | None = None
+
+    def _now(self, timed: _Timed) -> float:
+        return self._clock() - self._waited(timed.task)
 
     def begin(self, task: Task) -> None:
         """Time a task, until another one begins."""
@@ -108,9 +114,10 @@ class TaskWatch:
 
     def batch(self) -> None:
         """Note that the next batch begins, after those that were timed together."""
-        timed, now = self._timed, self._clock()
+        timed = self._timed
         if timed is None:
             return
+        now = self._now(timed)
         if timed.begun is None:
             timed.begun = now
         else:
@@ -120,7 +127,7 @@ class TaskWatch:
     def begin_batch_anew(self) -> None:
         """Note that the batch under way is done again."""
         if self._timed is not None:
-            self._timed.batch_begun = self._clock()
+            self._timed.batch_begun = self._now(self._timed)
 
     def check(self, patience: float = 1, silence: float = 0.0) -> None:
         """Tell of what is slow or overdue now.
@@ -132,7 +139,7 @@ class TaskWatch:
         timed = self._timed
         if timed is None or timed.begun is None:
             return
-        now, usual = self._clock() - silence, self._known.median(timed.task)
+        now, usual = self._now(timed) - silence, self._known.median(timed.task)
         # One of them may have taken so long, if the others took what batches usually take.
         passed, task = now - timed.batch_begun, now - timed.begun
         others = (timed.batches - 1) * (passed / timed.batches if usual is None else usual)
