@@ -189,6 +189,11 @@ class Visit:
         return not any(each.units or self._tasks(each) for each in self.lists)
 
     @property
+    def is_summed(self) -> bool:
+        """Return whether it is an evaluation that ends soon, whose sums a device has until then."""
+        return not self.spec.graph.training and self.spec.stays and self.done
+
+    @property
     def devices_left(self) -> list[int]:
         """Return the devices that have tasks left, of a schedule that says which does what.
 

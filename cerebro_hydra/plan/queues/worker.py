@@ -609,7 +609,7 @@ class WorkerState:
     def _lose(self, queue: DeviceQueue) -> None:
         """Put back what the device was to do, and what it had changed and not yet written."""
         redo: dict[int, list[Action]] = {}
-        torn: set[int] = {visit.spec.visit for visit in queue.staying}
+        torn = {n for n, v in self.visits.items() if v in queue.staying or v.is_summed}
         for unit in queue.units:
             self.visits[unit.visit].end(unit)
         undone = [unplaced(task) for task in queue.unanswered]
