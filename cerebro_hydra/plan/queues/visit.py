@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -401,20 +401,27 @@ class Visit:
         return following.microbatch in graph.window_of(task.microbatch or 0)
 
 
-def settled(spec: VisitSpec, alive: Mapping[int, bool], visits: Iterable[Visit]) -> VisitSpec:
+def settled(
+    spec: VisitSpec, alive: Sequence[bool], budgets: Sequence[float], visits: Iterable[Visit]
+) -> VisitSpec:
     """Return a visit with a device for each list, where it has several and fewer than devices.
 
-    They are devices that are alive and have the least work of the worker's visits.
+    They are devices that have room for any of its lists, are alive, and have the least work of the
+    worker's visits. Where too few have room, it stays as it is.
     """
     lists = len(spec.lists(0))
     if spec.places or not 1 < lists < len(alive):
         return spec
-    work = dict.fromkeys(alive, 0.0)
+    need = max(share.need for share in spec.shares())
+    roomy = [number for number, budget in enumerate(budgets) if budget >= need]
+    if len(roomy) < lists:
+        return spec
+    work = [0.0] * len(alive)
     for visit in visits:
         for device in visit.devices if visit.has_places else visit.spec.places:
             work[device] += visit.remaining / len(visit.lists)
-    ranked = sorted((not lives, work[number], number) for number, lives in alive.items())
-    return replace(spec, places=tuple(sorted(number for *_, number in ranked[:lists])))
+    roomy.sort(key=lambda number: (not alive[number], work[number], number))
+    return replace(spec, places=tuple(sorted(roomy[:lists])))
 
 
 def placed(unit: Unit, device: int) -> tuple[Action, ...]:

@@ -518,13 +518,13 @@ class WorkerState:
                 self.queues[event.device].alive = True
 
     def _add(self, event: VisitAdded) -> None:
-        alive = {number: queue.alive for number, queue in self.queues.items()}
-        spec = settled(event.spec, alive, self.visits.values())
+        queues = self.queues.values()
+        alive, budgets = [queue.alive for queue in queues], [queue.budget for queue in queues]
+        spec = settled(event.spec, alive, budgets, self.visits.values())
         if spec.visit in self.visits:
             raise ValueError(
                 f"visit {spec.visit} was added before; number the visits of a worker apart"
             )
-        budgets = [queue.budget for queue in self.queues.values()]
         reason = spec.lacking(budgets, self.ledger.host_budget)
         if reason:
             self._give(VisitEnded(spec.visit, "refused", reason))
