@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,8 +146,12 @@ def wide(params: dict[str, Any]) -> Recipe:
 
 @pytest.mark.long
 def test_a_trial_that_is_alone_is_spread_by_a_plan_and_goes_on_without_it_on_one_device(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As of a longer search: here it would not pay that every device makes the graphs.
+    still = SimpleNamespace(thread_time=lambda: 0.0)
+    monkeypatch.setattr("cerebro_hydra.planning.auto_plan.time", still)
+
     def search(devices: int, plan: str | None, **options: Any) -> GridSearch:
         backend = LocalBackend(1, PRELOADED, devices_per_worker=devices, plan=plan)
         return grid(backend, tmp_path, wide, {"lr": [0.01]}, order="seeded", **options)
