@@ -66,6 +66,8 @@ def test_a_trial_that_cant_be_cut_as_one_that_is_alike_trains_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "WORD_SECONDS", 0.0)
+    still = SimpleNamespace(thread_time=lambda: 0.0)
+    monkeypatch.setattr("cerebro_hydra.planning.auto_plan.time", still)
     candidates = [{"chooses": each} for each in (False, True, False)]
     found = admit_with(deep, tmp_path, candidates, resources=TWO)
     assert not found.refused
