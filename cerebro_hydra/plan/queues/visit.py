@@ -401,7 +401,7 @@ class Visit:
         return following.microbatch in graph.window_of(task.microbatch or 0)
 
 
-def settled(
+def on_least_busy(
     spec: VisitSpec, alive: Sequence[bool], budgets: Sequence[float], visits: Iterable[Visit]
 ) -> VisitSpec:
     """Return a visit with a device for each list, where it has several and fewer than devices.

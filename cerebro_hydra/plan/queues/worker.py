@@ -64,7 +64,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
-from cerebro_hydra.plan.queues.visit import Unit, Visit, settled, unplaced
+from cerebro_hydra.plan.queues.visit import Unit, Visit, on_least_busy, unplaced
 from cerebro_hydra.plan.schedules.pick import Candidate, Rule
 
 AHEAD_SECONDS = 0.02
@@ -520,7 +520,7 @@ class WorkerState:
     def _add(self, event: VisitAdded) -> None:
         queues = self.queues.values()
         alive, budgets = [queue.alive for queue in queues], [queue.budget for queue in queues]
-        spec = settled(event.spec, alive, budgets, self.visits.values())
+        spec = on_least_busy(event.spec, alive, budgets, self.visits.values())
         if spec.visit in self.visits:
             raise ValueError(
                 f"visit {spec.visit} was added before; number the visits of a worker apart"
