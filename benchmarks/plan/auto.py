@@ -10,7 +10,7 @@ from typing import Any
 
 import work
 
-from benchmarks.plan.run import BATCHES, LAYERS, WIDTH, training_seconds
+from benchmarks.plan.run import BATCHES, LAYERS, SPILLING_MEMORY, WIDTH, training_seconds
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
 from cerebro_hydra.observe.planned import PlannedRun
 from cerebro_hydra.observe.records import records_of
@@ -26,18 +26,23 @@ class Case:
 
     trials: int
     devices: int
-    milliseconds: int = 40
     epochs: int = 2
+    spilled: bool = False
+    milliseconds: int = 40
 
     def train(self, plan: str | None, folder: str) -> tuple[float, RunFolder]:
         """Return the seconds from its first forward to its end, and what it wrote."""
         backend = LocalBackend(
-            1, preloaded=[work.__name__], devices_per_worker=self.devices, plan=plan
+            1,
+            preloaded=[work.__name__],
+            devices_per_worker=self.devices,
+            device_memory=SPILLING_MEMORY if self.spilled else None,
+            plan=plan,
         )
         space: dict[str, list[Any]] = {
             "lr": [0.001 * (number + 1) for number in range(self.trials)],
             "layers": [LAYERS],
-            "width": [WIDTH[False]],
+            "width": [WIDTH[self.spilled]],
             "milliseconds": [self.milliseconds],
             "schedule": ["sequential"],
             "accumulate": [STEP],
@@ -58,7 +63,15 @@ class Case:
         return training_seconds(records_of(run)), run
 
 
-CASES = (Case(1, 2), Case(1, 4), Case(2, 4), Case(4, 4))
+CASES = (
+    Case(1, 2),
+    Case(1, 2, epochs=20),
+    Case(1, 4, epochs=20),
+    Case(2, 4, epochs=20),
+    Case(4, 4, epochs=5),
+    Case(1, 2, epochs=10, spilled=True),
+    Case(3, 2, epochs=10, spilled=True),
+)
 
 
 def main() -> None:
@@ -69,8 +82,11 @@ def main() -> None:
     cases = CASES if given.case is None else (CASES[given.case],)
     if given.quick:
         cases = (Case(1, 2, milliseconds=10, epochs=1),)
-    print("| trials | devices | plain, s | plan, s | **plain / plan** | expected | chosen | load |")
-    print("| --- " * 8 + "|", flush=True)
+    print(
+        "| trials | devices | epochs | spilled | plain, s | plan, s | **plain / plan** | expected "
+        "| chosen | load |"
+    )
+    print("| --- " * 10 + "|", flush=True)
     with tempfile.TemporaryDirectory(prefix="cerebro-hydra-auto-") as folder:
         for case in cases:
             plain, _ = case.train(None, folder)
@@ -81,7 +97,8 @@ def main() -> None:
             if plan is not None:
                 chosen = f"{plan.schedule} over {plan.devices} device(s)"
             print(
-                f"| {case.trials} | {case.devices} | {plain:.1f} | {planned:.1f} "
+                f"| {case.trials} | {case.devices} | {case.epochs} "
+                f"| {'yes' if case.spilled else 'no'} | {plain:.1f} | {planned:.1f} "
                 f"| **{plain / planned:.2f}** "
                 f"| {expected.plain_seconds / expected.seconds:.2f} | {chosen} "
                 f"| {os.getloadavg()[0]:.1f} |",

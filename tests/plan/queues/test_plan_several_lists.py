@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
+    ActionDone,
     DeviceJoined,
     DeviceLost,
     VisitAdded,
@@ -144,6 +145,20 @@ def test_nothing_is_taken_off_a_device_that_died_at_the_same_moment() -> None:
     answers = state.handle([DeviceLost(0), DeviceLost(1)])
     assert VisitRestarted(0) in answers
     assert not [each for each in answers if isinstance(each, Action) and each.device in (0, 1)]
+
+
+def test_an_evaluation_begins_anew_whose_sums_are_lost_with_its_last_answer() -> None:
+    """Its end is not decided yet when its last task is done, and the same device is lost."""
+    graph = TaskGraph(2, 3, training=False)
+    spec = VisitSpec(0, graph, (SHARD,) * 2, fused=False, schedule="gpipe", devices=2)
+    simulation = WorkerSimulation([spec], [None, None], None, sharp, seconds_of([spec], 0.0))
+    last = Action(0, 1, ActionKind.F, 2)
+    queue = simulation.state.queues[1]
+    while not queue.given or queue.given[0].tasks != (last,):
+        simulation.step()
+    answers = simulation.state.handle([ActionDone(replace(last, device=1), 1.0), DeviceLost(1)])
+    assert VisitRestarted(0) in answers
+    assert VisitEnded(0, "finished") not in answers
 
 
 def test_a_worker_that_counts_one_microbatch_of_a_window_is_noticed(
