@@ -110,7 +110,10 @@ class EarlierRun:
                 corrected, instead of those that the run began with.
         """
         anew = measured_anew or {}
-        trials = {n: anew.get(trial.structure, trial) for n, trial in self.trials.items()}
+        trials = {  # whose admissions the run's events tell, whatever those took that were measured
+            n: replace(anew.get(trial.structure, trial), admission=None)
+            for n, trial in self.trials.items()
+        }
 
         @cache
         def profiled(kind: Kind, structure: str, rows: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,9 @@ def test_a_run_is_predicted_by_its_own_events(folder: RunFolder) -> None:
     events = [event for event, _ in row.outcome.timeline.records]
     hops = [e.hop for e in events if isinstance(e, SubEpochDone | EvaluationDone)]
     assert {hop.bytes_moved for hop in hops} == {0, 2 * TRAINABLE, 2 * (FROZEN + TRAINABLE)}
+    # How long it took to measure a trial anew says nothing of the earlier run.
+    anew = {trial.structure: replace(trial, admission=100.0) for trial in run.trials.values()}
+    assert run.costs(anew).lag == run.costs().lag
 
 
 def test_other_workers_are_compared_in_a_table(folder: RunFolder) -> None:
