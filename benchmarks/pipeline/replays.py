@@ -22,7 +22,7 @@ from tests.end_to_end.runs import grid
 MODELS = ("mlp", "resnet", "bert", "gpt2", "llama")
 DEVICES = (2, 3)
 ROWS, BLOCKS, SHARDS = 20, 5, 6
-ROOM = 450_000  # bytes of a device that spills, which holds a shard of each model with its tasks
+ROOM = 520_000  # bytes of a device that spills, which holds a shard of each model with its tasks
 
 
 def trial(params: dict[str, Any]) -> Recipe:
@@ -50,8 +50,8 @@ def search(spark: Any, devices: int, room: int | None, models: tuple[str, ...]) 
         spent = time.perf_counter() - begun
         verdicts: dict[tuple[str, str], list[str]] = {}
         for each in result.trials:
-            verdict = each.status
-            if verdict == "finished":
+            verdict = each.status if each.error is None else f"{each.status}: {each.error}"
+            if each.status == "finished":
                 report = cerebro_hydra.replay(result.run_path, each.trial_id)
                 verdict = "identical" if report.identical else str(report)
             verdicts.setdefault((each.params["model"], each.params["schedule"]), []).append(verdict)
