@@ -17,7 +17,7 @@ from torch import Tensor
 import cerebro_hydra
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, recipe_of
-from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
 from cerebro_hydra.shards.engine.differences import contents, first_difference, same_bits
@@ -89,14 +89,23 @@ class ModelCase(ABC):
         return [[b[i : i + every] for i in range(0, len(b), every)] for b in batches]
 
     def start(self, shards: Shards, mode: Mode = "keep", cut: str = "modules") -> CutTrial:
-        """Admit the recipe on batches of both sizes."""
-        recipe = self.make(shards)
-        recipe.cut = cut
+        """Return a trial that was just built, as one like it was admitted on batches of both sizes.
+
+        Trials that are alike share one admission, as in a search.
+        """
+        cut_models, admissions = _known_of(type(self))
         examples = [self.batch(n, seed) for seed, n in enumerate(self.rows)]
-        cut_models = _cut_models_of(type(self))
-        admission = admit(recipe, examples, TRIAL_SEED, cut_models)
+        key = str(shards), cut
+        if key not in admissions:
+            admissions[key] = admit(self._cut(shards, cut), examples, TRIAL_SEED, cut_models)
+        recipe, admission = self._cut(shards, cut), admissions[key]
         cut_model = cut_models.get(recipe.model, admission.spec, Sample.of(recipe, examples[0]))
         return CutTrial(recipe, admission, cut_model, TRIAL_SEED, STEPS_PER_EPOCH, mode)
+
+    def _cut(self, shards: Shards, cut: str) -> Recipe:
+        recipe = self.make(shards)
+        recipe.cut = cut
+        return recipe
 
     def plain(self) -> PlainTrainer:
         """Return a trainer of the same trial, uncut."""
@@ -277,9 +286,11 @@ def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
 
 
 @cache
-def _cut_models_of(case: type[ModelCase]) -> CutModelCache:
-    """Return the cache that lets one export of a model serve all tests of its case."""
-    return CutModelCache()
+def _known_of(
+    case: type[ModelCase],
+) -> tuple[CutModelCache, dict[tuple[str, str], AdmittedCut]]:
+    """Return what serves all tests of a case: its exports, and what was admitted by shards and cut."""
+    return CutModelCache(), {}
 
 
 def assert_same_state(cut: Mapping[str, Tensor], plain: PlainTrainer) -> None:
