@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -46,42 +46,94 @@ def decode(hint: Any, value: Any, where: str) -> Any:
     Raises:
         StoreError: a field is missing, unknown or of a wrong type; the message names it.
     """
+    return _decoder(hint)(value, where)
+
+
+Decoder = Callable[[Any, str], Any]
+
+
+@cache
+def _decoder(hint: Any) -> Decoder:
+    """Return what decodes the values of a hint, which is looked at once."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return _plain(value, where)
+        return _plain
     if origin is Annotated:
-        decoded = decode(args[0], value, where)
-        args[1](decoded, where)
-        return decoded
+        return _checked(_decoder(args[0]), args[1])
     if origin in (UnionType, Union):
-        if value is None and NoneType in args:
-            return None
-        (hint,) = (arg for arg in args if arg is not NoneType)
-        return decode(hint, value, where)
-    if isinstance(value, list):
-        if origin is list:
-            return [decode(args[0], item, where) for item in value]
-        if origin is tuple:
-            kinds = (args[0],) * len(value) if args[-1] is Ellipsis else args
-            if len(kinds) == len(value):
-                return tuple(decode(k, item, where) for k, item in zip(kinds, value, strict=True))
-    elif isinstance(value, dict):
-        if origin in (dict, Mapping):
-            return {key: decode(args[1], each, f"{where}[{key!r}]") for key, each in value.items()}
-        if is_typeddict(hint):
-            return _fields(hint, value, where)
-        if (
-            isinstance(hint, type)
-            and is_dataclass(hint)
-            and value.get("type", hint.__name__) == hint.__name__
-        ):
-            return hint(**_fields(hint, value, where))
-    elif hint in (int, float) and type(value) is int:
-        if value in INTEGERS:
-            return hint(value)
-    elif type(value) is hint:
-        return value
-    raise unreadable(where, value)
+        (some,) = (arg for arg in args if arg is not NoneType)
+        return _optional(_decoder(some)) if NoneType in args else _decoder(some)
+    if origin is list:
+        return _list_of(_decoder(args[0]))
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return _several(_decoder(args[0]))
+        return _tuple_of([_decoder(arg) for arg in args])
+    if origin in (dict, Mapping):
+        return _mapping_to(_decoder(args[1]))
+    if is_typeddict(hint):
+        return lambda value, where: _fields(hint, _of_kind(dict, value, where), where)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return partial(_instance, hint)
+    return partial(_number if hint in (int, float) else _of_kind, hint)
+
+
+def _checked(decoder: Decoder, check: Check) -> Decoder:
+    def decode(value: Any, where: str) -> Any:
+        decoded = decoder(value, where)
+        check(decoded, where)
+        return decoded
+
+    return decode
+
+
+def _optional(decoder: Decoder) -> Decoder:
+    return lambda value, where: None if value is None else decoder(value, where)
+
+
+def _list_of(decoder: Decoder) -> Decoder:
+    return lambda value, where: [decoder(each, where) for each in _of_kind(list, value, where)]
+
+
+def _several(decoder: Decoder) -> Decoder:
+    return lambda value, where: tuple(decoder(each, where) for each in _of_kind(list, value, where))
+
+
+def _tuple_of(decoders: Sequence[Decoder]) -> Decoder:
+    def decode(value: Any, where: str) -> Any:
+        if len(_of_kind(list, value, where)) != len(decoders):
+            raise unreadable(where, value)
+        return tuple(each(item, where) for each, item in zip(decoders, value, strict=True))
+
+    return decode
+
+
+def _mapping_to(decoder: Decoder) -> Decoder:
+    def decode(value: Any, where: str) -> Any:
+        found = _of_kind(dict, value, where)
+        return {key: decoder(each, f"{where}[{key!r}]") for key, each in found.items()}
+
+    return decode
+
+
+def _instance(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict) or value.get("type", kind.__name__) != kind.__name__:
+        raise unreadable(where, value)
+    return kind(**_fields(kind, value, where))
+
+
+def _number(kind: Any, value: Any, where: str) -> Any:
+    if type(value) is int and value in INTEGERS:
+        return kind(value)
+    if kind is int:
+        raise unreadable(where, value)
+    return _of_kind(float, value, where)
+
+
+def _of_kind(kind: Any, value: Any, where: str) -> Any:
+    if type(value) is not kind:
+        raise unreadable(where, value)
+    return value
 
 
 def unreadable(where: str, value: Any) -> StoreError:
@@ -145,23 +197,24 @@ def consistent(what: str, error: type[CerebroHydraError] = StoreError) -> Iterat
 
 def _fields(kind: Any, document: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the decoded fields of a dataclass or TypedDict."""
-    hints, required = _form(kind)
+    decoders, required = _form(kind)
     names = document.keys() - ({"type"} if is_dataclass(kind) else set())
-    if wrong := (names - hints.keys()) | (required - names):
+    if wrong := (names - decoders.keys()) | (required - names):
         raise StoreError(
             f"{where} has missing or unknown fields: {reprlib.repr(sorted(wrong))}; restore the "
             "file from a copy"
         )
-    return {name: decode(hints[name], document[name], f"{where}.{name}") for name in names}
+    return {name: decoders[name](document[name], f"{where}.{name}") for name in names}
 
 
 @cache
-def _form(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the hints of all fields, and the names of those that must be there."""
+def _form(kind: Any) -> tuple[dict[str, Decoder], frozenset[str]]:
+    """Return what decodes each field, and the names of those that must be there."""
     hints = get_type_hints(kind, include_extras=True)
+    decoders = {name: _decoder(hint) for name, hint in hints.items()}
     if is_typeddict(kind):
-        return hints, kind.__required_keys__
-    return hints, frozenset(
+        return decoders, kind.__required_keys__
+    return decoders, frozenset(
         field.name
         for field in fields(kind)
         if field.default is MISSING and field.default_factory is MISSING
