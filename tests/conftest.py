@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 import cerebro_hydra  # before a test calls MKL
+from tests.examples import examples
 
 pytest.register_assert_rewrite("tests.golden")  # so that what differs is shown
 
@@ -24,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["JDK_JAVA_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 # The first example pays for imports, and the machine may be busy: a deadline would only be noise.
-settings.register_profile("no deadline", deadline=None)
+settings.register_profile("no deadline", deadline=None, max_examples=examples(100))
 settings.load_profile("no deadline")
 
 if TYPE_CHECKING:

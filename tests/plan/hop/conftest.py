@@ -1,0 +1,17 @@
+"""Runs in which anything may happen; which of the possible futures is best is no matter of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cerebro_hydra.plan.policy import policy
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_future() -> Iterator[None]:
+    """Let the policy look at one future for each decision, which takes half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "EFFORT", 0)
+        yield
