@@ -36,30 +36,21 @@ def classes(rows: int, seed: int) -> Tensor:
     return torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.long
-class TestBERT(ModelCase):
-    """Inputs by the names of their columns, a dataclass as output, the model's own loss."""
-
-    in_processes = False
-    columns = TEXT
-
-    def recipe(self, shards: Shards) -> Recipe:
-        model = text.bert(16, 2, WORDS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return Recipe(model, optimizer, "model", shards=shards)
-
-    def batch(self, rows: int, seed: int) -> Example:
-        return sentences(rows, seed), (classes(rows, seed),)
-
-
 def trimmed(batch: Batch, training: bool) -> Batch:
     """Without the columns that every row pads."""
     longest = int(batch["attention_mask"].sum(1).max())
     return {k: v[:, :longest] if v.dim() > 1 else v for k, v in batch.items()}
 
 
-class TestBERTOfDynamicLength(TestBERT):
-    """Batches differ in length too, because `collate` trims what every row pads."""
+@pytest.mark.long
+class TestBERTOfDynamicLength(ModelCase):
+    """Inputs by the names of their columns, a dataclass as output, the model's own loss.
+
+    Batches differ in length too, because `collate` trims what every row pads.
+    """
+
+    in_processes = False
+    columns = TEXT
 
     def recipe(self, shards: Shards) -> Recipe:
         model = text.bert(16, 1, WORDS)

@@ -158,11 +158,10 @@ def trained(copies: Copies, kill: bool = False, audits: bool = False) -> None:
         assert (result.audit_seconds > 0) is audits
 
 
-@pytest.mark.parametrize("recompute", [True, False])
 def test_a_pipeline_of_processes_of_which_one_is_killed_has_the_bits_of_one_device(
-    tmp_path: Path, recompute: bool
+    tmp_path: Path,
 ) -> None:
-    trained(Copies(True, str(tmp_path), schedule="gpipe", recompute=recompute), kill=True)
+    trained(Copies(True, str(tmp_path), schedule="gpipe", recompute=False), kill=True)
 
 
 def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -> None:
@@ -170,17 +169,13 @@ def test_microbatches_move_among_processes_and_no_bit_is_other(tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("everything", [False, True])
-def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(
-    tmp_path: Path, everything: bool
-) -> None:
-    trained(Copies(everything, str(tmp_path)), kill=True)
+def test_a_process_that_is_killed_while_microbatches_move_changes_no_bit(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path)), kill=True)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
-def test_audits_agree_where_microbatches_move(tmp_path: Path, schedule: str) -> None:
-    trained(Copies(True, str(tmp_path), schedule=schedule), audits=True)
+def test_audits_agree_where_microbatches_move(tmp_path: Path) -> None:
+    trained(Copies(True, str(tmp_path), schedule="gpipe"), audits=True)
 
 
 @pytest.mark.long

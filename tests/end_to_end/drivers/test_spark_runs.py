@@ -96,20 +96,19 @@ def test_a_killed_agent_costs_sub_epochs_but_no_trial(spark: Any, df: Any, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "every", "times"), [(signal.SIGKILL, 4, 15), (signal.SIGSTOP, 10, 2)]
-)
 def test_many_losses_with_work_between_end_no_run_and_change_no_bit(
-    spark: Any, df: Any, tmp_path: Path, number: int, every: int, times: int
+    spark: Any, df: Any, tmp_path: Path
 ) -> None:
     space = {"lr": [0.01, 0.001], "dropout": [0.2]}
-    options = {"order": "seeded", "num_epochs": 12}
+    options = {"order": "seeded", "num_epochs": 8}
     calm = search(spark, tmp_path / "calm", space, **options).fit(df)
-    tape = strikes(number, every, times)
-    result = search(spark, tmp_path, space, observers=[tape], **options).fit(df)
-    assert len(tape.agents) == 3 + times
-    for trial in range(2):
-        assert_equal_bits(result, calm, trial)
+    for number, every, times in ((signal.SIGKILL, 4, 10), (signal.SIGSTOP, 10, 2)):
+        tape = strikes(number, every, times)
+        place = tmp_path / str(number)
+        result = search(spark, place, space, observers=[tape], **options).fit(df)
+        assert len(tape.agents) == 3 + times
+        for trial in range(2):
+            assert_equal_bits(result, calm, trial)
 
 
 @pytest.mark.long
@@ -193,12 +192,11 @@ def test_lethal_trials_fail_alone_and_cost_the_others_no_bit(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["hangs", "locks Python"])
 def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
-    spark: Any, df: Any, tmp_path: Path, fault: str
+    spark: Any, df: Any, tmp_path: Path
 ) -> None:
     watcher = Interrupter()
-    space = {"fault": [fault], "driver": [os.getpid()], "batch": [1], "pause": [1.0]}
+    space = {"fault": ["locks Python"], "driver": [os.getpid()], "batch": [1], "pause": [1.0]}
     with pytest.raises(KeyboardInterrupt):
         search(spark, tmp_path, space, lethal, observers=[watcher.tape]).fit(df)
     assert (
@@ -209,6 +207,7 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most_on_spark(
     assert spark.range(100).count() == 100
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_no_agent_and_no_scratch_behind(tmp_path: Path) -> None:
     local = tmp_path / "local"
     driver = endless(tmp_path, SPARK_LOCAL_DIRS=str(local))

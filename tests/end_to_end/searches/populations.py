@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cerebro_hydra.plan.messages.events import TrialForked
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.tune import PBTSearch, hp_choice, hp_log, hp_quniform, hp_uniform
-from tests.end_to_end.runs import Tape, classes
 from tests.end_to_end.searches.counted_store import CountedStore
 from tests.end_to_end.searches.early_searches import search
 
@@ -65,12 +60,3 @@ def population(folder: Path, **options: Any) -> Any:
         **options,
     }
     return search(PBTSearch, folder, **given)
-
-
-if __name__ == "__main__":
-
-    def die(tape: Tape) -> None:
-        if len(tape.of(TrialForked)) >= int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    population(Path(sys.argv[1]), checkpoint="sub-epoch", observers=[Tape(die)]).fit(classes(120))

@@ -5,24 +5,16 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.observe import Decision, RunView
 from cerebro_hydra.observe.report import render
-from cerebro_hydra.plan.messages.events import TrialPaused, TrialProposed, TrialStopped
+from cerebro_hydra.plan.messages.events import TrialPaused, TrialProposed
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import SEARCH_FILE
-from cerebro_hydra.tune import (
-    ASHASearch,
-    GridSearch,
-    HyperbandSearch,
-    MedianStopping,
-    SearchResult,
-    hp_choice,
-)
+from cerebro_hydra.tune import ASHASearch, SearchResult
 from cerebro_hydra.verification import verify
 from tests.end_to_end.runs import Tape, assert_replays, bits, classes
 from tests.end_to_end.searches.early_searches import halving, modelled, search
@@ -38,44 +30,31 @@ def ends(result: SearchResult) -> Counter[tuple[str, int]]:
     return Counter((trial.status, len(trial.history["train_loss"])) for trial in result.trials)
 
 
-def decided(tape: Tape) -> list[Any]:
-    """Return who was stopped, and why, in the order of what the search decided."""
-    return tape.of(TrialStopped)
-
-
-def test_halving_repeats_its_trials_its_decisions_and_its_bits(tmp_path: Path) -> None:
-    tapes = [Tape(), Tape()]
-    first, second = (
-        halving(tmp_path / str(at), observers=[tape]).fit(classes(120))
-        for at, tape in enumerate(tapes)
-    )
-    assert ends(first) == {("finished", 4): 1, ("stopped", 2): 1, ("stopped", 1): 3}
-    assert decided(tapes[0]) == decided(tapes[1])
-    assert bits(first.run_path) == bits(second.run_path)
-    assert_replays(first)
-    assert verify(first.run_path).ok
-    assert first.best_trial.status == "finished"
-    table = first.to_pandas().set_index("trial_id")
-    assert sorted(table.rung) == [1, 1, 1, 2, 2]
-    page = render(RunFolder.open(first.run_path))
-    assert "<button>Rung</button>" in page
-    for trial, rung in table.rung.items():
-        stopped = table.status[trial] == "stopped"
-        assert not stopped or f"after epoch {rung}" in page
-
-
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
     """A run that nothing disturbs."""
     return halving(tmp_path_factory.mktemp("calm")).fit(classes(120))
 
 
-@pytest.mark.parametrize("arrivals", [pytest.param(3, marks=pytest.mark.long), 6])
+def test_halving_stops_most_trials_at_its_rungs_and_tells_of_it(calm: SearchResult) -> None:
+    assert ends(calm) == {("finished", 4): 1, ("stopped", 2): 1, ("stopped", 1): 3}
+    assert_replays(calm)
+    assert verify(calm.run_path).ok
+    assert calm.best_trial.status == "finished"
+    table = calm.to_pandas().set_index("trial_id")
+    assert sorted(table.rung) == [1, 1, 1, 2, 2]
+    page = render(RunFolder.open(calm.run_path))
+    assert "<button>Rung</button>" in page
+    for trial, rung in table.rung.items():
+        stopped = table.status[trial] == "stopped"
+        assert not stopped or f"after epoch {rung}" in page
+
+
 def test_halving_whose_driver_is_killed_midway_decides_as_the_calm_run(
-    tmp_path: Path, calm: SearchResult, arrivals: int
+    tmp_path: Path, calm: SearchResult
 ) -> None:
     """Five trials come to the first rung, and two to the second one."""
-    driver = start_python("-m", DRIVER, tmp_path, arrivals, "halving")
+    driver = start_python("-m", DRIVER, tmp_path, 6, "halving")
     driver.wait(300)
     assert driver.returncode == -signal.SIGKILL
     (run,) = (tmp_path / "runs").iterdir()
@@ -96,15 +75,17 @@ def test_halving_whose_driver_is_killed_midway_decides_as_the_calm_run(
         halving(tmp_path, num_models=6, **options).fit(classes(120), resume=str(run))
 
 
-def test_hyperband_trains_its_brackets_at_once(tmp_path: Path) -> None:
-    arguments = {"eta": 2, "num_models": 6, "order": "seeded"}
-    result = search(HyperbandSearch, tmp_path, **arguments).fit(classes(120))
-    begun = Counter(trial.rung for trial in result.trials)
-    assert begun[None] == 2, "those of the last bracket are compared with nobody"
-    assert ends(result)["finished", 4] == 4
-    assert ends(result)["stopped", 1] + ends(result)["stopped", 2] == 2
-    assert_replays(result)
-    assert verify(result.run_path).ok
+def test_halving_that_was_ended_by_its_target_goes_on_with_its_rungs(
+    tmp_path: Path, calm: SearchResult
+) -> None:
+    first = max(trial.history["val_accuracy"][0] for trial in calm.trials)
+    result = halving(tmp_path, target={"accuracy": first}).fit(classes(120))
+    assert any(trial.status == "paused" for trial in result.trials)
+    assert result.best_trial.result_metrics["val_accuracy"] >= first
+    whole = halving(tmp_path).fit(classes(120), resume=result.run_path)
+    assert bits(whole.run_path) == bits(calm.run_path)
+    assert [trial.rung for trial in whole.trials] == [trial.rung for trial in calm.trials]
+    assert_replays(whole)
 
 
 @pytest.mark.long
@@ -148,18 +129,3 @@ def test_asha_lets_trials_rest_and_go_on_and_ends_with_one_that_is_complete(
     assert verify(result.run_path).ok
     with pytest.raises(ConfigurationError, match="num_models is 60, and the run was begun with 6"):
         search(ASHASearch, tmp_path, num_models=60, eta=2).fit(classes(120), resume=result.run_path)
-
-
-def test_the_median_stops_hopeless_trials_of_a_grid(tmp_path: Path) -> None:
-    rule = MedianStopping(grace_epochs=1, min_trials=2)
-    space = {"lr": hp_choice([0.1, 0.05, 0.2, 1e-6, 2e-6])}
-    arguments = {"search_space": space, "stopping": rule, "num_epochs": 3}
-    result = search(GridSearch, tmp_path, **arguments).fit(classes(120))
-    found = ends(result)
-    assert found["finished", 3] + found["stopped", 1] + found["stopped", 2] == 5
-    stopped = [trial for trial in result.trials if trial.status == "stopped"]
-    assert stopped
-    views = RunView.of_run(RunFolder.open(result.run_path)).trials
-    for trial in stopped:
-        assert "the median of the means of" in views[result.trials.index(trial)].reason
-    assert_replays(result)

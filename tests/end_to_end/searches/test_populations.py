@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.tune import SearchResult, hp_choice
 from cerebro_hydra.verification import verify
-from tests.end_to_end.runs import Tape, assert_replays, bits, classes
+from tests.end_to_end.runs import Tape, assert_replays, classes
 from tests.end_to_end.searches.counted_store import CountedStore
 from tests.end_to_end.searches.populations import FIXED, SPACE, changeable, population
-from tests.processes import start_python
 
 pytestmark = pytest.mark.slow
 
@@ -182,19 +180,6 @@ def trained_plainly(
                 trainer = PlainTrainer(recipe, spec.seed, spec.steps_per_epoch, trainer.steps)
             trainer.train(run.windows(specs[1], epoch, [partition]))
     return trainer.tensors()
-
-
-def test_a_population_whose_driver_is_killed_midway_decides_as_the_calm_one(
-    tmp_path: Path, calm: tuple[SearchResult, States]
-) -> None:
-    driver = start_python("-m", "tests.end_to_end.searches.populations", tmp_path, 2)
-    driver.wait(300)
-    assert driver.returncode == -signal.SIGKILL
-    (run,) = (tmp_path / "runs").iterdir()
-    result = population(tmp_path, checkpoint="sub-epoch").fit(classes(120), resume=str(run))
-    assert bits(result.run_path) == bits(calm[0].run_path), "two seeded runs, one of them resumed"
-    assert [t.params for t in result.trials] == [t.params for t in calm[0].trials]
-    assert_replays(result)
 
 
 def test_a_fork_of_another_structure_fails_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every search on local Spark, with two workers or three: it ends, and every trial replays."""
+"""Searches of each kind on local Spark, with two workers or three: every trial replays."""
 
 from __future__ import annotations
 
@@ -14,35 +14,26 @@ from cerebro_hydra.plan.messages.events import RunSuspended, TrialForked, TrialR
 from cerebro_hydra.tune import (
     ASHASearch,
     BOHBSearch,
-    GridSearch,
     HyperbandSearch,
     MedianStopping,
     RandomSearch,
-    SuccessiveHalvingSearch,
-    TPESearch,
-    hp_choice,
 )
 from tests.end_to_end.runs import Tape, assert_replays, classes, frame_of
-from tests.end_to_end.searches.early_searches import halving, modelled, search
+from tests.end_to_end.searches.early_searches import halving, search
 from tests.end_to_end.searches.populations import population
 from tests.end_to_end.searches.sampled_searches import sampled
 from tests.end_to_end.searches.shared_prefixes import steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.spark(group=1)]
 
-RATES = {"search_space": {"lr": hp_choice([0.1, 0.05, 1e-6])}}
 MEDIAN = {"stopping": MedianStopping(min_trials=2), "num_models": 5, "num_epochs": 3}
 
 Make = Callable[..., Any]
 SEARCHES: dict[str, tuple[Make, set[str]]] = {
-    "grid": (partial(search, GridSearch, num_epochs=1, **RATES), {"finished"}),
     "median": (partial(search, RandomSearch, **MEDIAN), {"finished", "stopped"}),
-    "halving": (partial(search, SuccessiveHalvingSearch, num_models=6, eta=2), {"stopped"}),
     "hyperband": (partial(search, HyperbandSearch, num_models=6, eta=2), {"stopped"}),
     "asha": (partial(search, ASHASearch, num_models=6, eta=2), {"stopped"}),
-    "bohb": (modelled, {"stopped"}),
-    "BOHB in any order": (partial(search, BOHBSearch, num_models=8, eta=2), {"stopped"}),
-    "tpe": (partial(search, TPESearch, num_models=6, num_epochs=1), {"finished"}),
+    "bohb": (partial(search, BOHBSearch, num_models=8, eta=2), {"stopped"}),
     "optuna": (sampled, {"finished"}),
     "population": (population, {"stopped"}),
     "prefixes": (steps, {"finished"}),

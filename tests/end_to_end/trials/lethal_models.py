@@ -43,12 +43,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "hangs": _hang,
     "is slow": lambda: time.sleep(8),
     "fills memory": lambda: torch.empty(1 << 50, dtype=torch.uint8),
-    "fills numpy's memory": lambda: np.empty(1 << 45, dtype=np.uint8),
     "handles a signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),  # on main alone
     "none": lambda: None,
 }
-
-GREEDY = ("fills memory", "fills numpy's memory")
 
 
 def lethal(params: dict[str, Any]) -> Recipe:
@@ -63,7 +60,11 @@ def lethal(params: dict[str, Any]) -> Recipe:
     def loss(seen: int, outputs: Tensor, labels: Tensor) -> Tensor:
         late = seen - params.get("batch", 3)
         on_agent = os.getpid() != params["driver"]
-        if on_agent and not lives and (late == 0 or (late > 0 and params["fault"] in GREEDY)):
+        if (
+            on_agent
+            and not lives
+            and (late == 0 or (late > 0 and params["fault"] == "fills memory"))
+        ):
             print(LAST_WORDS)
             time.sleep(params.get("pause", 0.0))
             if "group" in params:

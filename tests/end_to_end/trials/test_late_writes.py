@@ -45,10 +45,9 @@ def failed_transfers(result: Any) -> list[TransferFailed]:
     [
         {},
         pytest.param({"residents": 3}, marks=LONG),
-        pytest.param({"devices_per_worker": 2}, marks=LONG),
         pytest.param({"devices_per_worker": 2, "device_memory": 28_000}, marks=LONG),
     ],
-    ids=["alone", "residents", "devices", "small devices"],
+    ids=["alone", "residents", "small devices"],
 )
 def test_a_hook_that_writes_to_a_later_shard_is_trained_right(
     tmp_path: Path, calm: Any, resources: dict[str, int]

@@ -569,19 +569,14 @@ MODELS: dict[str, Cut] = {
         >= {torch.float64},
     ),
     "layers that are called by name": Cut(seeded(CallsByName), "modules", 2),
-    # Their rotary embeddings lie in regions without gradients.
-    **{
-        name: Cut(rotary_recipe(name), at=3, sub_epochs=lambda: TOKENS)
-        for name in ("Llama", "Gemma2", "GPTNeoX")
-    },
+    # Its rotary embeddings lie in regions without gradients.
+    "Llama": Cut(rotary_recipe("Llama"), at=3, sub_epochs=lambda: TOKENS),
     "one layer": Cut(mlp_recipe(model=lambda: nn.Linear(6, 3), shards=1), "modules", 1),
     "one of its own": Cut(mlp_recipe(model=lambda: Doubled(6, 3), shards=1), "modules", 1),
 }  # fmt: skip
 
 
-MARKS = dict.fromkeys(["Gemma2", "GPTNeoX"], pytest.mark.long) | dict.fromkeys(
-    ["attention", "another evaluation", "a buffer of evaluation"], pytest.mark.kernels
-)
+MARKS = dict.fromkeys(["attention", "another evaluation"], pytest.mark.kernels)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in MODELS])

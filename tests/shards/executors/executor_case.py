@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -122,11 +122,10 @@ def proof(name: str, cut: str) -> Proof:
 
 
 class ExecutorCase(ABC):
-    """An executor has the bits of plain training, for every trial of the table in every cut.
+    """An executor has the bits of plain training, for every trial of the table.
 
     Attributes:
-        quick: the ways (m for modules, e for export) that `make test` runs of each trial; the
-            others are long.
+        quick: the ways (m for modules, e for export) that `make test` runs of each trial.
         ways: those in which the executor can train.
         alone: whether it trains one trial at a time; others train a second one meanwhile.
     """
@@ -148,15 +147,23 @@ class ExecutorCase(ABC):
         """Evaluate each trial on batches."""
         return [each.trial.evaluate(b) for each, b in zip(proofs, batches, strict=True)]
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Take every trial in every way."""
-        if "name" in metafunc.fixturenames:
-            pairs = itertools.product(TRIALS, self.ways)
-            metafunc.parametrize(("name", "cut"), [self._param(*pair) for pair in pairs])
+    def takes(self, trial: int, way: int) -> bool:
+        """Return whether `make test-long` runs a trial in a way that is not quick, by numbers."""
+        return True
 
-    def _param(self, name: str, way: str) -> object:
-        marks = () if way in self.quick[name] else pytest.mark.long
-        return pytest.param(name, WAYS[way], marks=marks)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Take the trials in the ways that are quick, and in others that the executor takes."""
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize(("name", "cut"), [*self._params()])
+
+    def _params(self) -> Iterator[object]:
+        for (trial, name), (number, way) in itertools.product(
+            enumerate(TRIALS), enumerate(self.ways)
+        ):
+            if way in self.quick[name]:
+                yield pytest.param(name, WAYS[way])
+            elif self.takes(trial, number):
+                yield pytest.param(name, WAYS[way], marks=pytest.mark.long)
 
     def test_bits_are_those_of_plain_training(self, name: str, cut: str) -> None:
         """Losses, state and cursors agree over hops, and so does an evaluation afterwards."""

@@ -73,7 +73,7 @@ layer thrice, in all                  me   me    .     .     .    .     .     . 
 counts                                me   me    m     m     m    e     e     m     .     .    e
 norms, accumulated, clipped, average  m    m     m     m     .    .     .     m     .     .    .
 """
-"""What `make test` runs (m: cut by modules, e: as a graph); `make test-long` runs all the others.
+"""What `make test` runs (m: cut by modules, e: as a graph); `make test-long` runs others, in turns.
 
 keep, again: the engine, which keeps activations, or computes them again in backward.
 alone: each shard alone in memory, every microbatch in another visit, within the measured memory.
@@ -110,7 +110,14 @@ class TestAgain(TestKeep):
     mode = "recompute"
 
 
-class TestAlone(ExecutorCase):
+class InTurn(ExecutorCase):
+    """Trains each trial in one way, of the two that the engine is proved with."""
+
+    def takes(self, trial: int, way: int) -> bool:
+        return (trial + way) % 2 == 0
+
+
+class TestAlone(InTurn):
     quick = column("alone")
 
     def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
@@ -141,7 +148,7 @@ def spec_of(
     )
 
 
-class TestQueue(ExecutorCase):
+class TestQueue(InTurn):
     quick = column("queue")
     alone = False
     recompute: ClassVar[bool] = True
@@ -246,16 +253,23 @@ class TestMoves(ExecutorCase):
 class TestGPipe(TestMoves):
     quick = column("gpipe")
     schedule, recompute, devices = "gpipe", False, 3
+    turn = 0
+
+    def takes(self, trial: int, way: int) -> bool:
+        """Leave each trial to two of three schedules."""
+        return trial % 3 != self.turn
 
 
-class Test1F1B(TestMoves):
+class Test1F1B(TestGPipe):
     quick = column("1f1b")
     schedule, recompute, devices = "1f1b", True, 3
+    turn = 1
 
 
-class TestInterleaved(TestMoves):
+class TestInterleaved(TestGPipe):
     quick = column("inter")
     schedule, recompute, devices = "interleaved", False, 2
+    turn = 2
 
 
 def moving(
@@ -385,7 +399,7 @@ def test_devices_that_die_change_no_bit(
     executor.prove([proof(name, "export") for name in names])
 
 
-class TestUncut(ExecutorCase):
+class TestUncut(InTurn):
     quick = column("uncut")
 
     def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
