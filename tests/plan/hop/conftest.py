@@ -1,4 +1,4 @@
-"""Runs in which anything may happen; which of the possible futures is best is no matter of theirs."""
+"""Runs in which anything may happen; which future is best is no matter of theirs."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ class Widens(zoo.Net):
         return self.c(self.b(wide).tanh())
 
 
-@pytest.mark.parametrize("shards", [1, 3, "auto"])
-@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.parametrize(("shards", "budget"), [(1, None), (3, None), ("auto", 1 << 20)])
 def test_where_the_memory_of_tasks_counts_it_is_one_shard_by_name(shards, budget) -> None:
     recipe = made(Chooses, shards=shards)()
     admission = admit(recipe, EXAMPLES, 1, profiler=TaskProfiler(budget))
@@ -75,7 +74,6 @@ def test_where_the_memory_of_tasks_counts_it_is_one_shard_by_name(shards, budget
     if shards == 3:
         assert "shards: torch.cond of the forward failed in shards (" in admission.report.text()
     assert admission.profile is not None and admission.profile.tasks is not None
-    assert_equal_to_plain(made(Chooses, shards=1), [WINDOWS], "modules")
 
 
 def test_a_device_has_room_for_the_branch_that_needs_more() -> None:
