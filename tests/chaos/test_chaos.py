@@ -43,7 +43,7 @@ def survives(place: Path, number: int, calm_bits: Any) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(3))  # `make chaos` plays more
+@pytest.mark.parametrize("number", [1, 2])  # `make chaos` plays more
 def test_a_run_survives_its_round(tmp_path: Path, number: int, calm_bits: Any) -> None:
     survives(tmp_path, number, calm_bits)
 

@@ -89,8 +89,7 @@ def held_after(
 @pytest.mark.parametrize(
     ("trials", "validation", "frozen", "depth", "factor"),
     [
-        pytest.param(60, None, 2000, 4, 1.04, id="some, one after the other"),
-        pytest.param(300, None, 2000, 12, 1.3, id="one after the other", marks=pytest.mark.long),
+        pytest.param(60, None, 2000, 4, 1.04, id="one after the other"),
         pytest.param(300, 0.2, 8, 60, 1.25, id="all alive at once", marks=pytest.mark.long),
     ],
 )
