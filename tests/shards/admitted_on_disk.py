@@ -29,9 +29,9 @@ SHARDS, ROWS = 8, 4
 
 def main(folder: str, cut: str) -> None:
     admitted(f"{folder}/small", 96, cut, None)  # loads what is loaded late
-    least = admitted(f"{folder}/large", 1024, cut, resident=16 << 20)
-    in_memory = admitted(f"{folder}/large", 1024, cut, None)
-    profiled = admitted(f"{folder}/large", 1024, cut, None, TaskProfiler(None))
+    least = admitted(f"{folder}/large", 640, cut, resident=6 << 20)
+    in_memory = admitted(f"{folder}/large", 640, cut, None)
+    profiled = admitted(f"{folder}/large", 640, cut, None, TaskProfiler(None))
     print(json.dumps([least, in_memory, profiled]))
 
 

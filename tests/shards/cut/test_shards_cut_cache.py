@@ -12,7 +12,7 @@ from tests.shards import zoo
 def cached(*models):
     cache = CutModelCache()
     sample = zoo.sample(zoo.vectors(8)[0])
-    return [cache.get(m, CutSpec("export", ("3@0",)), sample) for m in models]
+    return [cache.get(m, CutSpec("modules", ("3@0",)), sample) for m in models]
 
 
 def test_equal_models_share_a_cut_model_whatever_their_weights():
@@ -31,7 +31,7 @@ def test_models_that_differ_do_not_share():
 def test_models_with_equal_configuration_objects_share():
     cache = CutModelCache()
     sample = zoo.sample(zoo.tokens(4)[0])
-    spec = CutSpec("export", ("gpt.transformer.h.1@0",))
+    spec = CutSpec("modules", ("gpt.transformer.h.1@0",))
     assert cache.get(zoo.Language(), spec, sample) is cache.get(zoo.Language(), spec, sample)
 
 

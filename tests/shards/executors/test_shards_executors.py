@@ -42,33 +42,33 @@ QUICK = """
 mlp, dropout                          me   me    m     m     m    e     e     m     e     .    .
 mlp, in two                           m    e     .     .     .    .     .     .     .     .    .
 mlp, in four                          e    m     .     .     .    .     .     .     .     .    .
-mlp, groups, schedule                 me   m     .     m     .    .     e     m     .     .    .
-mlp, clipped                          me   me    m     .     .    .     .     .     .     .    .
+mlp, groups, schedule                m    m     .     m     .    .     .     m     .     .    .
+mlp, clipped                         m    m     m     .     .    .     .     .     .     .    .
 mlp, never clipped                    m    .     .     .     .    .     .     .     .     .    .
-mlp, values clipped, average          m    e     m     me    m    .     .     m     .     .    .
-mlp, accumulated                      me   me    m     .     .    .     .     .     .     .    .
+mlp, values clipped, average         m    m     m     m     m    .     .     m     .     .    .
+mlp, accumulated                     m    m     m     .     .    .     .     .     .     .    .
 mlp, accumulated, clipped             me   me    me    .     .    .     .     m     .     e    .
-mlp, accumulated, cosine              me   m     m     m     m    .     .     m     .     .    .
-mlp, bfloat16                         me   me    m     .     .    .     e     m     .     .    .
-mlp, float16, average                 m    e     .     .     .    .     .     m     .     .    .
+mlp, accumulated, cosine             m    m     m     m     m    .     .     m     .     .    .
+mlp, bfloat16                        m    m     m     .     .    .     .     m     .     .    .
+mlp, float16, average                m    m     .     .     .    .     .     m     .     .    .
 mlp, float16, accumulated, clipped    me   m     m     m     .    .     e     .     .     e    .
 mlp, frozen first, clipped            me   me    .     m     m    .     e     .     .     .    .
-mlp, frozen first, average            me   .     .     .     .    .     .     m     .     .    .
-mlp, frozen middle                    .    me    .     .     .    .     .     .     .     .    .
-mlp, augmented                        me   me    .     m     .    .     e     m     .     .    .
+mlp, frozen first, average           m    .     .     .     .    .     .     m     .     .    .
+mlp, frozen middle                   .    m     .     .     .    .     .     .     .     .    .
+mlp, augmented                       m    m     .     m     .    .     .     m     .     .    .
 mlp, of lengths                       me   .     .     m     .    .     .     .     .     .    .
 resnet                                me   me    m     m     m    e     e     me    .     .    .
 resnet, in five                       e    me    .     .     .    .     .     .     .     .    .
 resnet, accumulated                   me   me    .     .     .    .     .     .     e     .    e
-resnet, bfloat16                      me   .     .     .     .    .     .     .     .     .    .
-gpt2                                  me   .     .     .     .    .     .     m     .     .    .
+resnet, bfloat16                     m    .     .     .     .    .     .     .     .     .    .
+gpt2                                 m    .     .     .     .    .     .     m     .     .    .
 gpt2, accumulated, clipped            me   me    m     m     m    .     .     .     .     .    .
 tied, accumulated, clipped, average   me   me    .     m     .    .     e     .     e     e    e
 encoder, bfloat16, accumulated        m    m     .     m     m    .     .     .     .     .    .
 llama                                 m    m     .     m     m    .     .     .     .     .    .
 bert, bfloat16                        .    m     .     .     .    .     .     .     .     .    .
 layer thrice                          me   me    m     m     m    .     e     m     .     .    .
-layer thrice, in three                me   me    .     .     .    .     .     .     .     .    .
+layer thrice, in three               m    m     .     .     .    .     .     .     .     .    .
 layer thrice, in all                  me   me    .     .     .    .     .     .     .     .    .
 counts                                me   me    m     m     m    e     e     m     .     .    e
 norms, accumulated, clipped, average  m    m     m     m     .    .     .     m     .     .    .
