@@ -20,7 +20,7 @@ from tests.end_to_end.runs import Tape, assert_equal_bits, classes, grid
 from tests.end_to_end.trials.lethal_models import deaf
 from tests.processes import assert_gone, children_of, devices_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 # An agent takes some seconds to start on a busy machine.
 IMPATIENT = LossLimits(join_timeout=12.0, heartbeat_interval=0.1, missed_heartbeats=20)
@@ -49,7 +49,6 @@ def check(result: Any, undisturbed: Any) -> None:
         assert_equal_bits(result, undisturbed, trial)
 
 
-@pytest.mark.long
 def test_trials_leave_an_agent_whose_shards_nobody_can_fetch_by_way_of_the_store(
     tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -117,7 +116,6 @@ class FrozenMachine(LocalLauncher):
         return None
 
 
-@pytest.mark.long
 def test_a_frozen_agent_is_replaced_and_ends_itself_when_it_wakes_up(
     tmp_path: Path, undisturbed: Any
 ) -> None:
@@ -153,7 +151,6 @@ class SilentMachine(LocalLauncher):
             self.silent = self._processes[0]
 
 
-@pytest.mark.long
 def test_a_machine_that_is_silent_for_most_of_join_timeout_costs_no_worker_and_no_bit(
     tmp_path: Path, undisturbed: Any
 ) -> None:

@@ -129,7 +129,7 @@ def check_others(world: SickWorld) -> None:
         assert world.store[index, mine.result] == calm.store[index, other.result]
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(sick_worlds(), scripts)
 def test_the_run_ends_whatever_fails_for_one_trial_and_however_often(world, script) -> None:
     world.run([number | 1 for number in script])  # no fault but those of the one trial

@@ -31,7 +31,7 @@ def check_finished(world: World) -> None:
         check_undisturbed(world)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(worlds() | open_worlds(), scripts)
 def test_every_run_ends_with_one_surviving_commit_per_sub_epoch(world, script) -> None:
     world.run(script)

@@ -271,7 +271,7 @@ def check_victims(
     event(f"victims: {len(victims)}, others: {bool(others)}")
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(crowded_workers(), st.integers(0, 100), st.sampled_from([-1, 0, 2, 5]))
 def test_what_goes_to_disk_is_what_is_used_last(world, nbytes: int, beyond: int) -> None:
     evictor, ledger, queue, visits = world
@@ -281,7 +281,7 @@ def test_what_goes_to_disk_is_what_is_used_last(world, nbytes: int, beyond: int)
     check_victims(evictor.in_dram(nbytes, beyond), ledger, movable, evictor, free, nbytes)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(crowded_workers(), st.integers(0, 100))
 def test_what_leaves_a_device_is_what_is_used_last(world, nbytes: int) -> None:
     evictor, ledger, queue, visits = world
