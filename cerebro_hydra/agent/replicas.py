@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
@@ -24,32 +24,27 @@ PEER_SECONDS = 60.0
 """How long a rank whose peer is gone waits to be told so, which takes as long as a heartbeat."""
 
 _KINDS: tuple[Kind, ...] = ("buffers", "partial", "sum")
+_MOST_BUCKETS = 1 << 20  # of one round
 
 
-@dataclass(frozen=True)
 class _Message:
-    """Is what a rank offers; see `Publication`."""
+    """Is what a rank offers."""
 
-    memory: Sequence[Bytes]
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self.left = threading.Event()
 
-    @property
-    def segments(self) -> Mapping[str, tuple[str, Bytes]]:
-        """Return the parts by their numbers, without digests: those of the state are compared."""
-        return {str(number): ("", part) for number, part in enumerate(self.memory)}
-
-    @property
-    def cursor(self) -> Mapping[str, object]:
-        """Return nothing."""
-        return {}
+    def sent(self) -> None:
+        """Take note that the bytes may change now."""
+        self.left.set()
 
 
-def _number(kind: Kind, number: int) -> int:
-    """Return what a message is called on the wire, where shards have their numbers."""
-    return number * len(_KINDS) + _KINDS.index(kind)
+_Place = tuple[Kind, int]
+"""A kind of message, and its bucket. One of a later round takes the place of one that was read."""
 
 
 class ReplicaLinks:
-    """Connects the rank of one attempt with the others; the thread that computes uses it.
+    """Connects the rank of one attempt with the others; the threads of its chain use it.
 
     Args:
         task: the visit.
@@ -67,19 +62,29 @@ class ReplicaLinks:
     ) -> None:
         self._task, self._uris, self._credentials = task, uris, credentials
         self._changed = changed
-        self._offered: dict[int, _Message] = {}
-        self._clients: dict[int, ShardClient] = {}
+        self._offered: dict[_Place, tuple[int, _Message]] = {}
+        self._clients: dict[tuple[Kind, int], ShardClient] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._waited, self._waits_since = 0.0, math.inf
         self.rank, self.ranks = task.rank, len(task.replicas)
 
-    def send(self, kind: Kind, number: int, memory: Sequence[Memory]) -> None:
-        """Offer a message in place of the last one of its kind; see `RankLinks`."""
-        message = _Message([each.numpy() for each in memory if each.numel()])
-        kept = {n: m for n, m in self._offered.items() if n % len(_KINDS) != _KINDS.index(kind)}
-        self._offered = kept | {_number(kind, number): message}
+    def send(self, kind: Kind, number: int, bucket: int, memory: Memory) -> None:
+        """Offer a message; see `RankLinks`."""
+        with self._lock:
+            if self._over.is_set():
+                raise self._cancelled()
+            self._offered[kind, bucket] = number, _Message(memory.numpy())
         self._changed()
+
+    def settle(self) -> None:
+        """Wait until all sums that were offered have left their memory; see `RankLinks`."""
+        with self._lock:
+            offered = [each for (kind, _), (_, each) in self._offered.items() if kind == "sum"]
+        for each in offered:
+            each.left.wait()
+        if self._over.is_set():
+            raise self._cancelled()
 
     def look(self, number: int) -> _Message | None:
         """Find a message that is offered; called by the server's thread.
@@ -89,40 +94,40 @@ class ReplicaLinks:
         """
         if self._over.is_set():
             raise TransferError(f"attempt {self._task.attempt} is over at rank {self.rank}")
-        return self._offered.get(number)
+        number, kind = divmod(number, len(_KINDS))
+        number, bucket = divmod(number, _MOST_BUCKETS)
+        found = self._offered.get((_KINDS[kind], bucket))
+        return found[1] if found is not None and found[0] == number else None
 
-    def receive(self, kind: Kind, number: int, rank: int, memory: Sequence[Memory]) -> None:
-        """Fill memory with the message of another rank; see `RankLinks`.
+    def receive(
+        self, kind: Kind, number: int, rank: int, memory: Sequence[Memory]
+    ) -> Iterator[int]:
+        """Fill memory with the messages of another rank; see `RankLinks`.
 
         Raises:
             TransferError: the other one is gone, and nobody has told so for a minute.
             Cancelled: the attempt was taken back.
         """
-        task, parts = self._task, [each.numpy() for each in memory if each.numel()]
+        task, first = self._task, number * _MOST_BUCKETS
+        numbers = (n * len(_KINDS) + _KINDS.index(kind) for n in range(first, first + len(memory)))
         request = ShardRequest(
-            task.trial,
-            task.state,
-            task.replicas[rank],
-            (_number(kind, number),),
-            attempt=task.attempt,
+            task.trial, task.state, task.replicas[rank], tuple(numbers), attempt=task.attempt
         )
-        left = iter(parts)
-
-        def allocate(nbytes: int) -> Bytes:
-            part = next(left, None)
-            if part is None or part.nbytes != nbytes:
-                raise TransferError(f"rank {rank} has {nbytes} bytes where there are others here")
-            return part
-
-        self._waits_since = time.monotonic()
         try:
-            for _ in self._client(rank).fetch(request, lambda digest: None, allocate):
-                pass
+            client = self._client(kind, rank)
+            yield from client.receive(request, [each.numpy() for each in memory])
         except (TransferError, OSError) as error:
             # A trial is not to blame if a peer is gone: its loss ends the attempt by itself.
             if self._over.wait(PEER_SECONDS):
                 raise self._cancelled() from None
             raise TransferError(str(error)) from error
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Count the time; see `RankLinks`."""
+        self._waits_since = time.monotonic()
+        try:
+            yield
         finally:
             self._waited, self._waits_since = self.waited, math.inf
 
@@ -131,13 +136,14 @@ class ReplicaLinks:
         """Return the seconds that this rank has waited for others until now; for any thread."""
         return self._waited + max(0.0, time.monotonic() - self._waits_since)
 
-    def _client(self, rank: int) -> ShardClient:
+    def _client(self, kind: Kind, rank: int) -> ShardClient:
+        """Return the client of one kind of messages, which one thread uses."""
         with self._lock:
             if self._over.is_set():
                 raise self._cancelled()
-            if rank not in self._clients:
-                self._clients[rank] = ShardClient(self._uris[rank], self._credentials)
-            return self._clients[rank]
+            if (kind, rank) not in self._clients:
+                self._clients[kind, rank] = ShardClient(self._uris[rank], self._credentials)
+            return self._clients[kind, rank]
 
     def _cancelled(self) -> Cancelled:
         return Cancelled(f"attempt {self._task.attempt} was taken back")
@@ -149,7 +155,9 @@ class ReplicaLinks:
             for client in self._clients.values():
                 client.cancel()
                 client.close()
-        self._offered = {}
+            for _, message in self._offered.values():
+                message.sent()
+            self._offered = {}
         self._changed()
 
 

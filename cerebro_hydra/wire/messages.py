@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class ShardRequest:
     """Asks the agent process that owns a state of a trial for some of its shards.
 
     With `verify` it asks what digests the bytes of these shards have there now, and for no bytes.
-    With an `attempt` it asks for messages of a visit with replicas, which have numbers like shards.
+    With an `attempt` it asks for messages of a visit with replicas, which have numbers like shards,
+    and come in the order in which they are asked for.
     """
 
     trial: int
@@ -93,6 +94,18 @@ class Publication(Protocol):
     @property
     def cursor(self) -> Mapping[str, Any]:
         """Return the JSON that travels with the trial."""
+
+
+@runtime_checkable
+class Message(Protocol):
+    """Holds what a replica gives to the one other that waits for it."""
+
+    @property
+    def memory(self) -> Bytes:
+        """Return its bytes, which stay unchanged until they are sent."""
+
+    def sent(self) -> None:
+        """Take note that the bytes may change now."""
 
 
 @dataclass(frozen=True)

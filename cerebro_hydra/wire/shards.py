@@ -13,6 +13,9 @@ The owner offers each shard when it is published, whichever comes first. The rec
 segments that it does not hold, so no list of what it holds has to travel. After the last shard the
 receiver may ask for other ones. Whatever goes wrong is said in a goodbye: {"bye": "…"}.
 
+Messages of replicas are asked for likewise, by their attempt. They have no digests and are not held,
+so the owner sends each as soon as there is one: the number of its bytes in 16 digits, and the bytes.
+
 A receiver whose bytes have another digest than was announced asks, on a connection of its own, what
 digest the owner's have: on the way they may be damaged, or at the owner, by a late write.
 
@@ -30,7 +33,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -47,10 +50,11 @@ from cerebro_hydra.wire.connection import (
     encode,
 )
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.messages import Bytes, FetchedShard, Publication, ShardRequest
+from cerebro_hydra.wire.messages import Bytes, FetchedShard, Message, Publication, ShardRequest
 
 _DIAL_SECONDS = 10.0
 _LINE_BYTES = 64 << 10  # bytes of a line that are received at once
+_HEAD_BYTES = 16  # digits before a message of a replica
 
 Held = Callable[[str], Bytes | None]
 Allocate = Callable[[int], Bytes]
@@ -125,6 +129,31 @@ class ShardClient:
                 where = (error.shard, error.segment, error.announced)
                 raise DigestDiffers(said, *where) from error
             raise TransferError(said) from error
+
+    def receive(self, request: ShardRequest, memory: Sequence[Bytes]) -> Iterator[int]:
+        """Fill memory with each message of a request, and yield its place as soon as it is there.
+
+        Raises:
+            TransferError: the owner refused (with its words), died, or has messages of other sizes.
+            Cancelled: `cancel()` was called.
+        """
+        try:
+            owner = self._socket or self._dial()
+            owner.sendall(encode("fetch", vars(request)))
+            head = np.empty(_HEAD_BYTES, np.uint8)
+            for place, buffer in enumerate(memory):
+                _fill(head, _HEAD_BYTES, owner)
+                if not (said := head.tobytes()).isdigit():
+                    raise TransferError(_goodbye(said + _read_line(owner)))
+                if int(said) != buffer.nbytes:
+                    raise TransferError(f"{int(said)} bytes came instead of {buffer.nbytes}")
+                _fill(buffer, buffer.nbytes, owner)
+                yield place
+        except (OSError, TransferError) as error:
+            self.close()
+            if self._cancelled:
+                raise Cancelled(f"the wait for {request} from {self.uri} was cancelled") from None
+            raise TransferError(f"{request} from {self.uri}: {_words(error)}") from error
 
     def verify(self, request: ShardRequest) -> dict[int, dict[str, str]]:
         """Return the digests of what the owner has: by shard, those of its segments by name.
@@ -234,6 +263,14 @@ def _read_line(owner: socket.socket) -> bytes:
     return bytes(line)
 
 
+def _goodbye(line: bytes) -> str:
+    """Return what an owner says that goes, or what it says instead."""
+    try:
+        return str(json.loads(line)["bye"])
+    except (TypeError, ValueError, KeyError):
+        return f"the owner's answer can't be read: {line[:200]!r}"
+
+
 def _offer(line: bytes) -> tuple[int, dict[str, tuple[str, int]], dict[str, Any]]:
     """Return the number of an offered shard, the digest and size of its segments, its cursor."""
     try:
@@ -284,7 +321,7 @@ def _words(error: Exception) -> str:
     return words
 
 
-Look: TypeAlias = Callable[[int], Publication | None]
+Look: TypeAlias = Callable[[int], Publication | Message | None]
 
 
 class ShardServer:
@@ -364,7 +401,7 @@ class ShardServer:
                 for number in missing:
                     if (publication := look(number)) is not None:
                         missing.remove(number)
-                        await connection.offer(number, publication)
+                        await connection.give(number, publication)
                         break
                 else:
                     await changed.wait()
@@ -410,9 +447,19 @@ class _ShardConnection(Connection):
         except TimeoutError:
             raise TransferError(f"nothing was asked for {seconds:.0f} s") from None
 
-    async def offer(self, number: int, publication: Publication) -> None:
-        """Offer a shard, and send the segments that the receiver asks for."""
+    async def give(self, number: int, found: Publication | Message) -> None:
+        """Send a message, or what the receiver wants of a shard."""
         self.offering = True
+        if isinstance(found, Message):
+            self.write(b"%0*d" % (_HEAD_BYTES, found.memory.nbytes))
+            await self._send(_view(found.memory))
+            found.sent()
+        else:
+            await self._offer(number, found)
+        self.offering = False
+
+    async def _offer(self, number: int, publication: Publication) -> None:
+        """Offer a shard, and send the segments that the receiver asks for."""
         found = await asyncio.to_thread(lambda: publication.segments)  # may come from disk
         buffers = {name: _view(buffer) for name, (_, buffer) in found.items()}
         segments = {name: (digest, buffers[name].nbytes) for name, (digest, _) in found.items()}
@@ -424,7 +471,6 @@ class _ShardConnection(Connection):
                     await self._send(buffers[name])
             case _:
                 raise TransferError(f"{answer[:200]!r} names no segments of {list(buffers)}")
-        self.offering = False
 
     async def _send(self, buffer: memoryview) -> None:
         encrypted = self.transport.get_extra_info("sslcontext") is not None
@@ -451,7 +497,7 @@ class _ShardConnection(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to answer; whatever a socket does not take at once is waited for."""
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(high=1)
+        self.transport.set_write_buffer_limits(high=0)
         self._task = self.loop.create_task(self._run())
 
     def pause_writing(self) -> None:

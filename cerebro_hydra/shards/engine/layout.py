@@ -449,12 +449,30 @@ class GradientLayout:
     def of(cls, shard: ShardLayout) -> GradientLayout:
         """Lay out the gradients of a shard."""
         params = [e for e in shard.trainable.entries if e.name.startswith("param:")]
-        at = _up(len(params))
-        entries = []
-        for entry in params:
-            entries.append(replace(entry, name=entry.name.partition(":")[2], offset=at))
+        return cls._in_order([replace(e, name=e.name.partition(":")[2]) for e in params])
+
+    @classmethod
+    def _in_order(cls, given: Sequence[LayoutEntry]) -> GradientLayout:
+        at, entries = _up(len(given)), []
+        for entry in given:
+            entries.append(replace(entry, offset=at))
             at += _up(entry.nbytes)
         return cls(tuple(entries), at)
+
+    def buckets(self, full: int) -> Iterator[GradientLayout]:
+        """Part the gradients from the last one on, which is the first that a backward makes.
+
+        Args:
+            full: bytes from which on nothing more is put into one.
+        """
+        bucket: list[LayoutEntry] = []
+        for entry in reversed(self.entries):
+            bucket.append(entry)
+            if sum(each.nbytes for each in bucket) >= full:
+                yield self._in_order(bucket)
+                bucket = []
+        if bucket:
+            yield self._in_order(bucket)
 
     def load(self, memory: Memory, params: Mapping[str, nn.Parameter]) -> None:
         """Let the gradients in the memory be those of the parameters.

@@ -543,9 +543,9 @@ class SubEpoch:
         """Return the optimizers of all shards that were here."""
         return [optimizer for optimizer, _ in self._optimizers.values()]
 
-    def params(self) -> Sequence[Mapping[str, nn.Parameter]]:
-        """Return the parameters of each shard, all of which are here."""
-        return [self._params[k] for k in sorted(self._params)]
+    def params(self, k: int) -> Mapping[str, nn.Parameter]:
+        """Return the parameters of a shard that is here."""
+        return self._params[k]
 
     def buffers(self, k: int) -> Mapping[str, Tensor]:
         """Return the buffers of a shard, with what was assigned to the model in their place."""

@@ -59,19 +59,23 @@ class Chain(Protocol):
     def begin(self, number: int) -> None:
         """Wait for the buffers with which a forward begins."""
 
-    def enter(self, number: int, k: int, buffers: Mapping[str, Tensor]) -> None:
-        """Let a shard have the buffers with which its forward begins."""
+    def enter(
+        self,
+        number: int,
+        k: int,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """Let a shard have the buffers with which its forward begins, and watch its gradients."""
 
     def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         """Send on what a forward has left in buffers."""
 
-    def end_backward(
-        self,
-        number: int,
-        params: Sequence[Mapping[str, nn.Parameter]],
-        buffers: Sequence[Mapping[str, Tensor]],
-    ) -> None:
-        """Add gradients to the sum, and let parameters have all of it after the last round."""
+    def end_backward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Wait for the sum, and let parameters have all of it after the last round."""
+
+    def close(self) -> None:
+        """End the sub-epoch, after its last round or where it stands."""
 
 
 class VisitRun:
@@ -336,7 +340,7 @@ class VisitRun:
                 chain.end_forward(number, left)
             reach(kind, k)
             if kind == "F":
-                chain.enter(number, k, self._sub_epoch.buffers(k))
+                chain.enter(number, k, self._sub_epoch.params(k), self._sub_epoch.buffers(k))
 
         chain.begin(number)
         if batch is None:
@@ -346,8 +350,7 @@ class VisitRun:
                 reach_in_chain("B", k)
         else:
             self._run(batch, number, rows, reach_in_chain)
-        buffers = [self._sub_epoch.buffers(k) for k in range(last + 1)]
-        chain.end_backward(number, self._sub_epoch.params(), buffers)
+        chain.end_backward(number, [self._sub_epoch.buffers(k) for k in range(last + 1)])
 
     def _pass_modules(self, task: Action, number: int) -> None:
         """Do F or B of a microbatch, which the model's own forward and backward make."""
@@ -462,6 +465,8 @@ class VisitRun:
 
     def cancel(self) -> None:
         """End the visit where it stands; what is loaded may be torn."""
+        if self._chain is not None:
+            self._chain.close()
         self._paused.close()
         if self._graph is not None:
             self._graph.cancel()

@@ -11,22 +11,30 @@ rank to the first, whose batch is the next one. That is the order in which one p
 over these batches, so the sum has the same bits, as it has not in a ring (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3). Every rank takes the update with the whole sum.
 
+Gradients travel in buckets, in the order in which a backward makes them, as they do there: a bucket
+goes down the chain while the backward computes the next one, and sums come back meanwhile.
+
 What forwards write to buffers goes along the same chain, before each forward: one process would
 make it so. A model that trains none of its buffers away, because it has none, has no such wait.
 
-Memory that was sent is written to again only when its reader has it: nothing of the next window
-comes from a rank that has not got all of the last one.
+A bucket has one memory. What was sent of it is written to again only when its reader has it: the sum
+comes from a rank that has got the partial one, and a rank's next window begins when all that it sent
+of the last one has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
     GradientLayout,
@@ -40,9 +48,12 @@ from cerebro_hydra.shards.engine.layout import (
 Kind = Literal["buffers", "partial", "sum"]
 """What a message has: buffers after a forward, a sum up to a rank, or that of a window."""
 
+BUCKET_BYTES = 1 << 20
+"""Bytes of gradients from which on a bucket is full."""
+
 
 class RankLinks(Protocol):
-    """Connects a rank with the others of its attempt."""
+    """Connects a rank with the others of its attempt. Threads may use it at once."""
 
     @property
     def rank(self) -> int:
@@ -52,42 +63,94 @@ class RankLinks(Protocol):
     def ranks(self) -> int:
         """Return how many there are."""
 
-    def send(self, kind: Kind, number: int, memory: Sequence[Memory]) -> None:
+    def send(self, kind: Kind, number: int, bucket: int, memory: Memory) -> None:
         """Offer a message to the one rank that asks for it; the memory stays as it is until then.
 
         Args:
             number: the round that it is of.
+            bucket: which of its round's messages it is.
         """
 
-    def receive(self, kind: Kind, number: int, rank: int, memory: Sequence[Memory]) -> None:
-        """Fill memory with the message of another rank, once there is one.
+    def settle(self) -> None:
+        """Wait until all sums that were offered have left their memory."""
+
+    def receive(
+        self, kind: Kind, number: int, rank: int, memory: Sequence[Memory]
+    ) -> Iterator[int]:
+        """Fill each memory with a message of a round of another rank, once there is one.
+
+        Yields:
+            The number of each message that has come, in their order.
 
         Raises:
             TransferError: the other one is gone.
         """
 
+    def waits(self) -> AbstractContextManager[None]:
+        """Note that the thread that computes waits for other ranks meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Holds the sum of some gradients of a shard."""
+
+    shard: int
+    layout: GradientLayout
+    memory: Memory
+
+    def clear(self) -> None:
+        """Have no gradients."""
+        self.memory[: len(self.layout.entries)] = 0
+
+    def add(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Move the gradients of parameters into the sum."""
+        self.layout.load(self.memory, params)
+        self.layout.store(self.memory, params)
+
 
 class GradientChain:
     """Is one rank's place in the chain, during a sub-epoch.
+
+    The thread that computes calls it. Two threads of its own move buckets: one adds this rank's
+    gradients to what comes from the rank before, the other takes the sums that come back.
 
     Args:
         links: to the other ranks.
         layout: of the trial, whose shards are all here.
         accumulate: the rounds of a window.
         rounds: those of the sub-epoch; the last window may have fewer.
+        bucket_bytes: see `BUCKET_BYTES`.
     """
 
-    def __init__(self, links: RankLinks, layout: TrialLayout, accumulate: int, rounds: int) -> None:
+    def __init__(
+        self,
+        links: RankLinks,
+        layout: TrialLayout,
+        accumulate: int,
+        rounds: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self._links = links
         self._accumulate, self._rounds = accumulate, rounds
-        self._gradients = [GradientLayout.of(shard) for shard in layout.shards]
-        self._partial = [_memory(each.nbytes) for each in self._gradients]
-        self._sum = [_memory(each.nbytes) for each in self._gradients]
-        self._update = [_memory(each.nbytes) for each in self._gradients]
+        self._buckets = [
+            _Bucket(k, each, _memory(each.nbytes))
+            for k in reversed(range(len(layout.shards)))
+            for each in GradientLayout.of(layout.shards[k]).buckets(bucket_bytes)
+        ]
+        self._params: dict[int, Mapping[str, nn.Parameter]] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         buffers = [BufferLayout(shard.trainable.entries) for shard in layout.shards]
         self._buffers = buffers if any(each.entries for each in buffers) else None
-        self._before = [_memory(each.nbytes) for each in buffers]
-        self._after = [_memory(each.nbytes) for each in buffers]
+        self._before = _memory(sum(each.nbytes for each in buffers))
+        self._after = _memory(sum(each.nbytes for each in buffers))
+        # What the threads tell each other, under the condition:
+        self._changed = threading.Condition()
+        self._begun = -1  # the round that this rank is in
+        self._missing: list[set[str]] = []  # by bucket, whose gradients are still to come
+        self._added = 0  # buckets of the round that have this rank's gradients
+        self._whole = 0  # messages of the window's sum that are here
+        self._error: BaseException | None = None
+        self._closed = False
 
     def begins(self, number: int) -> bool:
         """Return whether a round of this rank is the first of its window."""
@@ -97,74 +160,188 @@ class GradientChain:
         """Return whether a round is the last of its window."""
         return number % self._accumulate == self._accumulate - 1 or number == self._rounds - 1
 
-    def _receive(self, kind: Kind, number: int, memory: Sequence[Memory]) -> None:
-        """Take what the rank before has sent; before the first one comes the last round's last."""
+    def _rank_before(self, number: int) -> tuple[int, int]:
+        """Return from which round and rank comes what a round goes on with."""
         rank, ranks = self._links.rank, self._links.ranks
-        before, of_round = (rank - 1, number) if rank else (ranks - 1, number - 1)
-        self._links.receive(kind, of_round, before, memory)
+        return (number, rank - 1) if rank else (number - 1, ranks - 1)
 
     # ------------------------------------------------------------------ buffers
 
     def begin(self, number: int) -> None:
         """Wait for the buffers with which a forward begins."""
+        with self._changed:
+            self._begun, self._added, self._whole = number, 0, 0
+            self._missing = [{e.name for e in each.layout.entries} for each in self._buckets]
+            self._changed.notify_all()
+        if number == 0:
+            self._start()
         if self._buffers is not None and not self.begins(number):
-            self._receive("buffers", number, self._before)
+            with self._links.waits():
+                for _ in self._links.receive("buffers", *self._rank_before(number), [self._before]):
+                    pass
 
-    def enter(self, number: int, k: int, buffers: Mapping[str, Tensor]) -> None:
-        """Let a shard have the buffers with which its forward begins."""
+    def enter(
+        self,
+        number: int,
+        k: int,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """Let a shard have the buffers with which its forward begins, and watch its gradients."""
+        if k not in self._params:
+            self._watch(k, params)
         if self._buffers is not None and not self.begins(number):
-            self._buffers[k].load(self._before[k], buffers)
+            self._load_buffers(k, self._before, buffers)
 
     def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         """Send on what a forward has left in buffers, those of each shard."""
         if self._buffers is None:
             return
-        for layout, memory, each in zip(self._buffers, self._after, buffers, strict=True):
-            layout.store(memory, each)
-        self._links.send("buffers", number, self._after)
+        for k, each in enumerate(buffers):
+            self._buffers[k].store(self._part(k, self._after), each)
+        self._links.send("buffers", number, 0, self._after)
+
+    def _load_buffers(self, k: int, memory: Memory, buffers: Mapping[str, Tensor]) -> None:
+        assert self._buffers is not None
+        self._buffers[k].load(self._part(k, memory), buffers)
+
+    def _part(self, k: int, memory: Memory) -> Memory:
+        """Return a shard's part of memory with the buffers of all."""
+        assert self._buffers is not None
+        start = sum(each.nbytes for each in self._buffers[:k])
+        return memory[start : start + self._buffers[k].nbytes]
 
     # ------------------------------------------------------------------ gradients
 
-    def end_backward(
-        self,
-        number: int,
-        params: Sequence[Mapping[str, nn.Parameter]],
-        buffers: Sequence[Mapping[str, Tensor]],
-    ) -> None:
-        """Add a round's gradients to the sum; in the last round let parameters have the whole sum.
+    def end_backward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
+        """Wait until a round's gradients are added; in the last let parameters have the whole sum.
 
         Args:
-            params: by shard, with the gradients of this round, or none.
             buffers: by shard, which are those after the window from then on.
         """
-        if self.begins(number):
-            for memory, layout in zip(self._partial, self._gradients, strict=True):
-                memory[: len(layout.entries)] = 0  # no gradient yet
-        else:
-            self._receive("partial", number, self._partial)
-        for layout, memory, each in zip(self._gradients, self._partial, params, strict=True):
-            layout.load(memory, each)
-            layout.store(memory, each)
-        if not self.ends_window(number):
-            self._links.send("partial", number, self._partial)
+        ends, rank, last = self.ends_window(number), self._links.rank, self._links.ranks - 1
+        messages = len(self._sum_memory)
+        with self._changed:
+            for missing in self._missing:  # of parameters that had no part in the loss
+                missing.clear()
+            self._changed.notify_all()
+        with self._links.waits():
+            self._wait(
+                lambda: (self._whole == messages if ends else self._added == len(self._buckets))
+            )
+            if ends and rank > 0:
+                self._links.settle()  # the update may write to gradients, as where they are clipped
+        if not ends:
             return
-        rank, last = self._links.rank, self._links.ranks - 1
-        whole, left = self._partial, self._after
-        if rank < last:
-            self._links.send("partial", number, self._partial)
-            whole, left = self._sum, self._before
-            self._links.receive("sum", number, rank + 1, [*whole, *left])
-            if self._buffers is not None:
-                for held, memory, of_shard in zip(self._buffers, left, buffers, strict=True):
-                    held.load(memory, of_shard)
-        if rank > 0:
-            self._links.send("sum", number, [*whole, *left])
-        # The update writes to gradients, as where they are clipped, while others may still read.
-        for layout, memory, own, each in zip(
-            self._gradients, whole, self._update, params, strict=True
-        ):
-            own.copy_(memory)
-            layout.load(own, each)
+        for bucket in self._buckets:
+            bucket.layout.load(bucket.memory, self._params[bucket.shard])
+        if self._buffers is not None and rank < last:
+            for k, each in enumerate(buffers):
+                self._load_buffers(k, self._before, each)
+
+    def close(self) -> None:
+        """End the sub-epoch, after its last round or where it stands."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _watch(self, k: int, params: Mapping[str, nn.Parameter]) -> None:
+        """Let each gradient of a shard be noted as soon as a backward has made it."""
+        self._params[k] = params
+        for number, bucket in enumerate(self._buckets):
+            for entry in bucket.layout.entries if bucket.shard == k else ():
+                hook = partial(self._note, number, entry.name)
+                self._hooks.append(params[entry.name].register_post_accumulate_grad_hook(hook))
+
+    def _note(self, bucket: int, name: str, _: Tensor) -> None:
+        with self._changed:
+            missing = self._missing[bucket]
+            if name not in missing:
+                raise ConfigurationError(
+                    f"parameter {name!r} got two gradients in one backward, and replicas sum each "
+                    "once; give torch's checkpoint use_reentrant=False, or leave replicas out"
+                )
+            missing.remove(name)
+            if not missing:
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------------ threads of its own
+
+    @property
+    def _sum_memory(self) -> list[Memory]:
+        """Return where a window's sum is at this rank, with the buffers after it."""
+        last = self._links.rank == self._links.ranks - 1
+        left = [] if self._buffers is None else [self._after if last else self._before]
+        return [*(bucket.memory for bucket in self._buckets), *left]
+
+    def _start(self) -> None:
+        moves = [self._add_own]
+        if self._links.rank < self._links.ranks - 1:
+            moves.append(self._take_sums)
+        for move in moves:
+            target = partial(self._guarded, move)
+            threading.Thread(target=target, name="gradient-chain", daemon=True).start()
+
+    def _guarded(self, move: Callable[[], None]) -> None:
+        try:
+            move()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Wait for another thread of this rank, unless the sub-epoch is over.
+
+        Whatever was raised there is raised here.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._error is not None or until())
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise SystemExit
+
+    def _add_own(self) -> None:
+        """Add this rank's gradients to the sum of those before, bucket by bucket, and send it on."""
+        links, memory = self._links, [bucket.memory for bucket in self._buckets]
+        for number in range(self._rounds):
+            self._wait(lambda number=number: self._begun == number)  # type: ignore[misc]
+            begins = self.begins(number)
+            whole = self.ends_window(number) and links.rank == links.ranks - 1
+            kind: Kind = "sum" if whole else "partial"
+            if not begins:
+                arrived = links.receive("partial", *self._rank_before(number), memory)
+            for n, bucket in enumerate(self._buckets):
+                if begins:
+                    bucket.clear()
+                else:
+                    next(arrived)
+                self._wait(lambda n=n: not self._missing[n])  # type: ignore[misc]
+                bucket.add(self._params[bucket.shard])
+                links.send(kind, number, n, bucket.memory)
+                self._have(added=n + 1, whole=n + 1 if whole else 0)
+            if whole and self._buffers is not None:
+                links.send("sum", number, len(memory), self._after)
+                self._have(added=len(memory), whole=len(memory) + 1)
+
+    def _take_sums(self) -> None:
+        """Take the sum of each window from the rank behind, and send it on."""
+        links, memory = self._links, self._sum_memory
+        for number in filter(self.ends_window, range(self._rounds)):
+            self._wait(lambda number=number: self._begun == number)  # type: ignore[misc]
+            for n in links.receive("sum", number, links.rank + 1, memory):
+                if links.rank > 0:
+                    links.send("sum", number, n, memory[n])
+                self._have(whole=n + 1)
+
+    def _have(self, added: int = 0, whole: int = 0) -> None:
+        with self._changed:
+            self._added, self._whole = max(self._added, added), max(self._whole, whole)
+            self._changed.notify_all()
 
 
 class BufferLayout:

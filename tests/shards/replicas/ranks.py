@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +20,17 @@ from tests.shards.hopping import Trial, start
 from tests.shards.trials import Make
 
 
+BUCKET_BYTES = 100
+"""So that the small models here have several buckets."""
+
+
 class Desk:
     """Has the messages of all ranks; whoever waits for one lets another rank compute."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.messages: dict[tuple[str, int, int], Sequence[torch.Tensor]] = {}
-        self.taken: list[tuple[str, int, int]] = []
+        self.messages: dict[tuple[str, int, int], tuple[int, torch.Tensor]] = {}
+        self.taken: list[tuple[str, int, int, int]] = []
 
 
 class DeskLinks:
@@ -34,19 +39,39 @@ class DeskLinks:
     def __init__(self, desk: Desk, rank: int, ranks: int) -> None:
         self.desk, self.rank, self.ranks = desk, rank, ranks
 
-    def send(self, kind: str, number: int, memory: Sequence[torch.Tensor]) -> None:
-        for at in [at for at in self.desk.messages if at[0] == kind and at[2] == self.rank]:
-            del self.desk.messages[at]
-        self.desk.messages[kind, number, self.rank] = memory
-        self.desk.changed.notify_all()
+    def send(self, kind: str, number: int, bucket: int, memory: torch.Tensor) -> None:
+        with self.desk.changed:
+            self.desk.messages[kind, bucket, self.rank] = number, memory
+            self.desk.changed.notify_all()
 
-    def receive(self, kind: str, number: int, rank: int, memory: Sequence[torch.Tensor]) -> None:
-        at = (kind, number, rank)
-        assert self.desk.changed.wait_for(lambda: at in self.desk.messages, 60), f"no {at} came"
-        assert at not in self.desk.taken, f"{at} is read twice"
-        self.desk.taken.append(at)
-        for mine, theirs in zip(memory, self.desk.messages[at], strict=True):
-            mine.copy_(theirs)
+    def settle(self) -> None:
+        sums = {at for at in self.desk.messages if (at[0], at[2]) == ("sum", self.rank)}
+        gone = lambda: not sums & self.desk.messages.keys()  # noqa: E731
+        with self.desk.changed:
+            assert self.desk.changed.wait_for(gone, 60), f"nobody came for {sums}"
+
+    def receive(
+        self, kind: str, number: int, rank: int, memory: Sequence[torch.Tensor]
+    ) -> Iterator[int]:
+        messages = self.desk.messages
+        for bucket, mine in enumerate(memory):
+            at = (kind, bucket, rank)
+            with self.desk.changed:
+                there = lambda at=at: messages.get(at, (None,))[0] == number  # noqa: E731
+                assert self.desk.changed.wait_for(there, 60), f"no {at} of round {number} came"
+                assert (number, *at) not in self.desk.taken, f"{at} is read twice"
+                self.desk.taken.append((number, *at))
+                mine.copy_(messages.pop(at)[1])
+                self.desk.changed.notify_all()
+            yield bucket
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        self.desk.changed.release()
+        try:
+            yield
+        finally:
+            self.desk.changed.acquire()
 
 
 def train_ranks(
@@ -94,7 +119,8 @@ def _train_rank(
     window, barrier = runtime.recipe.accumulate, runtime.recipe.barrier
     streams = [iter([OtherBatch(batch.rows) for batch in part]) for part in parts]
     streams[rank] = iter(parts[rank])
-    chain = GradientChain(DeskLinks(desk, rank, len(parts)), trial.layout, window, rounds)
+    links = DeskLinks(desk, rank, len(parts))
+    chain = GradientChain(links, trial.layout, window, rounds, BUCKET_BYTES)
     visit = VisitRun(
         runtime,
         False,

@@ -46,14 +46,14 @@ TWO = [each[:2] for each in THREE]
 
 CASES = {
     "dropout": (trials.mlp_recipe(shards=1), TWO),
-    "three, in two shards, clipped": (trials.mlp_recipe(shards=2, clip_grad_norm=0.05), THREE),
+    "three, in two shards, clipped": (trials.mlp_recipe(shards=["3"], clip_grad_norm=0.05), THREE),
     "three, accumulated, average": (
         trials.mlp_recipe(shards=1, accumulate=2, ema=0.9, clip_grad_value=0.01), THREE,
     ),
     "three, BatchNorm, accumulated": (
         trials.recipe_of(norms, shards=1, accumulate=2, ema=0.8), THREE,
     ),
-    "BatchNorm, in two shards": (trials.recipe_of(norms, shards=2), TWO),
+    "BatchNorm, in two shards": (trials.recipe_of(norms, shards=["4"]), TWO),
     "buffers that forwards read": (trials.recipe_of(Notebook, shards=1), THREE),
     "first layer frozen": (
         trials.mlp_recipe(model=trials.first_layer_frozen, shards=1,
