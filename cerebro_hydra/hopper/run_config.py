@@ -31,4 +31,5 @@ def trial_config(spec: TrialSpec) -> TrialConfig:
         keep=spec.keep,
         finer=spec.finer,
         replicas=spec.replicas,
+        tail=spec.tail,
     )

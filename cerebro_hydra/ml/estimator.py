@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -103,7 +103,7 @@ class SparkEstimator(TrialEstimator):
         grad_scaler: torch.amp.GradScaler | None = None,
         decode: Mapping[str, Decoder] | None = None,
         training_step: OwnStep | None = None,
-        replicas: int = 1,
+        replicas: int | Literal["tail"] = 1,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,

@@ -85,7 +85,7 @@ class EarlierRun:
         numbers = [number for number in folder.trials() if number in view.trials]
         specs = {n: folder.read_trial(n, self.document.run_id) for n in numbers}
         for spec in specs.values():
-            check_can_be_planned(spec.replicas)
+            check_can_be_planned("tail" if spec.tail else spec.replicas)
         self.trials = {number: PlannedTrial(spec) for number, spec in specs.items()}
         self.epochs = {number: len(view.trials[number].epochs) for number in self.trials}
         splits = ("train", "val") if self.document.validated else ("train",)

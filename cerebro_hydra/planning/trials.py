@@ -37,15 +37,15 @@ def sizes_of(profile: TrialProfile) -> dict[str, Any]:
     }
 
 
-def check_can_be_planned(replicas: int) -> None:
+def check_can_be_planned(replicas: int | str) -> None:
     """Refuse a trial that several workers train together, which no simulation does.
 
     Raises:
         ConfigurationError: it has replicas.
     """
-    if replicas > 1:
+    if replicas != 1:
         raise ConfigurationError(
-            f"replicas is {replicas}, and a trial with replicas can't be planned; leave replicas "
+            f"replicas is {replicas!r}, and a trial with replicas can't be planned; leave replicas "
             "out to plan the search without them"
         )
 

@@ -169,8 +169,14 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         value = options[argument]
         if argument == "early_stopping" and value is None:
             continue
+        or_tail = argument == "replicas"
+        if or_tail and value == "tail":
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{argument} is {value!r}; it is a whole number from 1")
+            others = ", or 'tail'" if or_tail else ""
+            raise ConfigurationError(
+                f"{argument} is {value!r}; it is a whole number from 1{others}"
+            )
     for argument in ("clip_grad_norm", "clip_grad_value"):
         value = options[argument]
         if value is not None and not (_is_number(value) and value > 0):

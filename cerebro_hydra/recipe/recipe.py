@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,8 @@ class Recipe:
             a dict with it under "loss". A batch is a tuple of the columns, read by name, too. It
             begins without gradients; `loss` and metrics measure validation rows. The trial is one
             shard.
-        replicas: workers that train it at once, with a batch each in each of `accumulate` rounds.
+        replicas: workers that train it at once, with a batch each in each of `accumulate` rounds;
+            or "tail" for as many as there are to each trial that is left at the end of its search.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -188,7 +189,7 @@ class Recipe:
     grad_scaler: torch.amp.GradScaler | None = None
     decode: Mapping[str, Decoder] | None = None
     training_step: OwnStep | None = None
-    replicas: int = 1
+    replicas: int | Literal["tail"] = 1
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -244,12 +245,17 @@ class Recipe:
         return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
 
     @property
+    def least_replicas(self) -> int:
+        """Return how many workers train it at once as long as each worker has a trial."""
+        return 1 if self.replicas == "tail" else self.replicas
+
+    @property
     def barrier(self) -> bool:
         """Return whether no update may come before every backward of its window.
 
         So it is where one norm clips all, all skip an update, or gradients are those of replicas.
         """
-        return self.clip_grad_norm is not None or self.scaler is not None or self.replicas > 1
+        return self.clip_grad_norm is not None or self.scaler is not None or self.replicas != 1
 
     def scaling(self, state: Mapping[str, Any] | None = None) -> GradScaling | None:
         """Return what scales losses, None if nothing does; see `GradScaling`."""

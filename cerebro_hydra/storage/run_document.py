@@ -108,6 +108,7 @@ class TrialSpec:
     sizes: Mapping[str, Any] | None = None
     plan: Annotated[TrialPlan | None, _plan_of_equal_bits] = None
     replicas: Positive = 1
+    tail: bool = False
 
     @property
     def steps_per_epoch(self) -> int:

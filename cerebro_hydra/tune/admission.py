@@ -329,7 +329,8 @@ class Admission:
             **_structure(admission),
             batch_size=recipe.batch_size,
             accumulate=recipe.accumulate,
-            replicas=recipe.replicas,
+            replicas=recipe.least_replicas,
+            tail=recipe.replicas == "tail",
             steps=tuple(
                 num_windows(rows, recipe.batch_size, recipe.accumulate)
                 for rows in self._examples.partition_rows

@@ -223,10 +223,12 @@ class RunToResume:
             ConfigurationError: it would take steps of fewer batches, or fail.
         """
         longer = {each.trial for each in extension if isinstance(each, BudgetExtended)}
-        going = (t.config for n, t in state.trials.items() if not t.over or n in longer)
-        most = max((config.replicas for config in going), default=1)
+        going = [t for n, t in state.trials.items() if not t.over or n in longer]
         backend = around.backend
-        backend.resources.check_replicas(most, self.manifest.num_partitions, backend.num_workers)
+        place = self.manifest.num_partitions, backend.num_workers
+        backend.resources.check_replicas(max((t.replicas for t in going), default=1), *place)
+        if any(trial.config.tail for trial in going):
+            backend.resources.check_replicas("tail", *place)
 
     def _with_epochs(self, num_epochs: int) -> RunDocument:
         if num_epochs < self.document.num_epochs:

@@ -13,8 +13,9 @@ The owner offers each shard when it is published, whichever comes first. The rec
 segments that it does not hold, so no list of what it holds has to travel. After the last shard the
 receiver may ask for other ones. Whatever goes wrong is said in a goodbye: {"bye": "…"}.
 
-Messages of replicas are asked for likewise, by their attempt. They have no digests and are not held,
-so the owner sends each as soon as there is one: the number of its bytes in 16 digits, and the bytes.
+Messages of replicas are asked for likewise, by their attempt. They have no digests and nobody holds
+them, so the owner sends each as soon as there is one, in the order in which they were asked for:
+the number of its bytes in 16 digits, and the bytes.
 
 A receiver whose bytes have another digest than was announced asks, on a connection of its own, what
 digest the owner's have: on the way they may be damaged, or at the owner, by a late write.

@@ -69,9 +69,11 @@ def worlds(draw, faults: tuple[str, ...] = FAULTS, order: str | None = None):
             patience=draw(st.sampled_from([None, 1, 2])),
             keep=draw(st.sampled_from(["best", "last"])),
             finer="memory" in faults and draw(st.booleans()),
-            replicas=draw(st.sampled_from([1, 1, *range(1, partitions + 1)])),
+            replicas=replicas,
+            tail=replicas == 1 and draw(st.booleans()),
         )
         for t in range(draw(st.integers(1, 4)))
+        for replicas in [draw(st.sampled_from([1, 1, *range(1, partitions + 1)]))]
     )
     epochs = draw(st.integers(1, 5)) if partitions < 3 else draw(st.integers(1, 2))
     config = HopConfig(
@@ -243,6 +245,11 @@ def last_ends(instructions: list[ins.Instruction]) -> dict[int, ins.FinishTrial]
     return ends
 
 
+def is_alone(progress: TrialProgress) -> bool:
+    """Return whether no epoch of a trial had replicas."""
+    return progress.config.replicas == 1 and not any(n > 1 for n in progress.tail.values())
+
+
 def surviving_commits(
     instructions: list[ins.Instruction], trial: int, base: int = 0
 ) -> list[ins.Commit]:
@@ -344,7 +351,7 @@ def check_trial(
         epochs = len(progress.history)
         assert epochs == progress.budget or (progress.config.patience and epochs < progress.budget)
         assert sorted(log) == [(e, p) for e in range(epochs) for p in range(partitions)]
-        if config.order == "seeded" and fork is None and progress.config.replicas == 1:
+        if config.order == "seeded" and fork is None and is_alone(progress):
             orders = [(e, p) for e in range(epochs) for p in visit_order(config, index, e)]
             assert list(log) == orders
 

@@ -196,25 +196,29 @@ class WorkerResources:
             )
         return self.device_memory or least
 
-    def check_replicas(self, replicas: int, partitions: int, workers: int) -> None:
+    def check_replicas(self, replicas: int | str, partitions: int, workers: int) -> None:
         """Check that a trial can have so many replicas, each at a worker with a partition.
+
+        Args:
+            replicas: how many, or "tail", which are as many as can be.
 
         Raises:
             ConfigurationError: it can't; the message says why, and what to change.
         """
-        if replicas > partitions:
+        most = replicas if isinstance(replicas, int) else 1
+        if most > partitions:
             raise ConfigurationError(
                 f"replicas is {replicas}, and there are {partitions} partitions; take at most so "
                 "many, or prepare the data in more of them"
             )
-        if replicas > workers:
+        if most > workers:
             raise ConfigurationError(
                 f"replicas is {replicas}, and the backend has {workers} worker(s); take at most so "
                 "many, or give the backend more"
             )
-        if replicas > 1 and not self.computes_in_place:
+        if replicas != 1 and not self.computes_in_place:
             raise ConfigurationError(
-                f"replicas is {replicas}, and a replica needs a worker with one CPU device that "
+                f"replicas is {replicas!r}, and a replica needs a worker with one CPU device that "
                 "has no limit; leave devices_per_worker, device_memory, host_memory and residents "
                 "of the backend out, or replicas"
             )

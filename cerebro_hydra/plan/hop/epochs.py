@@ -450,6 +450,7 @@ class TrialCourse:
         self._forget_merge(index, trial)
         trial.forget_evaluation()
         self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
+        self._tables.begin_tail(index)
         told: Instructions = [EndEpoch(index, epoch, metrics)]
         if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (

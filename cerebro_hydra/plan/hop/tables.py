@@ -82,7 +82,7 @@ class RunTables:
         self.finished = False  # whether the run is over
         self.suspended = False  # whether the run ends for now, and every trial rests
         self.resting: set[int] = set()  # of a suspended run, the trials that need nothing more
-        self.replicated: list[int] = []  # the trials with replicas, over or not
+        self.replicated: list[int] = []  # trials that have had replicas, or will, over or not
         self.events = 0
         self.in_training = 0
         """The trials that may go on now, as a mask."""
@@ -173,6 +173,24 @@ class RunTables:
             and any(self.sources(trial))
         )
 
+    def begin_tail(self, number: int) -> None:
+        """Let the epoch that a trial is about to begin have replicas, if workers would be idle.
+
+        An epoch that is begun again, after a loss, has as many as before.
+        """
+        trial, epoch = self.trials[number], len(self.trials[number].history)
+        if not trial.config.tail or epoch in trial.tail:
+            return
+        more = not self.search_closed or self.candidates or any(self.forks.values())
+        live, workers = (self.in_training | 1 << number).bit_count(), len(self.workers.by_worker)
+        trial.tail[epoch] = 1 if more else max(1, min(workers // live, self.config.partitions))
+        if (replicas := trial.tail[epoch]) > 1:
+            self.log(
+                number, f"epoch {epoch + 1} has {replicas} replicas: {workers} workers for {live}"
+            )
+            if number not in self.replicated:
+                self.replicated.append(number)
+
     # ------------------------------------------------------------------ open tasks
 
     def phase(self, trial: TrialProgress) -> TaskKind:
@@ -202,7 +220,7 @@ class RunTables:
         if self.phase(trial) == "evaluate":
             return self._all_partitions & ~trial.evaluation_begun()
         visited = trial.visited()
-        if trial.config.replicas > 1:
+        if trial.replicas > 1:
             groups = replica_groups(self.config, number, trial)
             return mask_of(partition for group in groups for partition in group)
         if self.config.order == "seeded" and visited != self._all_partitions:

@@ -198,7 +198,14 @@ class TrialProgress:
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     shards_before: int | None = None  # it was cut finer
     base: int = 0  # the oldest state that it may fall back to
+    tail: dict[int, int] = field(default_factory=dict)
+    """How many replicas each epoch has that began when the config asked for a tail."""
     log: list[str] = field(default_factory=list)
+
+    @property
+    def replicas(self) -> int:
+        """Return over how many partitions at once the present epoch goes."""
+        return self.tail.get(len(self.history), self.config.replicas)
 
     @property
     def status(self) -> TrialStatus:
@@ -361,7 +368,7 @@ def replica_groups(config: HopConfig, number: int, trial: TrialProgress) -> list
     fewer, so the steps of an epoch do not depend on who is free. When ``order="seeded"`` the groups
     are in a seeded order of their own, and only the first one is returned.
     """
-    size, visited, epoch = trial.config.replicas, trial.visited(), len(trial.history)
+    size, visited, epoch = trial.replicas, trial.visited(), len(trial.history)
     numbers = list(range(-(-config.partitions // size)))
     if config.order == "seeded":
         order = _shuffled(config.seed, epoch, len(numbers))

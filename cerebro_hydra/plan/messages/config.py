@@ -25,7 +25,8 @@ class TrialConfig:
     better; with None it trains all epochs. Its result is the state after its best epoch if it
     keeps the "best", and the newest state if it keeps the "last". A trial that may be cut ``finer``
     is, once, when it runs out of memory. A sub-epoch of a trial with ``replicas`` goes over so many
-    partitions at once, each at a worker of its own.
+    partitions at once, each at a worker of its own. One with a ``tail`` does so as soon as its
+    search has more workers than trials.
 
     Raises:
         ConfigurationError: a number can't be used.
@@ -40,6 +41,7 @@ class TrialConfig:
     keep: str = "last"
     finer: bool = False
     replicas: int = 1
+    tail: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a trial that no run can train."""

@@ -89,7 +89,7 @@ class View:
 
     @property
     def has_replicas(self) -> bool:
-        """Return whether any trial trains with replicas."""
+        """Return whether any trial trains with replicas, or has."""
         return bool(self._tables.replicated)
 
     # ------------------------------------------------------------------ what is ready
@@ -107,8 +107,8 @@ class View:
     def _with_replicas(self) -> int:
         """Return the trials that train with replicas now, as a mask."""
         trials = self._tables.trials
-        training = (n for n in self._tables.replicated if self._tables.phase(trials[n]) == "train")
-        return mask_of(training)
+        several = (n for n in self._tables.replicated if trials[n].replicas > 1)
+        return mask_of(n for n in several if self._tables.phase(trials[n]) == "train")
 
     def replicas(self, trial: int) -> list[tuple[int, ...]]:
         """Return the sub-epochs with replicas that a trial can begin next, by their partitions.

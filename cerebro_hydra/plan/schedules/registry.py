@@ -62,7 +62,7 @@ def check_schedule(
     accumulate: int = 1,
     vertical_sync: bool = False,
     scales: bool = False,
-    replicas: int = 1,
+    replicas: int | str = 1,
 ) -> None:
     """Check what a user gave as the schedule of a trial, with the settings that may exclude it.
 
@@ -82,10 +82,10 @@ def check_schedule(
             f"vertical_sync is True and schedule is {name!r}, by which all stages read the same "
             "version in any case; leave vertical_sync out, or take schedule='pipedream'"
         )
-    if replicas > 1 and is_pipelined(name):
+    if replicas != 1 and is_pipelined(name):
         raise ConfigurationError(
-            f"replicas is {replicas} and schedule is {name!r}, and a replica trains on one device "
-            "of its worker; take schedule='sequential', or leave replicas out"
+            f"replicas is {replicas!r} and schedule is {name!r}, and a replica trains on one "
+            "device of its worker; take schedule='sequential', or leave replicas out"
         )
     if name == "pipedream":
         check_pipedream(clips_norm, accumulate)

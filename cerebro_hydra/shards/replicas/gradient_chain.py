@@ -17,9 +17,9 @@ goes down the chain while the backward computes the next one, and sums come back
 What forwards write to buffers goes along the same chain, before each forward: one process would
 make it so. A model that trains none of its buffers away, because it has none, has no such wait.
 
-A bucket has one memory. What was sent of it is written to again only when its reader has it: the sum
-comes from a rank that has got the partial one, and a rank's next window begins when all that it sent
-of the last one has left.
+A bucket has one memory. What was sent of it is written to again only when its reader has it: the
+sum comes from a rank that has got the partial one, and a rank's next window begins when all that it
+sent of the last one has left.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class _Bucket:
 class GradientChain:
     """Is one rank's place in the chain, during a sub-epoch.
 
-    The thread that computes calls it. Two threads of its own move buckets: one adds this rank's
-    gradients to what comes from the rank before, the other takes the sums that come back.
+    The thread that computes calls it. Threads of its own take what comes from other ranks: one the
+    partial sums, one those that come back. Whoever comes last adds this rank's gradients: the
+    backward that has made them, or the thread that has got what they are added to.
 
     Args:
         links: to the other ranks.
@@ -147,6 +148,7 @@ class GradientChain:
         self._changed = threading.Condition()
         self._begun = -1  # the round that this rank is in
         self._missing: list[set[str]] = []  # by bucket, whose gradients are still to come
+        self._waiting: set[int] = set()  # buckets that have not got what they are added to
         self._added = 0  # buckets of the round that have this rank's gradients
         self._whole = 0  # messages of the window's sum that are here
         self._error: BaseException | None = None
@@ -169,9 +171,12 @@ class GradientChain:
 
     def begin(self, number: int) -> None:
         """Wait for the buffers with which a forward begins."""
+        for bucket in self._buckets if self.begins(number) else ():
+            bucket.clear()
         with self._changed:
             self._begun, self._added, self._whole = number, 0, 0
             self._missing = [{e.name for e in each.layout.entries} for each in self._buckets]
+            self._waiting = set() if self.begins(number) else set(range(len(self._buckets)))
             self._changed.notify_all()
         if number == 0:
             self._start()
@@ -200,6 +205,9 @@ class GradientChain:
         for k, each in enumerate(buffers):
             self._buffers[k].store(self._part(k, self._after), each)
         self._links.send("buffers", number, 0, self._after)
+        if self.ends_window(number) and self._links.rank == self._links.ranks - 1:
+            self._links.send("sum", number, len(self._buckets), self._after)
+            self._have(whole=1)
 
     def _load_buffers(self, k: int, memory: Memory, buffers: Mapping[str, Tensor]) -> None:
         assert self._buffers is not None
@@ -221,13 +229,11 @@ class GradientChain:
         """
         ends, rank, last = self.ends_window(number), self._links.rank, self._links.ranks - 1
         messages = len(self._sum_memory)
-        with self._changed:
-            for missing in self._missing:  # of parameters that had no part in the loss
-                missing.clear()
-            self._changed.notify_all()
+        for n in range(len(self._buckets)):
+            self._made(n, self._missing[n].copy())  # parameters that had no part in the loss
         with self._links.waits():
             self._wait(
-                lambda: (self._whole == messages if ends else self._added == len(self._buckets))
+                lambda: self._whole == messages if ends else self._added == len(self._buckets)
             )
             if ends and rank > 0:
                 self._links.settle()  # the update may write to gradients, as where they are clipped
@@ -257,16 +263,36 @@ class GradientChain:
                 self._hooks.append(params[entry.name].register_post_accumulate_grad_hook(hook))
 
     def _note(self, bucket: int, name: str, _: Tensor) -> None:
+        if name not in self._missing[bucket]:
+            raise ConfigurationError(
+                f"parameter {name!r} got two gradients in one backward, and replicas sum each "
+                "once; give torch's checkpoint use_reentrant=False, or leave replicas out"
+            )
+        self._made(bucket, {name})
+
+    def _made(self, bucket: int, names: set[str]) -> None:
+        """Note that the gradients of parameters are there, or will not be."""
         with self._changed:
-            missing = self._missing[bucket]
-            if name not in missing:
-                raise ConfigurationError(
-                    f"parameter {name!r} got two gradients in one backward, and replicas sum each "
-                    "once; give torch's checkpoint use_reentrant=False, or leave replicas out"
-                )
-            missing.remove(name)
-            if not missing:
-                self._changed.notify_all()
+            self._missing[bucket] -= names
+            last = bool(names) and not self._missing[bucket] and bucket not in self._waiting
+        if last:
+            self._add(bucket)
+
+    def _came(self, bucket: int) -> None:
+        """Note that what a bucket's gradients are added to is there."""
+        with self._changed:
+            self._waiting.remove(bucket)
+            last = not self._missing[bucket]
+        if last:
+            self._add(bucket)
+
+    def _add(self, n: int) -> None:
+        """Add this rank's gradients to a bucket, and send it on."""
+        bucket, number = self._buckets[n], self._begun
+        bucket.add(self._params[bucket.shard])
+        whole = self.ends_window(number) and self._links.rank == self._links.ranks - 1
+        self._links.send("sum" if whole else "partial", number, n, bucket.memory)
+        self._have(added=1, whole=int(whole))
 
     # ------------------------------------------------------------------ threads of its own
 
@@ -278,7 +304,9 @@ class GradientChain:
         return [*(bucket.memory for bucket in self._buckets), *left]
 
     def _start(self) -> None:
-        moves = [self._add_own]
+        moves = []
+        if self._links.rank > 0 or self._accumulate > 1:
+            moves.append(self._take_partial)
         if self._links.rank < self._links.ranks - 1:
             moves.append(self._take_sums)
         for move in moves:
@@ -305,28 +333,15 @@ class GradientChain:
             if self._closed:
                 raise SystemExit
 
-    def _add_own(self) -> None:
-        """Add this rank's gradients to the sum of those before, bucket by bucket, and send it on."""
-        links, memory = self._links, [bucket.memory for bucket in self._buckets]
+    def _take_partial(self) -> None:
+        """Take what this rank's gradients are added to, from the rank before."""
+        memory = [bucket.memory for bucket in self._buckets]
         for number in range(self._rounds):
+            if self.begins(number):
+                continue
             self._wait(lambda number=number: self._begun == number)  # type: ignore[misc]
-            begins = self.begins(number)
-            whole = self.ends_window(number) and links.rank == links.ranks - 1
-            kind: Kind = "sum" if whole else "partial"
-            if not begins:
-                arrived = links.receive("partial", *self._rank_before(number), memory)
-            for n, bucket in enumerate(self._buckets):
-                if begins:
-                    bucket.clear()
-                else:
-                    next(arrived)
-                self._wait(lambda n=n: not self._missing[n])  # type: ignore[misc]
-                bucket.add(self._params[bucket.shard])
-                links.send(kind, number, n, bucket.memory)
-                self._have(added=n + 1, whole=n + 1 if whole else 0)
-            if whole and self._buffers is not None:
-                links.send("sum", number, len(memory), self._after)
-                self._have(added=len(memory), whole=len(memory) + 1)
+            for n in self._links.receive("partial", *self._rank_before(number), memory):
+                self._came(n)
 
     def _take_sums(self) -> None:
         """Take the sum of each window from the rank behind, and send it on."""
@@ -336,11 +351,11 @@ class GradientChain:
             for n in links.receive("sum", number, links.rank + 1, memory):
                 if links.rank > 0:
                     links.send("sum", number, n, memory[n])
-                self._have(whole=n + 1)
+                self._have(whole=1)
 
     def _have(self, added: int = 0, whole: int = 0) -> None:
         with self._changed:
-            self._added, self._whole = max(self._added, added), max(self._whole, whole)
+            self._added, self._whole = self._added + added, self._whole + whole
             self._changed.notify_all()
 
 

@@ -100,6 +100,34 @@ def test_a_trial_that_waits_for_a_worker_keeps_the_others_free() -> None:
     assert [each.trial for each in of(ins.StartSubEpoch, told)] == [0, 0]
 
 
+def test_a_trial_that_is_left_over_takes_the_workers_that_have_none() -> None:
+    run = open_search(3)
+    run(ev.TrialAdded(trial(0, tail=True), 4))
+    run(ev.TrialAdded(trial(1), 2))
+    while not run.state.trials[0].history:
+        train_one(run)
+    assert run.state.trials[0].tail == {1: 1}, "more trials may still come"
+    run(ev.SearchClosed())
+    while run.running:
+        train_one(run)
+    state = run.state.trials[0]
+    epochs = [[] for _ in state.history]
+    for commit in (each for each in of(ins.Commit, run.told) if each.trial == 0):
+        epochs[(commit.state - 1) // 3].append(commit.partitions)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [(0,), (1,), (2,)]
+    assert epochs[3] == [(0, 1, 2)]
+    assert state.tail[3] == 3
+    assert "epoch 4 has 3 replicas: 3 workers for 1" in run.state.story(0)
+
+
+def train_one(run: Driver) -> None:
+    """End the task of one worker, and of those that do it together."""
+    running = run.running
+    attempt = next(iter(running.values()))
+    for worker in [worker for worker, each in running.items() if each == attempt]:
+        run(report(attempt, worker))
+
+
 @pytest.mark.parametrize("order", ["dynamic", "seeded"])
 def test_groups_are_of_neighbours_and_each_partition_is_in_one(order: str) -> None:
     run = driver(partitions=5, order=order, joins=False)

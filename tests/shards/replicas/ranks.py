@@ -19,7 +19,6 @@ from tests.shards import plain
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import Make
 
-
 BUCKET_BYTES = 100
 """So that the small models here have several buckets."""
 
