@@ -31,7 +31,7 @@ from cerebro_hydra.plan.messages.events import (
 from cerebro_hydra.plan.simulate.fluid import Flow
 from cerebro_hydra.planning.followed import Recorded
 from cerebro_hydra.planning.simulated import Place, simulate
-from cerebro_hydra.planning.trials import PlannedTrial, check_can_be_planned
+from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 
@@ -84,8 +84,6 @@ class EarlierRun:
         self.workers, self.resources = len(joined), resources
         numbers = [number for number in folder.trials() if number in view.trials]
         specs = {n: folder.read_trial(n, self.document.run_id) for n in numbers}
-        for spec in specs.values():
-            check_can_be_planned("tail" if spec.tail else spec.replicas)
         self.trials = {number: PlannedTrial(spec) for number, spec in specs.items()}
         self.epochs = {number: len(view.trials[number].epochs) for number in self.trials}
         splits = ("train", "val") if self.document.validated else ("train",)

@@ -23,7 +23,6 @@ from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
 from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text
 from cerebro_hydra.planning.auto_plan import AutoPlan
 from cerebro_hydra.planning.earlier_run import EarlierRun
-from cerebro_hydra.planning.trials import check_can_be_planned
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut
 from cerebro_hydra.shards.admission.profile import TaskProfiler
@@ -97,12 +96,13 @@ class MemoryBill:
     def check_replicas(self, recipe: Recipe, partitions: int) -> None:
         """Check that so many workers can train a trial at once; see `WorkerResources`.
 
+        A plan asks that itself, of each kind of workers.
+
         Raises:
-            ConfigurationError: they can't, or the trial is only planned.
+            ConfigurationError: they can't.
         """
-        if self._measures_all:
-            check_can_be_planned(recipe.replicas)
-        self._resources.check_replicas(recipe.replicas, partitions, self._num_workers)
+        if not self._measures_all:
+            self._resources.check_replicas(recipe.replicas, partitions, self._num_workers)
 
     def check(self, spec: TrialSpec, profile: TrialProfile) -> str:
         """Report what a trial needs; return what is to be told of its stages, "" if it has none.

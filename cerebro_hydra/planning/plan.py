@@ -19,7 +19,14 @@ from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_tex
 from cerebro_hydra.plan.messages.events import TrialAdded, TrialProposed
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.planning.followed import Admit, Follower, Recorded
-from cerebro_hydra.planning.simulated import Metric, Outcome, Place, simulate
+from cerebro_hydra.planning.simulated import (
+    WORTH_IT,
+    Exchange,
+    Metric,
+    Outcome,
+    Place,
+    simulate,
+)
 from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument
@@ -190,6 +197,7 @@ class Plan:
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in cells]
         for row in self.rows:
             lines += _refusals(row)
+            lines += _exchanges(row)
         return "\n".join([*lines, *self.notes])
 
     def page(self, row: int = 0) -> str:
@@ -236,6 +244,20 @@ def _refusals(row: PlanRow) -> list[str]:
     return [f"{where}: trial {numbers_text(n)}: {why}" for why, n in trials_of.items()]
 
 
+def _exchanges(row: PlanRow) -> list[str]:
+    """Return for each kind of trials whether their replicas are worth what they exchange."""
+    trials_of: dict[Exchange, list[int]] = {}
+    for number, each in ({} if row.outcome is None else row.outcome.exchanges).items():
+        trials_of.setdefault(each, []).append(number)
+    return [
+        f"{row.workers} workers: trial {numbers_text(numbers)}: {each.replicas} replicas exchange "
+        f"{bytes_text(each.nbytes)} of gradients in each step, {1e3 * each.seconds:.1f} ms beside "
+        f"{1e3 * each.step:.1f} ms of computing, {each.share:.2f} of it; "
+        f"{'worth it' if each.share < WORTH_IT else 'not worth it'}, as it is below {WORTH_IT}"
+        for each, numbers in trials_of.items()
+    ]
+
+
 # ---------------------------------------------------------------------- making plans
 
 
@@ -280,11 +302,21 @@ def _row(
     workers: int,
     resources: WorkerResources,
     parts: SearchParts,
-    admit: Admit,
+    admitted: Admit,
     costs: CostModel,
     price: float | None,
 ) -> PlanRow:
     place = Place(workers, resources, *(_shared(rows, workers) for rows in parts.rows))
+
+    def admit(candidate: TrialProposed) -> PlannedTrial | str:
+        found = admitted(candidate)
+        if isinstance(found, PlannedTrial):
+            try:
+                resources.check_replicas(found.spec.asked_replicas, workers, workers)
+            except ConfigurationError as error:
+                return str(error)
+        return found
+
     refused: dict[int, str] = {}
     for event in parts.follower(workers).begin():
         if isinstance(event, TrialProposed):

@@ -52,6 +52,32 @@ class Place:
         return self.workers * self.resources.devices
 
 
+WORTH_IT = 0.3
+"""The share of a step's computing up to which its exchange of gradients is worth replicas."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Says what replicas of a trial spend on their gradients.
+
+    Args:
+        replicas: the most that it has at once.
+        nbytes: that each of them sends in a step.
+        step: seconds in which the slowest computes a step.
+        seconds: that the exchange adds to it.
+    """
+
+    replicas: int
+    nbytes: int
+    step: float
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Return it as a share of the step's computing."""
+        return self.seconds / max(self.step, 1e-12)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Holds what a simulated search took.
@@ -67,6 +93,7 @@ class Outcome:
         timeline: the decisions.
         trials: those that were trained, by number.
         refused: why others were not.
+        exchanges: of those that had replicas.
     """
 
     seconds: float
@@ -82,6 +109,7 @@ class Outcome:
     timeline: SimulatedTimeline
     trials: dict[int, PlannedTrial]
     refused: dict[int, str] = field(default_factory=dict)
+    exchanges: dict[int, Exchange] = field(default_factory=dict)
 
 
 def simulate(
@@ -184,6 +212,7 @@ class _PlannedRun:
             self._hop,
             lambda first: self._part * costs.waits(first),
             lambda worker: self._start + (costs.later.mean if worker else 0.0),
+            self._exchange,
         )
         workers = [(worker,) for worker in range(place.workers)]
         devices = None
@@ -245,6 +274,16 @@ class _PlannedRun:
         moved = planned.spec.nbytes - saved
         return ev.Hop(moved, saved, self._part * self._costs.rates.hop_seconds(moved))
 
+    def _exchange(self, trial: int, partitions: Sequence[int]) -> float:
+        """Return what a sub-epoch spends on gradients, step by step of its longest partition."""
+        graphs = [self._flow("train", trial, each).spec.graph for each in partitions]
+        return max(each.windows for each in graphs) * self._exchanged(trial, partitions).seconds
+
+    def _exchanged(self, trial: int, partitions: Sequence[int]) -> Exchange:
+        nbytes, count = self._search.trials[trial].gradients, len(partitions)
+        step = max(self._flow("train", trial, each).grain for each in partitions)
+        return Exchange(count, nbytes, step, self._costs.rates.exchange_seconds(nbytes, count))
+
     # ------------------------------------------------------------------ what it took
 
     def _outcome(self, timeline: SimulatedTimeline) -> Outcome:
@@ -252,21 +291,27 @@ class _PlannedRun:
         start, work = self._start, 0.0
         by_trial: defaultdict[int, float] = defaultdict(float)
         by_worker: defaultdict[int, float] = defaultdict(float)
-        tasks: dict[int, ins.StartSubEpoch | ins.Evaluate] = {}
+        tasks: dict[tuple[int, str], ins.StartSubEpoch | ins.Evaluate] = {}
+        exchanges: dict[int, Exchange] = {}
         evaluated: defaultdict[tuple[int, int], float] = defaultdict(float)
         for event, told in timeline.records:
             for each in told:
                 if isinstance(each, ins.StartSubEpoch | ins.Evaluate):
-                    tasks[each.attempt] = each
+                    tasks[each.attempt, each.incarnation] = each
             if not isinstance(event, ev.SubEpochDone | ev.EvaluationDone):
                 continue
-            task, seconds = tasks[event.attempt], event.work_seconds
-            (partition,) = task.partitions
+            task = tasks[event.attempt, event.incarnation]
+            seconds, partition = event.work_seconds, task.partition
             work += seconds
             by_worker[partition] += seconds
             if isinstance(task, ins.StartSubEpoch):
                 at_once = self._flow("train", task.trial, partition).spec.devices
-                by_trial[task.trial] += seconds / at_once
+                if task.rank == 0:
+                    by_trial[task.trial] += seconds / at_once
+                if task.replicas:
+                    found = self._exchanged(task.trial, task.partitions)
+                    known = exchanges.setdefault(task.trial, found)
+                    exchanges[task.trial] = max(known, found, key=lambda each: each.replicas)
             else:
                 key = task.trial, task.epoch
                 evaluated[key] = max(evaluated[key], seconds)
@@ -295,4 +340,5 @@ class _PlannedRun:
             timeline,
             trials,
             self._search.refused,
+            exchanges,
         )

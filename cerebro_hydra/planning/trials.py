@@ -37,19 +37,6 @@ def sizes_of(profile: TrialProfile) -> dict[str, Any]:
     }
 
 
-def check_can_be_planned(replicas: int | str) -> None:
-    """Refuse a trial that several workers train together, which no simulation does.
-
-    Raises:
-        ConfigurationError: it has replicas.
-    """
-    if replicas != 1:
-        raise ConfigurationError(
-            f"replicas is {replicas!r}, and a trial with replicas can't be planned; leave replicas "
-            "out to plan the search without them"
-        )
-
-
 @dataclass(frozen=True)
 class PlannedTrial:
     """Is a trial that is planned, as its document describes it.
@@ -95,6 +82,11 @@ class PlannedTrial:
     def frozen(self) -> int:
         """Return the bytes that a worker keeps from one state of the trial to the next."""
         return sum(shard.frozen for shard in self.profile.shards)
+
+    @property
+    def gradients(self) -> int:
+        """Return the bytes that a replica sends in each step."""
+        return self.spec.accumulate * sum(shard.gradients for shard in self.profile.shards)
 
     @property
     def uncut_visit(self) -> VisitSpec:

@@ -245,11 +245,6 @@ class Recipe:
         return is_pipelined(self.schedule) if self.cut is None else self.cut == "export"
 
     @property
-    def least_replicas(self) -> int:
-        """Return how many workers train it at once as long as each worker has a trial."""
-        return 1 if self.replicas == "tail" else self.replicas
-
-    @property
     def barrier(self) -> bool:
         """Return whether no update may come before every backward of its window.
 

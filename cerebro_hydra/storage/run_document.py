@@ -111,6 +111,11 @@ class TrialSpec:
     tail: bool = False
 
     @property
+    def asked_replicas(self) -> int | str:
+        """Return what the user has given as the trial's replicas."""
+        return "tail" if self.tail else self.replicas
+
+    @property
     def steps_per_epoch(self) -> int:
         return steps_of_epoch(self.steps, self.replicas)
 
@@ -140,16 +145,18 @@ class TrialSpec:
         return spec
 
 
-def steps_of_epoch(steps: Sequence[int], replicas: int) -> int:
+def steps_of_epoch(steps: Sequence[int], replicas: int | str) -> int:
     """Return how many optimizer steps an epoch has.
 
     Replicas take the steps of a group of partitions together, until the longest of them is over.
 
     Args:
         steps: those that each partition has alone.
+        replicas: how many, or "tail", which has none before its tail.
     """
-    groups = range(0, len(steps), replicas)
-    return sum(max(steps[first : first + replicas]) for first in groups)
+    several = replicas if isinstance(replicas, int) else 1
+    groups = range(0, len(steps), several)
+    return sum(max(steps[first : first + several]) for first in groups)
 
 
 @dataclass(frozen=True)

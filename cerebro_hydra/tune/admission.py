@@ -329,7 +329,7 @@ class Admission:
             **_structure(admission),
             batch_size=recipe.batch_size,
             accumulate=recipe.accumulate,
-            replicas=recipe.least_replicas,
+            replicas=recipe.replicas if isinstance(recipe.replicas, int) else 1,
             tail=recipe.replicas == "tail",
             steps=tuple(
                 num_windows(rows, recipe.batch_size, recipe.accumulate)

@@ -129,7 +129,7 @@ class _DrawnSearch(Search):
             recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
             key = training_key(recipe)
             windows = [num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows]
-            steps = steps_of_epoch(windows, recipe.least_replicas)
+            steps = steps_of_epoch(windows, recipe.replicas)
             options = recipe.lr_schedule.of_epochs(recipe.optimizer, steps, self.num_epochs)
         return None if key is None or options is None else [(key, each) for each in options]
 

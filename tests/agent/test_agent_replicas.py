@@ -65,19 +65,51 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     found.close()
 
 
-def test_a_message_comes_whole_also_where_its_reader_asks_first(ranks: Ranks) -> None:
+def receive(links: Any, kind: str, number: int, rank: int, memory: list[torch.Tensor]) -> list[int]:
+    """Wait for messages as a thread of its own does; return the order in which they came."""
+    with links.waits():
+        return list(links.receive(kind, number, rank, memory))
+
+
+def test_messages_come_whole_and_in_order_also_where_their_reader_asks_first(ranks: Ranks) -> None:
     (second,) = ranks.accept(1)
-    got, given = memory(3 << 20, 7, 0), memory(3 << 20, 7, 0)
+    got, given = memory(3 << 20, 7), memory(3 << 20, 7)
     for part in got:
         part.zero_()
-    waiting = threading.Thread(target=second.receive, args=("partial", 4, 0, got))
+    waiting = threading.Thread(target=receive, args=(second, "partial", 4, 0, got))
     waiting.start()
     (first,) = ranks.accept(0)
-    first.send("sum", 4, memory(5))
-    first.send("partial", 3, memory(5))  # an older one, in whose place the next comes
-    first.send("partial", 4, given)
+    first.send("sum", 4, 0, memory(5)[0])
+    first.send("partial", 3, 1, memory(5)[0])  # an older one, in whose place the next comes
+    for bucket in (1, 0):
+        first.send("partial", 4, bucket, given[bucket])
     waiting.join(30)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, given, strict=True))
+
+
+def test_a_sum_may_change_when_it_has_left(ranks: Ranks) -> None:
+    first, second = ranks.accept(0, 1)
+    given, got = memory(3 << 20)[0], memory(3 << 20)
+    expected = given.clone()
+    second.send("sum", 0, 0, given)
+    settled = threading.Event()
+
+    def overwrite() -> None:
+        second.settle()
+        settled.set()
+        given.fill_(255)
+
+    writing = threading.Thread(target=overwrite)
+    writing.start()
+    assert not settled.wait(0.1), "nobody has asked for it"
+    receive(first, "sum", 0, 1, got)
+    writing.join(30)
+    assert settled.is_set()
+    assert torch.equal(got[0], expected)
+    second.send("sum", 1, 0, given)
+    threading.Timer(0.1, ranks.replicas[1].cancel, [5]).start()
+    with pytest.raises(Cancelled, match="attempt 5"):
+        second.settle()
 
 
 def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> None:
@@ -89,12 +121,12 @@ def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> Non
     )
     visit = VisitTime(ranks.tasks[0], make_watch, overdue)
     visit.start("cpu", None, 1, time.monotonic())
-    waiting = threading.Thread(target=first.receive, args=("sum", 0, 1, memory(5)))
+    waiting = threading.Thread(target=receive, args=(first, "sum", 0, 1, memory(5)))
     waiting.start()
     time.sleep(0.3)
     visit.check()
     assert not told, "it waits"
-    second.send("sum", 0, memory(5))
+    second.send("sum", 0, 0, memory(5)[0])
     waiting.join(30)
     visit.check()
     assert not told, "it has waited"
@@ -108,9 +140,9 @@ def test_a_rank_that_waits_is_woken_when_its_attempt_is_taken_back(ranks: Ranks)
     first, _ = ranks.accept(0, 1)
     threading.Timer(0.1, ranks.replicas[0].cancel, [5]).start()
     with pytest.raises(Cancelled, match="attempt 5"):
-        first.receive("sum", 0, 1, memory(5))
+        receive(first, "sum", 0, 1, memory(5))
     with pytest.raises(Cancelled, match="attempt 5 was taken back"):
-        first.receive("sum", 0, 1, memory(5))
+        receive(first, "sum", 0, 1, memory(5))
 
 
 def test_a_peer_that_is_gone_is_no_error_before_somebody_should_have_told(
@@ -120,17 +152,17 @@ def test_a_peer_that_is_gone_is_no_error_before_somebody_should_have_told(
     second.cancel()
     monkeypatch.setattr(replicas, "PEER_SECONDS", 0.05)
     with pytest.raises(TransferError, match="attempt 5 is over at rank 1"):
-        first.receive("sum", 0, 1, memory(5))
+        receive(first, "sum", 0, 1, memory(5))
 
 
 def test_a_message_of_another_size_is_no_gradient_of_this_trial(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = ranks.accept(0, 1)
-    second.send("sum", 0, memory(6))
+    second.send("sum", 0, 0, memory(6)[0])
     monkeypatch.setattr(replicas, "PEER_SECONDS", 0.05)
-    with pytest.raises(TransferError, match="rank 1 has 6 bytes where there are others here"):
-        first.receive("sum", 0, 1, memory(5))
+    with pytest.raises(TransferError, match="6 bytes came instead of 5"):
+        receive(first, "sum", 0, 1, memory(5))
 
 
 def test_the_next_visit_ends_what_is_left_of_the_one_before(ranks: Ranks) -> None:
@@ -138,7 +170,7 @@ def test_the_next_visit_ends_what_is_left_of_the_one_before(ranks: Ranks) -> Non
     task = StartSubEpoch(9, 0, 4, 0, (0, 1), 0, "a", StateSource(2, "a"), {}, replicas=("a", "b"))
     ranks.replicas[0].accept(task, ranks.uris)
     with pytest.raises(Cancelled):
-        first.receive("sum", 0, 1, memory(5))
+        receive(first, "sum", 0, 1, memory(5))
     with pytest.raises(Cancelled):
         ranks.replicas[0].of(ranks.tasks[0])
     assert ranks.replicas[0].of(task).rank == 0

@@ -11,9 +11,12 @@ import pytest
 from cerebro_hydra import LocalStore, PBTSearch, SuccessiveHalvingSearch, hp_choice
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.events import TrialAdded, TrialPaused
+from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.testing.local_backend import LocalBackend
 from tests.end_to_end.models import feed_forward
+from tests.end_to_end.replicas.factories import normalized
 from tests.end_to_end.runs import classes, grid
+from tests.plan.driver import of
 from tests.planning.test_planning_earlier_run import folder_of
 
 ROWS = classes(400)
@@ -48,6 +51,19 @@ def test_a_grid_is_planned_on_several_kinds_of_workers(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*")), "nothing is written of a plan"
     (row,) = search.plan(ROWS, device_memory=300).rows
     assert row.outcome is None and "a device needs" in row.refused[0]
+
+
+def test_replicas_are_planned_with_what_they_exchange(tmp_path: Path) -> None:
+    space = {"epochs": [2], "replicas": [2, "tail"]}
+    plan = grid(LocalBackend(2), tmp_path, normalized, space).plan(ROWS, workers=[1, 2])
+    one, two = (row.outcome for row in plan.rows)
+    assert one is not None and two is not None
+    assert "replicas is 2, and there are 1 partitions" in one.refused[0]
+    starts = [each for _, told in two.timeline.records for each in of(StartSubEpoch, told)]
+    assert {each.partitions for each in starts if each.trial == 0} == {(0, 1)}
+    (exchange,) = {each for number, each in two.exchanges.items() if number == 0}
+    assert exchange.replicas == 2 and exchange.nbytes > 4 * 24 * 24 and exchange.step > 0
+    assert "2 workers: trial 0" in str(plan) and "2 replicas exchange" in str(plan)
 
 
 def test_a_run_of_other_models_is_refused_by_name(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ class _CostLog:
         took = event.seconds - audited
         if task.incarnation in self._queued or self._residents.get(task.incarnation, 1) > 1:
             took = event.work_seconds
+        if isinstance(task, ins.StartSubEpoch) and task.replicas:
+            return  # it has waited for others, nobody says how long
         told = self._profiled(kind, task.trial, partition)
         if told > 0 and took > 0:
             self.tasks[self._structures[task.trial], kind].append((took, told))

@@ -49,6 +49,13 @@ class MoveRates:
         """Return how long a hop of so many bytes takes."""
         return self.latency + nbytes / self.wire
 
+    def exchange_seconds(self, nbytes: int, replicas: int) -> float:
+        """Return how long replicas wait at most for the sum of gradients of so many bytes.
+
+        Their buckets go along the chain and back at once; the last one of them goes all the way.
+        """
+        return 2 * (replicas - 1) * self.latency + nbytes / self.wire
+
 
 DISPATCH_SECONDS = 0.0007
 """What a dispatch costs the cores of a worker of CPU devices; `benchmarks/gap` measures it."""

@@ -55,11 +55,13 @@ class Overheads:
         wait: the seconds from a task that has its shards to its first forward, by whether the
             worker has had no task of the trial.
         join: when a worker joins, by number.
+        exchange: what a sub-epoch's replicas spend on their gradients, by trial and how many.
     """
 
     hop: Callable[[int, bool], ev.Hop] = lambda trial, first: ev.Hop(0, 0, 0.0)
     wait: Callable[[bool], float] = lambda first: 0.0
     join: Callable[[int], float] = lambda worker: 0.0
+    exchange: Callable[[int, Sequence[int]], float] = lambda trial, partitions: 0.0
 
 
 NO_OVERHEADS = Overheads()
@@ -147,8 +149,9 @@ class Simulation:
         self._live: dict[int, str] = {}  # incarnation by worker
         self._incarnations = 0
         self._tasks_of: dict[str, dict[int, _Task]] = {}  # by incarnation and attempt
-        self._computing: set[int] = set()  # attempts that have their shards
-        self._begun: set[int] = set()  # those of them whose first forward has begun
+        # By attempt and incarnation:
+        self._computing: set[tuple[int, str]] = set()  # those that have their shards
+        self._begun: set[tuple[int, str]] = set()  # whose first forward has begun, or may
         self._held: set[_HeldState] = set()
         self._fetches: dict[_HeldState, str | None] = {}  # the owner of each, None for the store
         self._waiting: dict[_HeldState, list[_HeldState]] = {}  # fetches of what is not made yet
@@ -259,7 +262,10 @@ class Simulation:
                 self._fetch(instruction.incarnation, instruction.trial, instruction.source)
             case ins.Cancel():
                 clock = self._clocks.get(instruction.incarnation)
-                if clock is not None and instruction.attempt in self._begun:
+                if (
+                    clock is not None
+                    and (instruction.attempt, instruction.incarnation) in self._begun
+                ):
                     clock.cancel(self.now, instruction.attempt)
                     self._wake(instruction.incarnation)
                 self._remove_task(instruction)
@@ -318,9 +324,9 @@ class Simulation:
 
     def _start_task(self, task: _Task) -> None:
         state = (task.incarnation, task.trial, task.source.state)
-        if state not in self._held or task.attempt in self._computing:
+        if state not in self._held or (task.attempt, task.incarnation) in self._computing:
             return
-        self._computing.add(task.attempt)
+        self._computing.add((task.attempt, task.incarnation))
         first = (task.incarnation, task.trial) not in self._met
         self._met.add((task.incarnation, task.trial))
         if wait := self._overheads.wait(first):
@@ -331,10 +337,13 @@ class Simulation:
     def _compute(self, task: _Task) -> None:
         if task.attempt not in self._tasks_of[task.incarnation]:
             return  # it was cancelled, or its worker died
+        self._begun.add((task.attempt, task.incarnation))
+        if isinstance(task, ins.StartSubEpoch) and task.replicas:
+            self._compute_together(task)
+            return
         train = isinstance(task, ins.StartSubEpoch)
         kind: TaskKind = "train" if train else "evaluate"
         (partition,) = task.partitions
-        self._begun.add(task.attempt)
         if clock := self._clocks.get(task.incarnation):
             clock.start(self.now, kind, task.trial, partition, task.attempt)
             self._wake(task.incarnation)
@@ -344,6 +353,16 @@ class Simulation:
             ending = self.now + seconds * (1 - ENDING_SHARE)
             self._schedule(ending, partial(self._announce_end, task))
         self._schedule(self.now + seconds, partial(self._end_task, task, seconds))
+
+    def _compute_together(self, task: ins.StartSubEpoch) -> None:
+        """Let replicas compute when the last of them may begin; each step waits for the slowest."""
+        if any((task.attempt, each) not in self._begun for each in task.replicas):
+            return
+        seconds = max(self._seconds("train", task.trial, each) for each in task.partitions)
+        seconds += self._overheads.exchange(task.trial, task.partitions)
+        for each in task.replicas:
+            rank = self._tasks_of[each][task.attempt]
+            self._schedule(self.now + seconds, partial(self._end_task, rank, seconds))
 
     def _announce_end(self, task: _Task) -> None:
         if task.attempt in self._tasks_of[task.incarnation]:
@@ -370,7 +389,7 @@ class Simulation:
         self._wake(incarnation)
 
     def _end_task(self, task: _Task, seconds: float, device_seconds: float | None = None) -> None:
-        if task.attempt not in self._tasks_of[task.incarnation]:
+        if self._tasks_of[task.incarnation].get(task.attempt) is not task:
             return
         self._remove_task(task)
         trial = self._configs[task.trial]
@@ -406,8 +425,8 @@ class Simulation:
 
     def _remove_task(self, task: _Task | ins.Cancel) -> None:
         self._tasks_of[task.incarnation].pop(task.attempt, None)
-        self._computing.discard(task.attempt)
-        self._begun.discard(task.attempt)
+        self._computing.discard((task.attempt, task.incarnation))
+        self._begun.discard((task.attempt, task.incarnation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from cerebro_hydra.plan.simulate.run import (
     Overheads,
     SimulatedTimeline,
     Simulation,
+    WorkerCrash,
 )
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
 from tests.examples import examples
@@ -180,3 +181,19 @@ def test_visits_that_flow_take_as_long_as_their_tasks_within_a_few_percent(
     coarse, detailed = world.run(fluid=True), world.run(fluid=False)
     assert coarse.makespan == pytest.approx(detailed.makespan, rel=0.06)
     assert coarse.makespan >= world.bound * (1 - 1e-9)
+
+
+def test_replicas_wait_for_the_slowest_and_exchange_and_begin_anew_after_a_loss() -> None:
+    config = HopConfig(2, evaluate=False)
+    trials = (TrialConfig(0, 1.0, 100, (("f", "t"),), replicas=2),)
+    overheads = Overheads(exchange=lambda trial, partitions: 0.5 * len(partitions))
+    simulation = Simulation(
+        ClosedSearch(config, trials, 2),
+        [(0,), (1,)],
+        lambda kind, trial, partition: 2.0 + partition,
+        overheads=overheads,
+        crashes=[WorkerCrash(5.0, 1, back_after=0.5)],
+    )
+    timeline = simulation.run()
+    assert timeline.visit_logs == [[(0, 0), (0, 1), (1, 0), (1, 1)]]
+    assert timeline.makespan == pytest.approx(5.5 + 4.0), "the second sub-epoch began again at 5.5"
