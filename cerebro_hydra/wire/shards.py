@@ -474,8 +474,7 @@ class _ShardConnection(Connection):
                 raise TransferError(f"{answer[:200]!r} names no segments of {list(buffers)}")
 
     async def _send(self, buffer: memoryview) -> None:
-        encrypted = self.transport.get_extra_info("sslcontext") is not None
-        size = _TLS_CHUNK_BYTES if encrypted else _CHUNK_BYTES
+        size = _TLS_CHUNK_BYTES if self._is_encrypted else _CHUNK_BYTES
         for start in range(0, len(buffer), size):
             self.transport.write(buffer[start : start + size])
             try:
@@ -493,12 +492,17 @@ class _ShardConnection(Connection):
         except Exception as error:
             self.hang_up(_message(error))
 
+    @property
+    def _is_encrypted(self) -> bool:
+        return self.transport.get_extra_info("sslcontext") is not None
+
     # ------------------------------------------------------------------ called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to answer; whatever a socket does not take at once is waited for."""
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(high=0)
+        # TLS has copied what it was given, and pauses at the limit; a socket may still refer to it.
+        self.transport.set_write_buffer_limits(high=int(self._is_encrypted))
         self._task = self.loop.create_task(self._run())
 
     def pause_writing(self) -> None:
