@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.data.batches import replica_windows
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.replicas.gradient_chain import GradientChain
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import trials, zoo
@@ -28,6 +30,26 @@ class Notebook(nn.Module):
         if self.training:
             self.seen = 0.9 * self.seen + h.detach().mean(0)
         return self.last(h)
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, maybe under reentrant checkpoints, and has one with no part in it."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.idle = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nn.functional.linear(x, self.first.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.reentrant:
+            return self.last(self.half(self.half(x)))
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.half, x, use_reentrant=True)
+        return self.last(x)
 
 
 def norms() -> nn.Module:
@@ -55,6 +77,7 @@ CASES = {
     ),
     "BatchNorm, in two shards": (trials.recipe_of(norms, shards=["4"]), TWO),
     "buffers that forwards read": (trials.recipe_of(Notebook, shards=1), THREE),
+    "used twice, and not at all": (trials.recipe_of(Twice, shards=1, accumulate=2), THREE),
     "first layer frozen": (
         trials.mlp_recipe(model=trials.first_layer_frozen, shards=1,
                           optimizer=lambda m: torch.optim.SGD(
@@ -84,6 +107,14 @@ def with_replicas(make: trials.Make, replicas: int) -> trials.Make:
         return recipe
 
     return made
+
+
+def test_a_parameter_that_gets_two_gradients_in_one_backward_is_refused() -> None:
+    make = trials.recipe_of(partial(Twice, reentrant=True), shards=1)
+    with pytest.raises(
+        ConfigurationError, match=r"parameter .first\.weight. got two gradients in one"
+    ):
+        train_ranks(with_replicas(make, 2), TWO[:1])
 
 
 def test_the_order_of_ranks_is_part_of_the_result() -> None:
