@@ -333,13 +333,16 @@ class GradientChain:
             if self._closed:
                 raise SystemExit
 
+    def _wait_for_round(self, number: int) -> None:
+        self._wait(lambda: self._begun == number)
+
     def _take_partial(self) -> None:
         """Take what this rank's gradients are added to, from the rank before."""
         memory = [bucket.memory for bucket in self._buckets]
         for number in range(self._rounds):
             if self.begins(number):
                 continue
-            self._wait(lambda number=number: self._begun == number)  # type: ignore[misc]
+            self._wait_for_round(number)
             for n in self._links.receive("partial", *self._rank_before(number), memory):
                 self._came(n)
 
@@ -347,7 +350,7 @@ class GradientChain:
         """Take the sum of each window from the rank behind, and send it on."""
         links, memory = self._links, self._sum_memory
         for number in filter(self.ends_window, range(self._rounds)):
-            self._wait(lambda number=number: self._begun == number)  # type: ignore[misc]
+            self._wait_for_round(number)
             for n in links.receive("sum", number, links.rank + 1, memory):
                 if links.rank > 0:
                     links.send("sum", number, n, memory[n])
