@@ -14,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
+from cerebro_hydra.plan.queues.events import VisitsExpected
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import PICKS, Rule
@@ -49,7 +50,9 @@ class Workload:
             return self.promotion * shard.forward if moves else 0.0
 
         budgets = [self.budget] * self.devices
-        return WorkerSimulation(self.visits, budgets, None, rule, seconds).run().makespan
+        all_there = [(0.0, VisitsExpected(False))]
+        simulation = WorkerSimulation(self.visits, budgets, None, rule, seconds, later=all_there)
+        return simulation.run().makespan
 
     def chains(self) -> list[Chain]:
         """Return each visit's units: a microbatch where it stays on its device, else a task."""

@@ -27,7 +27,7 @@ from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Candidate
+from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Ahead, Candidate, unforeseen
 from cerebro_hydra.plan.sizing.pipeline import ALONE
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
@@ -198,10 +198,10 @@ class VisitPlanner:
         """Return whether the devices' memory has a limit."""
         return self._budget is not None
 
-    def rule(self, candidates: Sequence[Candidate]) -> Candidate | None:
+    def rule(self, candidates: Sequence[Candidate], ahead: Ahead) -> Candidate | None:
         """Pick as the backend says, but audits first, because the visits that they audit wait."""
         audits = [each for each in candidates if each.visit in self._audits]
-        return self._pick(audits or candidates)
+        return self._pick(audits, unforeseen) if audits else self._pick(candidates, ahead)
 
     def visit_spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         """Describe a task as a visit."""

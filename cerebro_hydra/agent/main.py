@@ -340,6 +340,9 @@ class _Agent:
         if message["do"] == "forget":  # after the tasks of the trial that were taken back
             self._trainer.forget(message["trial"])
             return
+        if message["do"] == "expect":
+            self._trainer.expect(message["tasks"])
+            return
         if message["spec"] is not None:
             spec = TrialSpec.from_json(message["spec"], "the coordinator's spec of a trial")
             if self._resources.host_memory is None:
@@ -365,7 +368,6 @@ class _Agent:
     def _obey(self, instruction: Instruction, uri: str | None) -> None:
         match instruction:
             case StartSubEpoch() | Evaluate():
-                self._trainer.accept(instruction.attempt)
                 self._trainer.perform(instruction, uri)
             case FetchShards():
                 self._trainer.prefetch(instruction, uri)

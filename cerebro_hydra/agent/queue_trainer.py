@@ -73,6 +73,7 @@ from cerebro_hydra.plan.queues.events import (
     VisitCancelled,
     VisitEnded,
     VisitRestarted,
+    VisitsExpected,
 )
 from cerebro_hydra.plan.queues.events import Answer as Decision
 from cerebro_hydra.plan.queues.log import DeviceLog
@@ -157,12 +158,8 @@ class QueueTrainer:
         """Forget a trial that is over."""
         self._loop.put(partial(self._forget, trial))
 
-    def accept(self, attempt: int) -> None:
-        """Note that an attempt will be performed, so that it can be taken back until it is done."""
-        self._loop.put(partial(self._reports.accept, attempt))
-
     def perform(self, task: Task, uri: str | None) -> None:
-        """Take a task, and report later how it ended."""
+        """Take a task, and report later how it ended, unless it is taken back before."""
         self._loop.put(partial(self._add, task, uri))
 
     def prefetch(self, task: Task | FetchShards, uri: str | None) -> None:
@@ -180,6 +177,10 @@ class QueueTrainer:
     def drop(self, trial: int, state: int) -> None:
         """Forget a state, which nobody needs from here any more."""
         self._fetch_manager.drop(trial, state)
+
+    def expect(self, tasks: bool) -> None:
+        """Note whether other tasks may follow those that came."""
+        self._loop.put(partial(self._loop.tell, VisitsExpected(tasks)))
 
     def look_again(self) -> None:
         """Look whether shards have arrived; returns at once."""
@@ -200,8 +201,7 @@ class QueueTrainer:
     # ------------------------------------------------------------------ tasks
 
     def _add(self, task: Task, uri: str | None) -> None:
-        if task.attempt not in self._reports:
-            return
+        self._reports.accept(task.attempt)
         self._begin(task.attempt)
         self.prefetch(task, uri)
         self._enter(task)

@@ -166,6 +166,7 @@ class Coordinator:
         self._door = threading.Lock()
         self._greeted: list[str] = []
         self._over = False
+        self._tasks_expected = True  # as every agent supposes that was not told
 
     def run(self) -> HopState:
         """Train until every trial is over; return the final state.
@@ -277,6 +278,10 @@ class Coordinator:
             self._observers.on_record(decision)
             for difference in self._remade.compare(decision.event, decision.instructions):
                 self._inbox.put(difference)
+        if (expected := self._scheduler.tasks_expected) != self._tasks_expected:
+            self._tasks_expected = expected
+            for incarnation in self._roster.live:
+                self._control.send(incarnation, {"do": "expect", "tasks": expected})
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""

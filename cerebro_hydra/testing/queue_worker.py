@@ -170,7 +170,6 @@ class QueueWorker:
     def perform(self, task: Task, uri: str | None = None) -> None:
         """Give the worker a task, as a coordinator would; ``uri`` is where its state is."""
         self.trainer.learn(self._spec_of(task.trial))
-        self.trainer.accept(task.attempt)
         self.trainer.perform(task, uri)
 
     def put(self, trial: int, state: int, shards: Sequence[HostSegments], step: int = 0) -> None:

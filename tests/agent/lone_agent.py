@@ -156,7 +156,7 @@ class Agent:
             CheckedState(
                 [budget],
                 budget and 2 * budget,
-                lambda candidates: self.worker.planner.rule(candidates),
+                lambda *asked: self.worker.planner.rule(*asked),
                 double_buffering=not resident,
             ),
             budget,

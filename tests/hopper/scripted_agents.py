@@ -75,7 +75,7 @@ class ScriptedAgent:
         stopped = True
         while (message := self._inbox.get())["do"] != "stop":
             self._hear(self.incarnation, message)
-            if message["do"] == "forget":
+            if message["do"] in ("forget", "expect"):
                 continue
             instruction = from_json(message["do"])
             answer = self._script(instruction, self.incarnation) if self._script else None

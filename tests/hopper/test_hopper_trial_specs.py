@@ -25,7 +25,7 @@ class Listener(ScriptedLauncher):
         if message["do"] == "forget":
             assert message["trial"] in self.specs[incarnation]
             self.forgotten[incarnation].append(message["trial"])
-        elif message["spec"] is not None:
+        elif message.get("spec") is not None:
             spec = message["spec"]
             assert spec["trial"] == message["do"]["trial"]
             assert spec["trial"] not in self.specs[incarnation], "told twice"
@@ -45,6 +45,26 @@ def test_each_agent_hears_of_a_trial_once_before_it_uses_it_and_at_its_end(tmp_p
             assert TrialSpec.from_json(spec, "told") == trials[number]
         if incarnation not in script.died:
             assert sorted(launcher.forgotten[incarnation]) == sorted(told)
+
+
+class Expecting(ScriptedLauncher):
+    """Notes what each agent hears of tasks that may follow, which is nothing at first."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self.expects: dict[str, bool] = {}
+
+    def hear(self, incarnation: str, message: dict[str, Any]) -> None:
+        if message["do"] == "expect":
+            self.expects[incarnation] = message["tasks"]
+        elif isinstance(message["do"], dict) and "attempt" in message["do"]:
+            assert self.expects.setdefault(incarnation, True), "no task was to follow"
+
+
+def test_agents_hear_when_no_task_follows_any_more(tmp_path: Any) -> None:
+    launcher = Expecting(2)
+    run(tmp_path, launcher, described(3, 2, 2))
+    assert [*launcher.expects.values()] == [False, False]
 
 
 def test_observers_are_told_what_a_trial_is_before_the_decision_that_adds_it(tmp_path: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from cerebro_hydra.plan.schedules.pick import Candidate, Rule
+from cerebro_hydra.plan.schedules.pick import Ahead, Candidate, Rule
 
 
-def fifo(candidates: Sequence[Candidate]) -> Candidate:
+def fifo(candidates: Sequence[Candidate], ahead: Ahead) -> Candidate:
     """Pick the run that has waited longest, then the older one."""
     return min(candidates, key=lambda each: (each.own, each.waiting_since, each.arrival))
 
@@ -17,7 +17,7 @@ def at_random(seed: int) -> Rule:
     """Return a rule that picks by chance; a seed gives one order of choices."""
     chance = Random(seed)
 
-    def pick(candidates: Sequence[Candidate]) -> Candidate:
+    def pick(candidates: Sequence[Candidate], ahead: Ahead) -> Candidate:
         return chance.choice(candidates)
 
     return pick

@@ -249,6 +249,11 @@ class Scheduler:
         self._policy = policy or Policy(config)
         self._view = View(self.state.tables)
 
+    @property
+    def tasks_expected(self) -> bool:
+        """Whether a worker may be given a task yet, or waits for a trial that another one has."""
+        return self._view.tasks_expected
+
     def handle(self, event: Event) -> list[Decision]:
         """Handle one event, and the choices that it made possible as events of their own.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
+from cerebro_hydra.plan.hop.trial_status import IN_TRAINING, OVER, TrialStatus
 from cerebro_hydra.plan.hop.trials import Attempt, TaskKind, replica_groups, visit_order
 from cerebro_hydra.plan.messages.events import Assignment
 
@@ -168,6 +169,23 @@ class View:
         return self._tables.holders.share(trial, newest, there)
 
     # ------------------------------------------------------------------ what comes later
+
+    @property
+    def tasks_expected(self) -> bool:
+        """Whether a worker may be given a task yet, or waits for a trial that another one has."""
+        tables = self._tables
+        away = tables.with_status(*TrialStatus) & ~tables.with_status(*IN_TRAINING, *OVER)
+        if away or tables.candidates or not tables.search_closed:
+            return True
+        return any(map(self._goes_on, members(tables.in_training)))
+
+    def _goes_on(self, number: int) -> bool:
+        """Return whether more follows in a trial than the tasks that workers do now."""
+        tables, trial = self._tables, self._tables.trials[number]
+        if len(trial.history) + 1 < trial.budget or len(trial.pending_visits) > 1:
+            return True
+        evaluates = tables.config.evaluate and tables.phase(trial) == "train"
+        return evaluates or bool(tables.open_tasks.partitions(number))
 
     @property
     def now(self) -> float:

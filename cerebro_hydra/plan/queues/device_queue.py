@@ -23,6 +23,7 @@ class DeviceQueue:
         changes: counts what has changed that decisions about the device's memory follow from.
         advanced: the count when the reserved unit was last brought closer.
         demoted: the count when changed blocks were last written back.
+        clock: the moment at which the last of its tasks ended, as far as what tasks took tells.
     """
 
     number: int
@@ -36,6 +37,8 @@ class DeviceQueue:
     changes: int = 0
     advanced: int = -1
     demoted: int = -1
+    clock: float = 0.0
+    _begun: float = 0.0  # by the same clock, when the first unit began
     _given_of: Counter[int] = field(default_factory=Counter)  # units, by their visits
     _seconds: float = 0.0  # of what was given
 
@@ -64,8 +67,19 @@ class DeviceQueue:
         """Return what it was given, and what is reserved."""
         return [*self.given] if self.reserved is None else [*self.given, self.reserved]
 
-    def give(self, unit: Unit, activations: int) -> tuple[Action, ...]:
+    def ends(self, now: float) -> list[tuple[int, float]]:
+        """Return the visits of its units, and when each unit is expected to end, not before now."""
+        at = self._begun if self.given else now
+        found = []
+        for unit in self.units:
+            at = max(now, at + unit.seconds)
+            found.append((unit.visit, at))
+        return found
+
+    def give(self, unit: Unit, activations: int, now: float) -> tuple[Action, ...]:
         """Give it a unit, and return the tasks."""
+        if not self.given:
+            self.clock = self._begun = now
         self._seconds = self.seconds + unit.seconds
         self.given.append(unit)
         self.activations.append(activations)
@@ -79,6 +93,7 @@ class DeviceQueue:
         unit = self.given.popleft()
         self.activations.popleft()
         self._seconds -= unit.seconds
+        self._begun = self.clock
         self._given_of -= Counter([unit.visit])  # one without units has no entry
 
     def clear(self) -> None:

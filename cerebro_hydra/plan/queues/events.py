@@ -63,7 +63,22 @@ class DeviceJoined:
     device: int
 
 
-WorkerEvent = VisitAdded | ShardArrived | ActionDone | VisitCancelled | DeviceLost | DeviceJoined
+@dataclass(frozen=True, slots=True)
+class VisitsExpected:
+    """Whether other visits may follow those that the worker has, which is so at first."""
+
+    expected: bool
+
+
+WorkerEvent = (
+    VisitAdded
+    | ShardArrived
+    | ActionDone
+    | VisitCancelled
+    | DeviceLost
+    | DeviceJoined
+    | VisitsExpected
+)
 
 
 @dataclass(frozen=True, slots=True)

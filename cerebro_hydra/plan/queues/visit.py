@@ -10,14 +10,20 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
 from cerebro_hydra.plan.queues.ledger import BlockKey, state_key
 from cerebro_hydra.plan.queues.visit_spec import Share, VisitSpec
+from cerebro_hydra.plan.schedules.outlook import MOST_UNITS
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
+
+MOST_STAYING_TASKS = 12 * MOST_UNITS
+"""Of how many tasks it is asked in which parts they stay on a device, which costs time for each."""
+
+_TOO_MANY = (0.0,) * (MOST_UNITS + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class Visit:
         self._newest_window = 0  # of those that units were taken from
         self._undone: set[Action] = set()  # tasks of these windows, if there are several lists
         self._remaining: float | None = None
+        self._parts: tuple[float, ...] | None = None
 
     @property
     def units(self) -> list[Unit]:
@@ -220,19 +227,59 @@ class Visit:
         if not left or not self._is_ready(left[0]):
             return None
         unit = [left[0]]
-        last = self.spec.graph.shards - 1
         for task in islice(left, 1, 3):
-            before = unit[-1]
-            fuses = task.kind is U and before.kind is B
-            if self.spec.fused and before.kind is F and task.kind is B:
-                fuses = task.shard == last and task.microbatch == before.microbatch
-            if task.shard != before.shard or not fuses or not self._is_ready(task):
+            if not (self._fuses(unit[-1], task) and self._is_ready(task)):
                 break
             unit.append(task)
         alone = self.spec.fused and self.spec.stays and not self.spec.is_pipelined
         if alone and self.microbatch is not None:
             self._lengthen(unit, left)
         return self._unit(unit, next(islice(left, len(unit), None), None))
+
+    def _fuses(self, before: Action, task: Action) -> bool:
+        """Return whether a task is of the same unit as the one before it."""
+        if task.shard != before.shard:
+            return False
+        if self.spec.fused and before.kind is F and task.kind is B:
+            last = self.spec.graph.shards - 1
+            return task.shard == last and task.microbatch == before.microbatch
+        return task.kind is U and before.kind is B
+
+    @property
+    def bound_to(self) -> set[int]:
+        """Return the devices that alone may go on with it, because it stays there for now."""
+        units = self.units
+        return set() if units and units[-1].ends_microbatch else self.staying
+
+    def parts_left(self, most: int) -> tuple[float, ...] | None:
+        """Return the seconds of what is left in parts; None if there are more than ``most``.
+
+        A device that begins a part does all of it: a unit, or what stays there with its microbatch.
+        """
+        if self._parts is None:
+            self._parts = self._parted()
+        return self._parts if len(self._parts) <= most else None
+
+    def _parted(self) -> tuple[float, ...]:
+        """Return the parts, or too many where there are too many tasks to look at them."""
+        graph, first = self.spec.graph, self._windows
+        kinds = 3 if graph.training else 1
+        begun = min(first * graph.window, graph.microbatches)
+        tasks = len(self.lists[0].left) + (graph.microbatches - begun) * graph.shards * kinds
+        if tasks > (MOST_STAYING_TASKS if self.spec.stays else 3 * MOST_UNITS):
+            return _TOO_MANY
+        goes_on = self._goes_on if self.spec.stays else self._fuses
+        parts: list[float] = []
+        before: Action | None = None
+        later = (self.spec.lists(window)[0] for window in range(first, graph.windows))
+        for task in chain(self.lists[0].left, *later):
+            seconds = self._seconds[task.kind, task.shard]
+            if before is not None and goes_on(before, task):
+                parts[-1] += seconds
+            else:
+                parts.append(seconds)
+            before = task
+        return tuple(parts)
 
     def _is_ready(self, task: Action) -> bool:
         """Return whether no task of another list is left that comes before this one.
@@ -361,6 +408,7 @@ class Visit:
     def _changed(self) -> None:
         """Forget what followed from how things were."""
         self._remaining = None
+        self._parts = None
         for each in self.lists:
             each.known = False
 

@@ -31,7 +31,7 @@ cancelled visit are answered without being done.
 That is why there is always progress:
 
 - What a device was given waits for nothing but the units before it.
-- No reserved unit waits for ever: ``WorkerState._may_stay`` says why nobody waits in a circle.
+- No reserved unit waits for ever: ``Chooser._may_stay`` says why nobody waits in a circle.
 - If nothing is reserved or runs, some visit has the device and the room for a task that is ready:
   one that keeps shards on devices has all devices of its window, and room for all shards in DRAM;
   if there is none, one that stays has its device, and DRAM for any one shard; if none stays, the
@@ -49,6 +49,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
+from cerebro_hydra.plan.queues.chooser import Chooser
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
@@ -60,12 +61,13 @@ from cerebro_hydra.plan.queues.events import (
     VisitCancelled,
     VisitEnded,
     VisitRestarted,
+    VisitsExpected,
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
 from cerebro_hydra.plan.queues.visit import Unit, Visit, on_least_busy, unplaced
-from cerebro_hydra.plan.schedules.pick import Candidate, Rule
+from cerebro_hydra.plan.schedules.pick import Rule
 
 AHEAD_SECONDS = 0.02
 """What the units take at most that a device was given behind the first one, but for one unit."""
@@ -94,15 +96,14 @@ class WorkerState:
         self.queues = {n: DeviceQueue.of(n, budget) for n, budget in enumerate(budgets)}
         self.ledger = Ledger(self.queues, host_budget)
         self.visits: dict[int, Visit] = {}
-        self._rule = rule
         self._double_buffering = double_buffering
         self._evictor = Evictor(self.ledger, self.visits, self.queues)
-        self._homes: dict[int, int] | None = None  # bytes by visit, see `_kept_in_dram`
-        self._homes_bytes = 0
+        self._chooser = Chooser(self.ledger, self.visits, self.queues, rule)
         self._coming: list[Visit] = []  # in the order of arrival
         self._changed: set[int] = set()  # visits that may be through with a shard now
         self._lacked_dram = False  # in the last look, so that some devices could not go on
         self._events = 0
+        self._now = 0.0  # by what tasks took; it is behind while devices wait for moves
         self._answers: list[Answer] = []
 
     def used(self, place: int) -> int:
@@ -233,7 +234,7 @@ class WorkerState:
         for visit in waiting:
             nbytes = visit.spec.host_boundary_bytes
             most = max(most, visit.spec.host_state_bytes)
-            need = self.ledger.host_pinned + nbytes + self._kept_in_dram(but=visit) + most
+            need = self.ledger.host_pinned + nbytes + self._chooser.kept_in_dram(but=visit) + most
             if need > self.ledger.host_budget or not self._dram(nbytes, -1):
                 return
             if nbytes:
@@ -278,92 +279,15 @@ class WorkerState:
             visit
             for visit in opened
             if visit.has_places
-            or not (visit.units or self._is_lacking(visit.next_unit(visit.lists[0])))
+            or not (visit.units or self._chooser.is_lacking(visit.next_unit(visit.lists[0])))
         ]
         for queue in queues:
             given = [self.visits[number] for number in {unit.visit for unit in queue.given}]
             own = [each for each in given if not each.has_places and each.status == "open"]
-            self._reserve(queue, sorted([*idle, *own], key=_arrival) if own else idle)
-
-    def _reserve(self, queue: DeviceQueue, visits: Iterable[Visit]) -> None:
-        units: dict[int, Unit] = {}
-        candidates = []
-        for visit in visits:
-            tasks = visit.list_on(queue.number)
-            if tasks is None or (tasks.units and tasks.device != queue.number):
-                continue
-            unit = visit.next_unit(tasks)
-            if unit is None or self._is_lacking(unit) or not self._can_take(queue, visit, unit):
-                continue
-            number = visit.spec.visit
-            units[number] = unit
-            own, since = bool(tasks.units), visit.waiting_since
-            candidates.append(Candidate(number, visit.arrival, visit.remaining, since, own))
-        picked = self._rule(candidates) if candidates else None
-        if picked is None:
-            return
-        visit, unit = self.visits[picked.visit], units[picked.visit]
-        visit.take(unit, queue.number)
-        queue.reserved = unit
-        if visit.spec.stays and unit.starts_microbatch:
-            for place in self._places(queue, visit):
-                if visit not in place.staying:
-                    place.staying.append(visit)
-                    visit.staying.add(place.number)
-                    self._homes = None
-        self._note(picked.visit)
-
-    def _is_lacking(self, unit: Unit | None) -> bool:
-        """Return whether there is no unit, or a shard of it has not come."""
-        if unit is None:
-            return True
-        blocks = map(self.ledger.get, unit.keys)
-        return any(block is None or block.home == "receiving" for block in blocks)
-
-    def _can_take(self, queue: DeviceQueue, visit: Visit, unit: Unit) -> bool:
-        """Return whether the unit can come to the device and end there, whatever else goes on."""
-        spec = visit.spec
-        if visit.staying and queue.number not in visit.staying and not visit.has_places:
-            return False
-        number = unit.keys[0].number
-        nbytes, host_nbytes = spec.on_device(number), spec.shards[number].state
-        nbytes += spec.shards[number].activations
-        if spec.stays and (unit.starts_microbatch or visit in queue.staying):
-            nbytes, host_nbytes = visit.share_on(queue.number).need, spec.host_state_bytes
-            if unit.starts_microbatch and not self._may_stay(queue, visit):
-                return False
-        host = host_nbytes + self._kept_in_dram(but=visit) + self.ledger.host_pinned
-        return host <= self.ledger.host_budget and nbytes <= queue.budget - queue.pinned(but=visit)
-
-    def _may_stay(self, queue: DeviceQueue, visit: Visit) -> bool:
-        """Return whether a microbatch, or a pipelined window, may begin to stay on its devices.
-
-        It takes all of them at once, and each must have nothing reserved for another visit then,
-        and no other visit that goes on staying. That is why visits never wait for one another in a
-        circle: a unit is reserved only if it fits beside all that stays by then, so it waits for a
-        visit that began to stay later, and that one for a unit which was reserved still later. The
-        last of such a chain waits for nobody.
-        """
-        return all(
-            place.alive
-            and place.reserved is None
-            and all(each is visit or place.is_ending(each) for each in place.staying)
-            for place in self._places(queue, visit)
-            if visit not in place.staying or place.is_ending(visit)
-        )
-
-    def _places(self, queue: DeviceQueue, visit: Visit) -> list[DeviceQueue]:
-        """Return the devices on which a visit stays that begins to on this one."""
-        return [self.queues[k] for k in visit.devices_left] if visit.has_places else [queue]
-
-    def _kept_in_dram(self, but: Visit) -> int:
-        """Return the bytes of DRAM that microbatches keep as the homes of what is on a device."""
-        if self._homes is None:
-            staying = (visit for queue in self.queues.values() for visit in queue.staying)
-            keeping = {each.spec.visit: each.spec for each in staying if each.spec.keeps_all}
-            self._homes = {number: spec.state_bytes for number, spec in keeping.items()}
-            self._homes_bytes = sum(self._homes.values())
-        return self._homes_bytes - self._homes.get(but.spec.visit, 0)
+            visits = sorted([*idle, *own], key=_arrival) if own else idle
+            picked = self._chooser.reserve(queue, visits, self._now)
+            if picked is not None:
+                self._note(picked)
 
     def _advance(self, queue: DeviceQueue) -> None:
         """Bring the reserved unit's shards closer, and start the unit when it can run."""
@@ -414,7 +338,7 @@ class WorkerState:
             activations = self._evictor.activations(queue, unit)
             queue.reserved = None
             self.visits[unit.visit].began(unit)
-            self._give(queue.give(unit, activations))
+            self._give(queue.give(unit, activations, self._now))
 
     def _may_go_ahead(self, queue: DeviceQueue, unit: Unit) -> bool:
         """Return whether a device may have the unit before it has ended others.
@@ -516,6 +440,8 @@ class WorkerState:
             case DeviceJoined():
                 self._note_all()
                 self.queues[event.device].alive = True
+            case VisitsExpected():
+                self._chooser.visits_expected = event.expected
 
     def _add(self, event: VisitAdded) -> None:
         queues = self.queues.values()
@@ -540,6 +466,8 @@ class WorkerState:
             self.ledger.end(action)
             if action.kind is ActionKind.SEND:
                 visit.sent.add(action.shard)
+            elif action.kind is ActionKind.LOAD and action.device != HOST:
+                self._chooser.loaded(event.seconds)
             self._let_go(visit)
             return
         assert action.device is not None
@@ -548,6 +476,8 @@ class WorkerState:
             raise ValueError(f"{action} was not given, or not yet; device {queue.number} is to do "
                              f"{' '.join(map(str, queue.unanswered)) or 'nothing'}")  # fmt: skip
         queue.unanswered.popleft()
+        queue.clock += event.seconds
+        self._now = max(self._now, queue.clock)
         task = unplaced(action)
         visit.finish(task, event.seconds)
         if visit.spec.graph.training and (
@@ -563,7 +493,7 @@ class WorkerState:
         if ends and visit in queue.staying:
             queue.staying.remove(visit)
             visit.staying.remove(queue.number)
-            self._homes = None
+            self._chooser.forget_homes()
         queue.end_first()
         visit.end(unit)
         visit.waiting_since = self._events
@@ -595,7 +525,7 @@ class WorkerState:
             if visit in queue.staying:
                 queue.staying.remove(visit)
                 visit.staying.remove(queue.number)
-                self._homes = None
+                self._chooser.forget_homes()
         if visit.status == "restarting":
             visit.begin()
             visit.status = "waiting"
@@ -633,7 +563,7 @@ class WorkerState:
         ]
         queue.alive = False
         queue.clear()
-        self._homes = None
+        self._chooser.forget_homes()
         for number, tasks in redo.items():
             visit = self.visits[number]
             if visit.status == "open" and number not in torn:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cerebro_hydra.plan.schedules.outlook import Outlook
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -38,17 +40,36 @@ class Candidate:
     own: bool
 
 
-Rule = Callable[[Sequence[Candidate]], Candidate | None]
+Ahead = Callable[[], Outlook | None]
+"""Tells what a device can expect; None while too much is left to look ahead."""
+
+Rule = Callable[[Sequence[Candidate], Ahead], Candidate | None]
 
 
-def oldest_first(candidates: Sequence[Candidate]) -> Candidate:
+def unforeseen() -> None:
+    """Tell nothing of what a device can expect."""
+
+
+def oldest_first(candidates: Sequence[Candidate], ahead: Ahead = unforeseen) -> Candidate:
     """Pick the visit that came first, so that visits are done one after the other."""
     return min(candidates, key=lambda candidate: candidate.arrival)
 
 
-def sharp(candidates: Sequence[Candidate]) -> Candidate:
-    """Pick the longest remaining time; a tie goes to the running visit, then to the older one."""
-    return max(candidates, key=lambda each: (each.remaining, each.own, -each.arrival))
+def sharp(candidates: Sequence[Candidate], ahead: Ahead = unforeseen) -> Candidate | None:
+    """Pick the longest remaining time, or near the end what a look ahead finds to be better.
+
+    A tie goes to the running visit, then to the older one.
+    """
+    outlook = ahead()
+    if outlook is None:
+        return max(candidates, key=_preference)
+    by_visit = {each.visit: each for each in sorted(candidates, key=_preference, reverse=True)}
+    best = outlook.best([*by_visit])
+    return None if best is None else by_visit[best]
+
+
+def _preference(candidate: Candidate) -> tuple[float, bool, int]:
+    return candidate.remaining, candidate.own, -candidate.arrival
 
 
 PICKS: Mapping[str, Rule] = {"oldest_first": oldest_first, "sharp": sharp}

@@ -146,6 +146,7 @@ class Simulation:
         self._seconds, self._metric = seconds, metric
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
+        self._tasks_expected = True
         self._live: dict[int, str] = {}  # incarnation by worker
         self._incarnations = 0
         self._tasks_of: dict[str, dict[int, _Task]] = {}  # by incarnation and attempt
@@ -221,6 +222,12 @@ class Simulation:
                 self._schedule(moment, partial(self._handle, decided))
             for instruction in instructions:
                 self._carry_out(instruction)
+        if (expected := self.scheduler.tasks_expected) != self._tasks_expected:
+            self._tasks_expected = expected
+            for incarnation, clock in self._clocks.items():
+                if isinstance(clock, DeviceClock):  # visits that flow have no tasks to choose
+                    clock.expect(self.now, expected)
+                    self._wake(incarnation)
 
     def _join(self, worker: int) -> None:
         self._live[worker] = f"worker-{worker}-{self._incarnations}"

@@ -28,6 +28,7 @@ from cerebro_hydra.plan.queues.events import (
     VisitCancelled,
     VisitEnded,
     VisitRestarted,
+    VisitsExpected,
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.ledger import PartBytes
@@ -352,6 +353,10 @@ class DeviceClock:
         self._specs[visit] = self._devices.visit(kind, trial, partition, visit)
         self._began[visit], self._computed[visit] = now, 0.0
         self._simulation.add(now, VisitAdded(self._specs[visit]))
+
+    def expect(self, now: float, tasks: bool) -> None:
+        """Let the worker know whether other tasks may follow."""
+        self._simulation.add(now, VisitsExpected(tasks))
 
     def cancel(self, now: float, visit: int) -> None:
         """Let the worker give up a task that has not ended."""

@@ -25,7 +25,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.plan.schedules.pick import Ahead, Candidate
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.profile import profile
@@ -137,7 +137,7 @@ def moved(made: QueueBench) -> int:
     return sum(len(devices) > 1 for devices in places.values())
 
 
-def longest_waiting(candidates: Sequence[Candidate]) -> Candidate:
+def longest_waiting(candidates: Sequence[Candidate], ahead: Ahead) -> Candidate:
     """Pick the visit whose last unit ended first, so that no visit stays on its device."""
     return min(candidates, key=lambda each: each.waiting_since)
 

@@ -18,7 +18,7 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import Answer
 from cerebro_hydra.plan.queues.log import MOST_SPANS
-from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.plan.schedules.pick import Candidate, unforeseen
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -327,7 +327,7 @@ def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
     planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
     trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
     planner.learn(trial)
-    assert planner.rule([LONGEST, OLDEST, AUDIT]) == picked
+    assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == picked
 
 
 @pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
@@ -335,7 +335,7 @@ def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
     planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
     planner.audit_spec(AUDIT.visit, profile.training(OLDEST.visit, 1, 1, True), 0, profile)
-    assert planner.rule([LONGEST, OLDEST, AUDIT]) == AUDIT
+    assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == AUDIT
 
 
 # ---------------------------------------------------------------------- what units wait for

@@ -19,6 +19,7 @@ from cerebro_hydra.plan.queues.events import (
     VisitAdded,
     VisitCancelled,
     VisitRestarted,
+    VisitsExpected,
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
@@ -32,6 +33,8 @@ from cerebro_hydra.plan.schedules.validate import validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from tests.examples import examples
 from tests.plan.rules import at_random, fifo
+
+NOTHING_FOLLOWS = (0.0, VisitsExpected(False))  # so that SHARP looks ahead
 
 RULES: dict[str, Rule] = {**PICKS, "fifo": fifo}
 
@@ -138,6 +141,7 @@ def seconds_of(visits: list[VisitSpec], move: float):
 
 
 def simulate(world, later: list[tuple[float, WorkerEvent]]) -> WorkerTimeline:
+    later = [NOTHING_FOLLOWS, *later]
     simulation = WorkerSimulation(**world, later=later, observe=WorkerState.validate)
     timeline = simulation.run()
     for place, budget in simulation.check.budgets.items():
@@ -286,7 +290,7 @@ def test_what_has_not_changed_need_not_be_looked_at(world, data) -> None:
     later: list[tuple[float, WorkerEvent]] = [(at, DeviceLost(device)) for at, device in lost]
     later += [(at + 0.6, DeviceJoined(device)) for at, device in lost]
     cancelled = data.draw(st.lists(st.tuples(moment, st.sampled_from(visits)), max_size=2))
-    later += [(at, VisitCancelled(visit)) for at, visit in cancelled]
+    later += [NOTHING_FOLLOWS, *((at, VisitCancelled(visit)) for at, visit in cancelled)]
     world["rule"] = data.draw(st.sampled_from(list(RULES.values())))
     simulation, all_of_it = (WorkerSimulation(**world, later=later) for _ in range(2))
     all_of_it.state.__class__ = LooksAtAll

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ from cerebro_hydra.plan.simulate.run import (
     Simulation,
     WorkerCrash,
 )
-from cerebro_hydra.plan.simulate.worker import SimulatedDevices
+from cerebro_hydra.plan.simulate.worker import DeviceClock, SimulatedDevices
 from tests.examples import examples
 
 SHARDS, WINDOW = 3, 2
@@ -44,6 +44,7 @@ class World:
     schedule: str = "sequential"
     budget: int | None = None
     residents: int | None = None
+    evaluate: bool = True
 
     def visit(self, kind: TaskKind, trial: int, partition: int, number: int) -> VisitSpec:
         """Describe a task; partitions differ a little."""
@@ -72,6 +73,10 @@ class World:
 
     def run(self, fluid: bool, overheads: Overheads = NO_OVERHEADS) -> SimulatedTimeline:
         """Simulate it."""
+        return self.simulation(fluid, overheads).run()
+
+    def simulation(self, fluid: bool, overheads: Overheads = NO_OVERHEADS) -> Simulation:
+        """Return the simulation of it."""
         trials = tuple(
             TrialConfig(t, cost, 100, ((f"f{t}", f"t{t}"),)) for t, cost in enumerate(self.costs)
         )
@@ -85,12 +90,12 @@ class World:
             fluid,
         )
         return Simulation(
-            ClosedSearch(HopConfig(self.workers), trials, self.epochs),
+            ClosedSearch(HopConfig(self.workers, evaluate=self.evaluate), trials, self.epochs),
             [(worker,) for worker in range(self.workers)],
             self.seconds,
             devices=shape,
             overheads=overheads,
-        ).run()
+        )
 
     @property
     def bound(self) -> float:
@@ -143,6 +148,29 @@ def test_every_sub_epoch_is_simulated_once_and_none_beside_another_of_its_trial(
                 if len(under_way[each.trial]) == 2:
                     assert each.source.incarnation != each.incarnation
     assert timeline.makespan >= world.bound * (1 - 1e-9)
+
+
+@settings(max_examples=examples(40))
+@given(worlds, st.booleans())
+def test_no_task_is_given_once_none_is_expected(world: World, evaluate: bool) -> None:
+    simulation = replace(world, evaluate=evaluate).simulation(fluid=False)
+    tables = simulation.state.tables
+    expected, given_before, quiet_moments = True, 0, 0
+    while not simulation.state.finished:
+        simulation.step()
+        assert expected or tables.next_attempt == given_before
+        expected, given_before = simulation.scheduler.tasks_expected, tables.next_attempt
+        quiet_moments += bool(tables.attempts) and not expected
+    assert quiet_moments
+
+
+def test_a_worker_looks_ahead_once_it_hears_that_nothing_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World((3.0, 3.0, 1.0, 3.0), 1, 3, 1, 2, residents=4, evaluate=False)
+    told = world.run(fluid=False)
+    monkeypatch.setattr(DeviceClock, "expect", lambda *untold: None)
+    assert told.makespan < 0.9 * world.run(fluid=False).makespan
 
 
 @settings(max_examples=examples(20))

@@ -31,7 +31,7 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import Candidate
+from cerebro_hydra.plan.schedules.pick import Ahead, Candidate
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
@@ -444,7 +444,7 @@ class Worker:
         if resident.published:
             resident.trial.shards = [resident.published[k] for k in sorted(resident.published)]
 
-    def _wander(self, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _wander(self, candidates: Sequence[Candidate], ahead: Ahead) -> Candidate | None:
         """Pick any visit, or leave them all to another device."""
         return self._choice.choice([*candidates, None, None])
 
