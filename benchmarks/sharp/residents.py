@@ -25,7 +25,7 @@ INSTANCES = ((2, 8), (4, 8))  # workers and trials
 SPREADS = (0.0, 0.5)  # of the trials' costs, as the sigma of a lognormal
 DEVICES = (1, 2, 4)
 RESIDENTS = (1, 2, 4, 8)
-SEARCHES = 80  # of each kind, with the look-ahead and without
+SEARCHES = 200  # of each kind, with the look-ahead and without
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
@@ -39,6 +40,7 @@ SHARES = (2, 4, 8)  # of the training state, the parts that the device's budget 
 TIERS = ("DRAM", "disk")
 HOST_SHARE = 2  # likewise, DRAM for the queues where disk is the third tier
 ROUNDS = 3
+PARAMETER = "param:"  # before the name of each in a segment
 
 
 class Bert(nn.Module):
@@ -180,6 +182,14 @@ class Worker:
             raise RuntimeError(f"the trial was not trained: {result}")
         self._worker.trainer.drop(0, self._state - 1)
         return taken
+
+    def parameters(self, shards: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of the last state, with their names."""
+        for segments in self._worker.get(0, self._state, shards):
+            for segment in segments.values():
+                for name, value in load(segment.tobytes()).items() if segment.nbytes else ():
+                    if name.startswith(PARAMETER):
+                        yield name.removeprefix(PARAMETER), value
 
     def close(self) -> None:
         self._worker.close()

@@ -110,9 +110,9 @@ class Watch:
 
     devices: int
     baseline: dict[int, int] = field(default_factory=dict)  # by process
-    peaks: list[int] = field(default_factory=list)  # of all processes, above it, by sub-epoch
+    peaks: list[dict[int, int]] = field(default_factory=list)  # above it, of each sub-epoch
     _agent: int = 0
-    _peak: int = 0
+    _peak: dict[int, int] = field(default_factory=dict)  # by process, when their sum was highest
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -125,7 +125,7 @@ class Watch:
         elif isinstance(record, Decision) and isinstance(record.event, SubEpochDone):
             with self._lock:
                 self.peaks.append(self._peak)
-                self._peak = 0
+                self._peak = {}
 
     def close(self) -> None:
         self._over.set()
@@ -144,11 +144,11 @@ class Watch:
             before = found
 
     def _sample(self) -> None:
-        baseline = sum(self.baseline.values())
         while not self._over.wait(EVERY_SECONDS):
             if found := of_worker(self._agent):
+                above = {pid: pss - self.baseline.get(pid, 0) for pid, pss in found.items()}
                 with self._lock:
-                    self._peak = max(self._peak, sum(found.values()) - baseline)
+                    self._peak = max(self._peak, above, key=lambda each: sum(each.values()))
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ class Figures:
         peak: of all processes above that, in the first 20 sub-epochs.
         early: in the 5th and some after it.
         late: in as many at the end.
+        course: of each process at the highest sum in every 20 sub-epochs, the agent's first.
     """
 
     sizes: Sizes
@@ -191,6 +192,7 @@ class Figures:
     peak: float
     early: float
     late: float
+    course: list[list[float]]
 
 
 def measured(sizes: Sizes, parent: str | None = None, verbose: int = 0) -> Figures:
@@ -225,8 +227,13 @@ def measured(sizes: Sizes, parent: str | None = None, verbose: int = 0) -> Figur
     around = 3 * sizes.trials  # whichever of them are under way
     promised = FACTOR * (sizes.devices * device_memory + host_memory) + BESIDE
 
-    def most(peaks: list[int]) -> float:
-        return round(max(peaks) / MIB, 1)
+    def highest(peaks: list[dict[int, int]]) -> dict[int, int]:
+        return max(peaks, key=lambda each: sum(each.values()))
+
+    def most(peaks: list[dict[int, int]]) -> float:
+        return round(sum(highest(peaks).values()) / MIB, 1)
+
+    twenties = [watch.peaks[at : at + 20] for at in range(0, len(watch.peaks), 20)]
 
     return Figures(
         sizes,
@@ -238,6 +245,9 @@ def measured(sizes: Sizes, parent: str | None = None, verbose: int = 0) -> Figur
         peak=most(watch.peaks[:20]),
         early=most(watch.peaks[FIRST - 1 : FIRST - 1 + around]),
         late=most(watch.peaks[-around:]),
+        course=[
+            [round(pss / MIB, 1) for _, pss in sorted(highest(each).items())] for each in twenties
+        ],
     )
 
 

@@ -25,9 +25,9 @@ MOST_FUTURES = 8
 MOST_MOVING = 0.05
 """How much of a mean unit the moves before it may take where somebody looks ahead."""
 
-WORTH = 0.02
-"""By which share of what is left a choice must end sooner than the first guess: what units take is
-known about so well.
+WORTH = 0.05
+"""By which share of what is left a choice must end sooner than the first guess; what units take, and
+which of them memory will let begin, is known no better.
 """
 
 
