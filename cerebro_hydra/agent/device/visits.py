@@ -165,7 +165,7 @@ class TrialVisits:
         sub_epoch = VisitRun(
             trial, order.recompute, first, windows, metrics, shared, limit,
             resident=order.resident, moves=order.moves, steps=order.trial.steps[partition],
-            crossings=order.crossings, chain=chain,
+            crossings=order.crossings, watched=order.watched, chain=chain,
         )  # fmt: skip
         stays = not order.recompute or order.resident
         return TrainingVisit(sub_epoch, trial.layout, stays, memory, effects, steps)

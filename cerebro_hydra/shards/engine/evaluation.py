@@ -45,6 +45,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     Reach,
     Then,
     UsesElsewhere,
+    memory_reads_seen,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedPass
 from cerebro_hydra.shards.engine.state import ShardState
@@ -253,7 +254,7 @@ class EvaluatedShards:
                 yield
                 return
             model = self._recipe.model.eval()
-            with bound_model(model) as self._bound:
+            with memory_reads_seen(), bound_model(model) as self._bound:
                 if len(self._layout.shards) > 1:
                     self._elsewhere = self._bound.places_of(self._layout.shards)
                 self._predictor = ModulePredictor(self._cut_model, self._recipe, self._waits)
@@ -361,10 +362,9 @@ class EvaluatedShards:
         features, targets = recipe.collated(batch.features, batch.labels, None)
         inputs = recipe.inputs(features, targets)
         self._maker.check_shapes(inputs)
-        uses = UsesElsewhere(self._elsewhere)
-        looks = uses if self._elsewhere and not self._evaluation.batches else nullcontext()
+        uses = UsesElsewhere(self._elsewhere, looks=not self._evaluation.batches)
         with torch.no_grad(), recipe.precision():
-            with looks:
+            with uses if self._elsewhere else nullcontext():
                 outputs = self._outputs(inputs, uses.at_rest(reach))
             if uses.found is not None:
                 raise StepDiffers(tensor_used_elsewhere(None, uses.found))

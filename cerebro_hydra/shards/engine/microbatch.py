@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -74,9 +75,9 @@ class Microbatch:
 
     def loss_of(self, outputs: Any) -> Tensor:
         """Return the mean loss of the model's outputs."""
-        if self.idle is None or not self.looks:
+        if self.idle is None:
             return self.recipe.compute_loss(outputs, self.targets)
-        with UsesElsewhere(self.idle) as uses:
+        with UsesElsewhere(self.idle, self.looks) as uses:
             loss = self.recipe.compute_loss(outputs, self.targets)
         if uses.found is not None and self.idle.used is None:
             self.idle.used = tensor_used_elsewhere(self.key.step, uses.found)
@@ -296,18 +297,42 @@ class Places:
 class UsesElsewhere(Watch):
     """Notes the first operation that reads or writes what lies at one of these places.
 
-    Such a read may have no effect that is seen: a comparison swallows NaN.
+    Such a read may have no effect that is seen: a comparison swallows NaN. What reads memory by no
+    operation of torch, as NumPy does, is noted within `memory_reads_seen`.
 
     Attributes:
         found: what lies there, or None.
         resting: whether operations are let pass at present.
+
+    Args:
+        looks: whether operations of torch are looked at, too, which takes some time for each.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, looks: bool = True) -> None:
         super().__init__()
         self.found: str | None = None
         self.resting = False
         self._places = places
+        self._looks = looks
+        self._thread = 0
+
+    def __enter__(self) -> UsesElsewhere:
+        self._thread = threading.get_ident()
+        _looking.append(self)
+        if self._looks:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _looking.remove(self)
+        if self._looks:
+            super().__exit__(*error)
+
+    def look(self, values: Iterable[Any]) -> None:
+        """Note that values are read, if that is the first use of one of the places."""
+        if self.found is None and not self.resting and self._thread == threading.get_ident():
+            found = (self._places.at(address) for address in _addresses(values))
+            self.found = next((told for told in found if told is not None), None)
 
     def at_rest(self, reach: Reach) -> Reach:
         """Return a `reach` whose operations pass, since they are none of the trial's code."""
@@ -324,12 +349,53 @@ class UsesElsewhere(Watch):
     ) -> Any:
         kwargs = kwargs or {}
         self.meets(func)
-        if self.found is None and not self.resting and reads_values(func):
-            for address in _addresses((*args, *kwargs.values())):
-                if (found := self._places.at(address)) is not None:
-                    self.found = found
-                    break
+        if self.found is None and reads_values(func):
+            self.look((*args, *kwargs.values()))
         return func(*args, **kwargs)
+
+
+_looking: list[UsesElsewhere] = []  # those that are entered, on any thread
+_visits = 0  # within `memory_reads_seen`
+_OF_MEMORY = ("numpy", "tolist", "__dlpack__")
+"""Methods by which a tensor's memory is read, and no operation tells of it."""
+
+
+@contextmanager
+def memory_reads_seen() -> Iterator[None]:
+    """Let what reads the memory of tensors past torch be seen for a while; see `UsesElsewhere`."""
+    global _visits
+    if _visits == 0:
+        for name in _OF_MEMORY:
+            setattr(Tensor, name, _seen(name, getattr(Tensor, name)))
+    _visits += 1
+    try:
+        yield
+    finally:
+        _visits -= 1
+        if _visits == 0:  # visits end in any order
+            for name in _OF_MEMORY:
+                _give_back(name)
+
+
+def _seen(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    own = vars(Tensor).get(name)  # None if it is inherited
+
+    @functools.wraps(method)
+    def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for looks in tuple(_looking):
+            with suppress(RuntimeError):  # a tensor of some kinds has no memory
+                looks.look([tensor])
+        return method(tensor, *args, **kwargs)
+
+    seen.own = own  # type: ignore[attr-defined]
+    return seen
+
+
+def _give_back(name: str) -> None:
+    if (own := vars(Tensor)[name].own) is None:
+        delattr(Tensor, name)
+    else:
+        setattr(Tensor, name, own)
 
 
 @functools.cache

@@ -166,11 +166,11 @@ class ModuleTasks:
         Raises:
             StepDiffers: torch refuses it, since it writes to a large tensor.
         """
-        if not (self._batch.looks and self._last):
+        if not self._last:
             with _told_writes_to_absent():
                 yield
             return
-        uses = UsesElsewhere(self._bound.elsewhere)
+        uses = UsesElsewhere(self._bound.elsewhere, self._batch.looks)
         reach, self._reach = self._reach, uses.at_rest(self._reach)
         try:
             with _told_writes_to_absent(), uses:

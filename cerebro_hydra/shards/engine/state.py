@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from cerebro_hydra.shards.engine.layout import (
     Memory,
     Segments,
     ShardLayout,
+    TrialLayout,
     is_updates_own,
 )
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
@@ -334,6 +335,55 @@ def check_in_state_dict(scheduler: Any | None, before: Mapping[str, Any]) -> Non
                 f"LR scheduler {told}, which its state_dict leaves out, so a hop loses it; let its "
                 "state_dict return it"
             )
+
+
+SAMPLED = 16
+"""Words of each parameter that are looked at in each step; a write to all of it changes some."""
+
+
+class WordSamples:
+    """Holds some words of each trained parameter of shards, so that it is seen if they change."""
+
+    def __init__(self, layout: TrialLayout) -> None:
+        self._layout = layout
+        self._places: dict[int, tuple[Tensor, Sequence[str]]] = {}  # of the words of each shard
+        self._taken: dict[int, Tensor] = {}
+
+    def __contains__(self, k: int) -> bool:
+        """Return whether words of a shard were taken."""
+        return k in self._taken
+
+    def take(self, k: int, memory: Memory) -> None:
+        """Take the words of a shard from its trainable segment."""
+        self._taken[k] = self._words(k, memory)
+
+    def changed(self, k: int, memory: Memory) -> tuple[Literal["parameter"], str] | None:
+        """Return a parameter of a shard whose words are others than those taken, or None."""
+        now, before = self._words(k, memory), self._taken[k]
+        if torch.equal(now, before):
+            return None
+        return "parameter", self._places[k][1][int((now != before).nonzero()[0])]
+
+    def pop(self, k: int, default: None) -> None:
+        """Let go of the words of a shard, if there are any."""
+        self._taken.pop(k, default)
+
+    def clear(self) -> None:
+        """Let go of all words."""
+        self._taken.clear()
+
+    def _words(self, k: int, memory: Memory) -> Tensor:
+        words = memory[: memory.numel() // 8 * 8].view(torch.int64)
+        if k not in self._places:
+            names: dict[int, str] = {}
+            for entry in self._layout.shards[k].trainable.entries:
+                kind, _, name = entry.name.partition(":")
+                first, count = entry.offset // 8, max(1, entry.nbytes // 8)
+                for number in range(min(count, SAMPLED)) if kind == "param" else ():
+                    names[first + number * count // SAMPLED] = name
+            names = {at: name for at, name in names.items() if at < len(words)}
+            self._places[k] = torch.tensor(list(names), dtype=torch.int64), list(names.values())
+        return words.index_select(0, self._places[k][0])
 
 
 _TAG = "!"  # the key that marks a value which JSON lacks

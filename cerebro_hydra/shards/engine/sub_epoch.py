@@ -29,17 +29,19 @@ from cerebro_hydra.shards.engine.differences import (
     BY_OTHERS,
     is_torchs_own,
     other_gradients_matter,
+    tensor_used_elsewhere,
     used_elsewhere,
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import Places
+from cerebro_hydra.shards.engine.microbatch import Places, UsesElsewhere, memory_reads_seen
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
 from cerebro_hydra.shards.engine.state import (
     EarlyGradients,
     ShardState,
     WeightVersions,
+    WordSamples,
     beside_state_dict,
     check_in_state_dict,
     make_cursor,
@@ -48,12 +50,12 @@ from cerebro_hydra.shards.engine.state import (
 
 Cursor = dict[str, Any]
 
-SAMPLED = 16
-"""Words of each parameter that are looked at in each step; a write to all of it changes some."""
-
 
 class SubEpoch:
     """Holds the shards of a trial that trains, each from `receive` to `release`.
+
+    Attributes:
+        after_backward: whether updates come when the backward of all shards is over.
 
     Args:
         trial: who trains.
@@ -91,12 +93,11 @@ class SubEpoch:
         self._early = EarlyGradients(self._params)
         self._updated: set[int] = set()  # in this window
         self._trainable: dict[int, Memory] = {}
-        self._sampled: dict[int, tuple[Tensor, Sequence[str]]] = {}  # which words of each shard
-        self._samples: dict[int, Tensor] = {}  # of shards that were updated in this window
+        self._samples = WordSamples(trial.layout)  # of shards that were updated in this window
         # What stands for gradients after an update.
         self._gone: dict[int, dict[str, TensorMark | None]] = {}
         self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
-        self.in_last_window = False
+        self.in_last_window = self.after_backward = False
         self._barrier = Barrier(recipe, cut_model)
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
@@ -110,7 +111,10 @@ class SubEpoch:
         recipe, cut_model = self._recipe, self._cut_model
         try:
             if cut_model.graphs is not None:
-                with bound_model(recipe.model, self._layout.shards) as self._idle:
+                with (
+                    memory_reads_seen(),
+                    bound_model(recipe.model, self._layout.shards) as self._idle,
+                ):
                     yield GraphTasks(
                         cut_model,
                         self._states,
@@ -123,7 +127,7 @@ class SubEpoch:
                 return
             # The code of a model in one shard runs only while that is there.
             several = self._layout.shards if len(self._layout.shards) > 1 else ()
-            with bound_model(recipe.model, several) as self._bound:
+            with memory_reads_seen(), bound_model(recipe.model, several) as self._bound:
                 tasks = ModuleTasks(cut_model, recipe, self._bound, not keep, self._scaled)
                 with tasks.attached():
                     yield tasks
@@ -176,7 +180,7 @@ class SubEpoch:
         if not returns and (marks := self._marks.get(k)) is not None:
             written = marks.written()
         if written is None and k in self._samples:
-            written = self._changed_sample(k)
+            written = self._samples.changed(k, self._trainable[k])
         if written is None and self._bound is not None and k not in self._states:
             content = self.in_last_window or self._recipe.device == CPU
             written = self._bound.written_while_away(k, content)
@@ -428,6 +432,7 @@ class SubEpoch:
         """Take the optimizer step of a shard, or skip it.
 
         Raises:
+            StepDiffers: the optimizer reads what other shards have.
             ValueError: what the barrier needs of a shard is not known, or the optimizer state of
                 this one is not here.
             NonFiniteLoss: see `GradScaling.step`.
@@ -443,8 +448,9 @@ class SubEpoch:
         self._barrier.apply(k, self._states, optimizer, scaling)
         if (versions := self._versions.get(k)) is not None:
             versions.begin_next()
-        if take_step(optimizer, scaling, self.step):
-            self._recipe.lr_schedule.after_step(scheduler)
+        with self._told_reads_of_others(k, optimizer):
+            if take_step(optimizer, scaling, self.step):
+                self._recipe.lr_schedule.after_step(scheduler)
         state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped
         if self._recipe.ema is not None:
             state.average(self._recipe.ema, first=self.step == 0)
@@ -454,9 +460,26 @@ class SubEpoch:
             parameter.grad = None
         self._steps[k] = self.step + 1
         self._updated.add(k)
-        if self._bound is not None and k > 0 and not self._recipe.barrier:
-            # Else no backward comes after it.
+        is_last = self._recipe.barrier or (self.after_backward and is_torchs_own(optimizer))
+        if self._bound is not None and k > 0 and not is_last:  # else no code of the trial follows
             self._mark_updated(k, self._bound, state, copies)
+
+    @contextmanager
+    def _told_reads_of_others(self, k: int, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Look at what an optimizer uses, or a hook of its steps, in the first and last window."""
+        model = self._bound or self._idle
+        looks = self.in_last_window or self.step == self._start_step
+        if model is None or is_torchs_own(optimizer) or not (looks and self._layout.shards[1:]):
+            yield
+            return
+        places = model.places_of(s for n, s in enumerate(self._layout.shards) if n != k)
+        for name, mark in itertools.chain(*(each.items() for each in self._gone.values())):
+            if mark is not None:
+                places.add(f"the gradient of parameter {name!r}", mark.tensor)
+        with UsesElsewhere(places) as uses:
+            yield
+        if uses.found is not None:
+            raise StepDiffers(tensor_used_elsewhere(self.step, uses.found))
 
     def _mark_updated(
         self, k: int, bound: BoundModel, state: ShardState, copies: Mapping[str, Tensor]
@@ -470,31 +493,9 @@ class SubEpoch:
         if last:
             self._let_nobody_use(k, bound, state)
         elif self._recipe.device == CPU:
-            self._samples[k] = self._sample(k)
+            self._samples.take(k, self._trainable[k])
         keys = bound.keys_of(state, buffers=last or self._held is not None)
         self._marks[k] = ShardMarks(bound, keys, copies, last)
-
-    def _sample(self, k: int) -> Tensor:
-        """Return some words of each parameter of a shard that trains."""
-        words = self._trainable[k][: self._trainable[k].numel() // 8 * 8].view(torch.int64)
-        if k not in self._sampled:
-            places: dict[int, str] = {}
-            for entry in self._layout.shards[k].trainable.entries:
-                kind, _, name = entry.name.partition(":")
-                first, count = entry.offset // 8, max(1, entry.nbytes // 8)
-                for number in range(min(count, SAMPLED)) if kind == "param" else ():
-                    places[first + number * count // SAMPLED] = name
-            places = {at: name for at, name in places.items() if at < len(words)}
-            self._sampled[k] = torch.tensor(list(places), dtype=torch.int64), list(places.values())
-        return words.index_select(0, self._sampled[k][0])
-
-    def _changed_sample(self, k: int) -> TensorKey | None:
-        """Return a parameter of which other words are found than right after its update."""
-        now, before = self._sample(k), self._samples[k]
-        if torch.equal(now, before):
-            return None
-        first = int((now != before).nonzero()[0])
-        return "parameter", self._sampled[k][1][first]
 
     def _let_nobody_use(self, k: int, bound: BoundModel, state: ShardState) -> None:
         """Let it be seen if a backward of other shards uses parameters or gradients of a shard."""

@@ -28,7 +28,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     Reach,
     Then,
 )
-from cerebro_hydra.shards.engine.module_tasks import PausedPass
+from cerebro_hydra.shards.engine.module_tasks import ModuleTasks, PausedPass
 from cerebro_hydra.shards.engine.sub_epoch import Cursor, SubEpoch
 
 
@@ -112,6 +112,7 @@ class VisitRun:
         moves: whether microbatches do.
         crossings: see `GraphPasses`.
         steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
+        watched: a window after whose updates others look at shards; the last one is another.
         chain: sums the gradients of a resident visit with those of its replicas. Microbatches count
             the rounds of a window then; one of which the window has no batch for this rank is
             another replica's alone.
@@ -130,9 +131,10 @@ class VisitRun:
         moves: bool = False,
         steps: int = 0,
         crossings: Collection[int] | None = None,
+        watched: int | None = None,
         chain: Chain | None = None,
     ) -> None:
-        self._chain = chain
+        self._chain, self._watched = chain, watched
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
         self._barrier = recipe.barrier
@@ -299,14 +301,17 @@ class VisitRun:
     def _in_one_call(self, task: Action, number: int, then: Then) -> Action:
         """Do all tasks of a microbatch, from its first one on, and the updates between them."""
         batch, rows = self._made(number) if self._chain is None else self._own(number)
-        begun = False
+        begun, later = False, []
+        # Nobody waits for shards before the last window, so that hooks may read them until then.
+        waits = isinstance(self._tasks, ModuleTasks) and not self._is_told(number)
 
         def reach(kind: Literal["F", "B"], k: int) -> None:
             nonlocal task, begun
             if begun:
                 task = then(task)
                 while task.kind is ActionKind.U:
-                    self._update(task, self._check(task))
+                    update = partial(self._update, task, self._check(task))
+                    later.append(update) if waits else update()
                     task = then(task)
             begun = True
             if (task.kind, task.shard, self._check(task)) != (kind, k, number):
@@ -317,7 +322,16 @@ class VisitRun:
             self._run(batch, number, rows, reach)
         else:
             self._run_in_chain(self._chain, batch, number, rows, reach)
+        self._sub_epoch.after_backward = waits
+        for update in later:
+            update()
+        self._sub_epoch.after_backward = False
         return task
+
+    def _is_told(self, number: int) -> bool:
+        """Return whether others see what updates of a microbatch's window make at once."""
+        window = number // self._accumulate
+        return window == self._watched or self._window(window)[1]
 
     def _own(self, number: int) -> tuple[Microbatch | None, int]:
         """Return this rank's microbatch of a round and its rows, or None if it has none left."""

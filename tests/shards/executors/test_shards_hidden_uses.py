@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,21 @@ class ReadsAShare(Uses):
         return x * 0.5 if self.c.share.item() > 0.2 else x
 
 
+class ReadsByNumPy(Uses):
+    def before(self, x):
+        return x * 0.5 if np.abs(self.c.weight.detach().numpy()).max() > 0 else x
+
+
+class ReadsAnArray(Uses):
+    def before(self, x):
+        return x * 0.5 if (np.asarray(self.c.share) > 0.2) else x
+
+
+class ReadsAList(Uses):
+    def before(self, x):
+        return x * 0.5 if max(self.c.bias.tolist()) > 0 else x
+
+
 class Averages(Uses):
     """Keeps an average of its last layer beside it, on which no loss depends."""
 
@@ -125,6 +141,11 @@ class ReadsAWeightInABackward(InABackward):
         return gradient * self.c.weight.detach().norm()
 
 
+class ReadsByNumPyInABackward(InABackward):
+    def scaled(self, gradient: Tensor) -> Tensor:
+        return gradient * float(np.abs(self.c.weight.detach().numpy()).sum())
+
+
 class ClipsInABackward(InABackward):
     def scaled(self, gradient: Tensor) -> Tensor:
         nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
@@ -150,11 +171,17 @@ USES: dict[type[Uses], tuple[str, int]] = {
     Compares: ("parameter 'c.weight'", FIRST),
     ReadsANumber: ("buffer 'c.batches'", FIRST),
     ReadsAShare: ("buffer 'c.share'", FIRST),
+    ReadsByNumPy: ("parameter 'c.weight'", FIRST),
+    ReadsAnArray: ("buffer 'c.share'", FIRST),
+    ReadsAList: ("parameter 'c.bias'", FIRST),
     Averages: ("parameter 'c.weight'", FIRST),
     Tries: ("parameter 'c.vector'", FIRST),
     ReadsAWeightInABackward: ("parameter 'c.weight'", LAST),
+    ReadsByNumPyInABackward: ("parameter 'c.weight'", LAST),
     ClipsInABackward: ("parameter 'c.", LAST),
 }
+MIDDLE = 2
+assert FIRST < MIDDLE < LAST
 
 
 @pytest.mark.parametrize("train", [kept, recomputed, alone])
@@ -173,6 +200,37 @@ def test_a_use_of_a_shard_that_is_elsewhere_is_found_by_its_tensor(
             train(trial)
     finally:
         model.late = 0
+
+
+@pytest.mark.parametrize("model", [ReadsByNumPy, ReadsAnArray, ReadsAList, ReadsByNumPyInABackward])
+def test_what_is_read_past_torch_is_found_in_any_step_whose_shards_leave(model: type[Uses]) -> None:
+    name, _ = USES[model]
+    trial = start(made(model, shards=["c"])(), WINDOWS)
+    alone(trial)
+    model.late = MIDDLE
+    try:
+        with pytest.raises(StepDiffers, match=f"in step {trial.step + MIDDLE - 1}, {name}"):
+            alone(trial)
+    finally:
+        model.late = 0
+    assert not {"numpy", "tolist"} & vars(Tensor).keys(), "torch has its own methods again"
+
+
+@pytest.mark.parametrize("train", [kept, recomputed])
+@pytest.mark.parametrize("model", [each for each in USES if each is not Tries])
+def test_a_use_in_a_step_whose_shards_stay_trains_as_in_plain_pytorch(
+    model: type[Uses], train: Callable[[Trial], object]
+) -> None:
+    trial = start(made(model, shards=["c"])(), WINDOWS)
+    reference = PlainTrainer(made(model)(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    try:
+        for run in (lambda: train(trial), lambda: reference.train(WINDOWS)):
+            model.late = MIDDLE
+            run()
+    finally:
+        model.late = 0
+    assert trial.cut_model.num_shards == 2
+    assert_same_state(trial.tensors(), reference)
 
 
 @pytest.mark.parametrize("model", [Compares, ReadsANumber, ReadsAShare, ReadsAWeightInABackward])
@@ -196,20 +254,31 @@ class ComparesInEvaluation(zoo.Net, metaclass=zoo.Unseen):
         self.c = Last(6, 3)
 
     def forward(self, x):
-        if not self.training and type(self).late and self.c.batches.item() > 2:
+        if not self.training and type(self).late and self.batches() > 2:
             x = x * 0.5
         return super().forward(x)
 
+    def batches(self) -> float:
+        return self.c.batches.item()
 
-def test_a_use_in_evaluation_is_found_and_made_once_all_shards_are_there() -> None:
-    trial = start(made(ComparesInEvaluation, shards=["c"])(), WINDOWS)
+
+class ReadsByNumPyInEvaluation(ComparesInEvaluation):
+    def batches(self) -> float:
+        return self.c.batches.numpy()
+
+
+@pytest.mark.parametrize("model", [ComparesInEvaluation, ReadsByNumPyInEvaluation])
+def test_a_use_in_evaluation_is_found_and_made_once_all_shards_are_there(
+    model: type[ComparesInEvaluation],
+) -> None:
+    trial = start(made(model, shards=["c"])(), WINDOWS)
     trial.train(WINDOWS)
-    ComparesInEvaluation.late = 1
+    model.late = 1
     try:
         with pytest.raises(StepDiffers, match=r"in evaluation, buffer 'c\.batches' is used"):
             trial.evaluate(zoo.vectors(8))
     finally:
-        ComparesInEvaluation.late = 0
+        model.late = 0
 
 
 class WritesRarely(Uses):
@@ -234,7 +303,7 @@ def by_numpy(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("train", [kept, recomputed, alone])
 @pytest.mark.parametrize(("write", "name"), [(by_data, "c.weight"), (by_numpy, "c.bias")])
-def test_a_write_that_torch_does_not_count_is_found_in_any_step(
+def test_a_write_that_torch_does_not_count_is_found_in_any_step_or_trains_as_in_plain_pytorch(
     write: Callable[[nn.Linear], None], name: str, train: Callable[[Trial], object]
 ) -> None:
     class Writes(WritesRarely):
@@ -242,13 +311,19 @@ def test_a_write_that_torch_does_not_count_is_found_in_any_step(
             write(layer)
 
     trial = start(made(Writes, shards=["c"])(), WINDOWS)
-    train(trial)
-    Writes.late = 2
+    reference = PlainTrainer(made(Writes)(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    Writes.late = MIDDLE
     try:
-        with pytest.raises(StepDiffers, match=rf"parameter '{name}' was written to after"):
-            train(trial)
+        if train is alone:
+            with pytest.raises(StepDiffers, match=rf"parameter '{name}' was written to after"):
+                train(trial)
+            return
+        train(trial)
+        Writes.late = MIDDLE
+        reference.train(WINDOWS)
     finally:
         Writes.late = 0
+    assert_same_state(trial.tensors(), reference)
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -280,6 +355,44 @@ class FromTheEnd(Late):
 class ByNoise(Late):
     def scale(self, group: dict[str, Any], number: int) -> float:
         return float(torch.rand(()))
+
+
+class ReadsTheModel(Late):
+    """Scales all gradients by a weight of one layer, though it may be of another shard."""
+
+    def scale(self, group: dict[str, Any], number: int) -> float:
+        return float(self.weight.detach().norm())
+
+
+def reads_the_model(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = ReadsTheModel(model.parameters(), lr=0.1)
+    optimizer.weight = model.c.weight
+    return optimizer
+
+
+def reads_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["taken"] = 0
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        group["taken"] += 1
+        for parameter in group["params"] if group["taken"] > 4 * len(WINDOWS) else ():
+            parameter.grad.mul_(float(model.c.weight.detach().norm()))
+
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer", [reads_the_model, reads_in_a_hook])
+def test_an_optimizer_that_reads_the_weights_of_others_is_found(optimizer: Any) -> None:
+    trial = start(recipe_of(zoo.Net, optimizer, shards=2)(), WINDOWS)
+    assert trial.cut_model.num_shards == 2
+    with pytest.raises(
+        StepDiffers, match=r"parameter 'c\.weight' is used outside of its own shard"
+    ):
+        for _ in range(5):
+            trial.train(WINDOWS)
 
 
 class ByACount(Late):

@@ -187,7 +187,7 @@ def test_one_in_an_earlier_step_is_found_or_kept_as_in_plain_training(
 ) -> None:
     trial, profile = admitted(what)
     with written_in(trial, 1):
-        if executor in ("keep", "again") and what != "to a parameter":
+        if executor in ("keep", "again"):
             EXECUTORS[executor](trial, profile)
             check_as_plain(what, trial)
         else:
