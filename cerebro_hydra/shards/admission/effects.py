@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
-from cerebro_hydra.shards.admission.function_caches import FilledCaches
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
     OF_GRADIENT_HOOKS,
@@ -25,7 +24,8 @@ from cerebro_hydra.shards.admission.held_state import (
     OF_SCHEDULER,
     HeldState,
 )
-from cerebro_hydra.shards.admission.object_reader import (
+from cerebro_hydra.shards.admission.named_by_code import FilledCaches
+from cerebro_hydra.shards.admission.readings import (
     CACHED,
     KnownChanges,
     Reading,
@@ -229,6 +229,7 @@ class SideEffects:
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
+        self._latest: Reading = {}  # after evaluations
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Read all of it after a step; the first two are on the same example."""
@@ -236,10 +237,15 @@ class SideEffects:
         self._optimizers.append(self._held.read_optimizer(optimizer))
 
     @property
-    def known(self) -> tuple[str, ...]:
+    def changes(self) -> tuple[str, ...]:
         """Return what steps have changed, as marks; see `KnownChanges`."""
         marks = (KnownChanges.marks_of(each) for each in (self._readings, self._optimizers))
         return tuple(sorted(itertools.chain(*marks)))
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Return these marks, and those of what is shared, after evaluations as well."""
+        return (*self.changes, *KnownChanges.shared_marks(self._readings[0], self._latest))
 
     def check_kept(self) -> None:
         """Refuse an optimizer or an LR scheduler that counts, and tensors kept on parameters.
@@ -293,41 +299,55 @@ class SideEffects:
             if differs and name_of(path) in names:
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
 
-    def check_caches(self, trained: Mapping[str, Tensor], example: Example, key: RandomKey) -> None:
+    def check_caches(
+        self,
+        trained: Mapping[str, Tensor],
+        example: Example,
+        key: RandomKey,
+        evaluate: Callable[[Example], object],
+    ) -> None:
         """Let caches that the first steps have used be filled anew, by other weights and rows.
 
         Each process fills its own. So what is in one must follow from its key, or from what is
-        constant.
+        constant. Nothing is known of caches without which a step fails.
 
         Args:
             trained: the state to take a step from, named as a checkpoint names it.
             example: as of `check`; its first row is taken for all.
+            evaluate: evaluates an example, as was done before.
 
         Raises:
             ConfigurationError: an entry depends on weights or rows; the message names it.
         """
         read = self._held.read_all()
-        dicts = {
-            name: (d, self._keys[name]) for name, d in read.dicts.items() if name in self._keys
-        }
+        self._latest = read.found
+        dicts = {name: (d, self._keys.get(name, ())) for name, d in read.dicts.items()}
         caches = FilledCaches(read.caches, dicts)
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
-        caches.empty()
-        alike = [tuple(t[:1].expand_as(t).clone() for t in part) for part in example]
-        again = self._after_pass(
-            trained, AttributeValues(self._recipe.model), (alike[0], alike[1]), key
-        )
-        caches.empty()  # whoever comes next fills them, or has what was there
-        for path in sorted(second):
-            kept = CACHED in path or caches.hold(path)
-            if kept and first.get(path) == second[path] != again.get(path, second[path]):
-                raise ConfigurationError(
-                    f"{told(path)} is a cache of what depends on weights or rows, so that each "
-                    "process has its own; compute it in each step, or register a buffer"
+        features, labels = (tuple(t[:1].expand_as(t).clone() for t in part) for part in example)
+        attributes = AttributeValues(self._recipe.model)
+        again: Reading = {}
+        try:
+            for run in (None, lambda: evaluate((features, labels))):
+                caches.empty()
+                with suppress(Exception):
+                    again |= self._after_pass(trained, attributes, (features, labels), key, run)
+            for path, value in sorted((read.found | second).items()):
+                if path.endswith(CACHED) or not (CACHED in path or caches.hold(path)):
+                    continue
+                stays = path not in second or first.get(path) == value == read.found.get(
+                    path, value
                 )
-        caches.fill()
+                if stays and again.get(path, value) != value:
+                    raise ConfigurationError(
+                        f"{told(path)} is a cache of what depends on weights or rows, so that each "
+                        "process has its own; compute it in each step, or register a buffer"
+                    )
+        finally:
+            caches.empty()  # whoever comes next fills them, or has what was there
+            caches.fill()
 
     def _after_pass(
         self,
@@ -335,17 +355,31 @@ class SideEffects:
         attributes: AttributeValues,
         example: Example,
         key: RandomKey,
+        evaluate: Callable[[], object] | None = None,
     ) -> Reading:
-        """Return what is held after a forward and a backward, which change nothing else."""
+        """Return what is held after a forward and a backward, which change nothing else.
+
+        Args:
+            evaluate: is called in place of these, with weights of half the size.
+        """
         recipe, model = self._recipe, self._recipe.model
+        size = 1.0 if evaluate is None else 0.5
+
+        def value(name: str, parameter: nn.Parameter) -> Tensor:
+            own = trained[f"param:{name}"].clone()
+            return own * size if own.is_floating_point() else own
+
         with (
-            ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
+            ParameterValues(model, value).in_use(),
             attributes.in_use(),
             bound_model(model) as bound,
         ):
             buffers = model.named_buffers()
             bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
-            forward_and_backward(recipe, example, key)
+            if evaluate is None:
+                forward_and_backward(recipe, example, key)
+            else:
+                evaluate()
             return self._held.read()
 
 

@@ -20,7 +20,7 @@ from cerebro_hydra.shards.admission.effects import forward_and_backward
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
-from cerebro_hydra.shards.admission.object_reader import (
+from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
     changed,
@@ -91,13 +91,13 @@ class EvaluationEffects:
             return  # there is no history
         evaluated = AttributeValues(self._recipe.model)
         before = self._after(trained, evaluated, lambda: None)
-        alone = self._after(trained, evaluated, lambda: self._evaluate(example))
+        alone = self._after(trained, evaluated, lambda: self.evaluate(example))
         of_first = changed(before, alone)
         self.written |= _names(of_first)
         if not self.written:
             return
         for _ in range(2):
-            later = self._after(trained, history, lambda: self._evaluate(example))
+            later = self._after(trained, history, lambda: self.evaluate(example))
             for where in sorted(alone):
                 if name_of(where) in self.written and later.get(where) != alone[where]:
                     raise ConfigurationError(
@@ -137,7 +137,8 @@ class EvaluationEffects:
             run()
             return _read(self._held)
 
-    def _evaluate(self, example: Example) -> None:
+    def evaluate(self, example: Example) -> None:
+        """Evaluate an example with what the model has, and keep nothing of it."""
         recipe, model = self._recipe, self._recipe.model.eval()
         columns, labels = copy_example(example)
         rows = int((labels or columns)[0].shape[0])
@@ -230,12 +231,7 @@ class LateEvaluation:
 
     def _may_grow(self, path: str) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""
-        return (
-            is_of_process(path)
-            or self._trained.covers(path)
-            or _is_of_metric(path)
-            or _is_of_loss_or_collate(path)
-        )
+        return self._trained.may_grow(path) or self._trained.covers(path) or _is_of_metric(path)
 
     def _read(self) -> Reading:
         begun = time.thread_time()

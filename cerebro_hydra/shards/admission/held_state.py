@@ -13,9 +13,11 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
-    Reading,
     computed_attributes,
     slots_of,
+)
+from cerebro_hydra.shards.admission.readings import (
+    Reading,
 )
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
@@ -120,7 +122,11 @@ class HeldState:
                 if prefix + name in self._hopping:
                     leaves.setdefault(id(buffer), f"buffer {prefix + name!r}")
         leaves.pop(id(None), None)
-        return ObjectReader(leaves, self._packages)
+        addresses = {number: f"the id of {told}" for number, told in leaves.items()}
+        for name, own in (*self._parameters.items(), *model.named_buffers()):
+            if own.layout is torch.strided and (address := own.data_ptr()):
+                addresses[address] = f"the address of {name!r}"
+        return ObjectReader(leaves, self._packages, addresses)
 
     def _read_model(self, reader: ObjectReader) -> None:
         model, seen = self._recipe.model, set()

@@ -17,13 +17,13 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.effects import remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState
-from cerebro_hydra.shards.admission.object_reader import (
+from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
     changed,
     have_grown,
     is_of_process,
-    name_of,
+    is_shared,
     told,
 )
 from cerebro_hydra.shards.engine.differences import EFFECT
@@ -81,8 +81,9 @@ class LateEffects:
             return
         (before, of_optimizer), after = self._before, self._read()
         found = changed(before, after)
-        may = have_grown(found, before, after) | {p for p in found if before.get(p) == after.get(p)}
-        found -= {path for path in may if _is_shared(path)}
+        in_order = {path for path in found if before.get(path) == after.get(path)}
+        grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
+        found -= grown | {path for path in in_order if is_shared(path)}
         for optimizer in optimizers:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
         if late := sorted(path for path in found if not self._known.covers(path)):
@@ -113,14 +114,6 @@ class LateEffects:
         found = self._held.read()
         self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
         return found
-
-
-def _is_shared(path: str) -> bool:
-    """Return whether trials may share what has a value, so that their first steps found it."""
-    if is_of_process(path):
-        return True
-    holders = (" of the loss", " of loss ", " of the collate")
-    return any(holder in name_of(path) for holder in holders)
 
 
 def history_told(name: str) -> str:

@@ -12,6 +12,7 @@ The user's own classes and functions that are met can be read as well: what thei
 from __future__ import annotations
 
 import array
+import builtins
 import contextvars
 import ctypes
 import functools
@@ -24,7 +25,7 @@ import threading
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
@@ -33,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.shards.admission.function_caches import PART, Cache, kept_results
 from cerebro_hydra.shards.admission.named_by_code import (
+    Cache,
     attribute_names,
     environment_names,
     functions_of,
@@ -42,22 +43,24 @@ from cerebro_hydra.shards.admission.named_by_code import (
     is_installed,
     is_ours,
     is_own,
+    kept_results,
+)
+from cerebro_hydra.shards.admission.readings import (
+    CACHED,
+    CONTAINER,
+    NOTHING,
+    OF_CLASS,
+    OF_ENVIRONMENT,
+    OF_GLOBAL,
+    PART,
+    Reading,
+    is_of_process,
 )
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
 T = TypeVar("T")
 
-Reading = dict[str, str]
-"""What stands for each value, by its path."""
-
-CACHED = f"{PART}.cache"
-"""Comes before what `functools` keeps of a function's results, which may come and go."""
-
-NOTHING = "None"
-"""What is read of None."""
-
-_CONTAINER = "<"  # begins what is read of a container
 _NUMBERS = {int, float, bool}
 _ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
 _DERIVED: tuple[type, ...] = (int, float, complex, str, bytes)
@@ -77,9 +80,6 @@ _BUFFERS = (bytearray, memoryview, array.array)
 _OF_TORCH = ("torch.distributions.", "torch.optim.lr_scheduler", "torch.nn.")
 _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "weakref"}
 """Modules of what is no state of training, whether or not pickle would copy it."""
-
-_GLOBAL, _OF_CLASS = "global variable ", " of class "
-_OF_ENVIRONMENT = "environment variable "
 
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
@@ -101,11 +101,19 @@ class ObjectReader:
         leaves: what stands for objects by their ids, which are not read; they stay alive meanwhile.
         packages: those of whose classes objects are read. Objects of the standard library are, too,
             if all that is in them can be; of other installed packages no object is.
+        addresses: what stands for numbers by which objects are known in this process alone, as for
+            the ids of leaves.
     """
 
-    def __init__(self, leaves: Mapping[int, str], packages: Collection[str]) -> None:
+    def __init__(
+        self,
+        leaves: Mapping[int, str],
+        packages: Collection[str],
+        addresses: Mapping[int, str] | None = None,
+    ) -> None:
         self.found: Reading = {}
         self._leaves = leaves
+        self._addresses = addresses or {}
         self._packages = packages
         self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
@@ -114,7 +122,7 @@ class ObjectReader:
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
-        self.dicts: dict[str, dict[Any, Any]] = {}  # global variables, by their paths
+        self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # of the process, by their paths
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -164,9 +172,9 @@ class ObjectReader:
                 for module, variables, name in _variables(code):
                     if (id(variables), name) not in read:
                         read.add((id(variables), name))
-                        self._read_global(name, module, variables[name])
+                        self._read_global(name, module, variables.get(name))
                 for name in environment_names(code.__code__):
-                    path = f"{_OF_ENVIRONMENT}{name!r} that {code.__module__} names"
+                    path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
                     self.found[path] = _short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
 
@@ -174,12 +182,9 @@ class ObjectReader:
         if isinstance(value, type):
             self.meet(value)
         elif isinstance(value, types.FunctionType):
-            self._read_held(f"{_GLOBAL}{name!r} of {module}", value)
+            self._read_held(f"{OF_GLOBAL}{name!r} of {module}", value)
         elif not isinstance(value, _NAMED) and not is_ours(type(value).__module__):
-            path = f"{_GLOBAL}{name!r} of {module}"
-            if type(value) is dict:
-                self.dicts[path] = value
-            self.read(path, value)
+            self.read(f"{OF_GLOBAL}{name!r} of {module}", value)
 
     def _read_class(self, kind: type) -> None:
         told = f"{kind.__module__}.{kind.__qualname__}"
@@ -187,7 +192,7 @@ class ObjectReader:
         if (number := self._named[told]) > 1:  # another one that the same function made
             told = f"{told}#{number}"
         for name, value in tuple(vars(kind).items()):
-            path = f"{name!r}{_OF_CLASS}{told}"
+            path = f"{name!r}{OF_CLASS}{told}"
             if functions := functions_of(value):
                 for function in functions:
                     self._read_held(f"method {path}", function)
@@ -230,6 +235,8 @@ class ObjectReader:
             self.found[path] = _short(f"{_name(type(value))} {state}")
         elif isinstance(value, dict | types.MappingProxyType):
             self._read_entries(path, value)
+            if isinstance(value, dict):
+                self._note_dict(path, value)
         elif isinstance(value, set | frozenset):
             self._read_members(path, value)
         elif isinstance(value, list | tuple | deque):
@@ -276,6 +283,11 @@ class ObjectReader:
             self._read_members(path, set(value))
         else:
             self._read_entries(path, dict(value.items()))
+            self._note_dict(path, value)
+
+    def _note_dict(self, path: str, value: MutableMapping[Any, Any]) -> None:
+        if is_of_process(path):
+            self.dicts[path] = value
 
     def _read_cache(self, path: str, value: Cache[Any]) -> None:
         """Read a function with a cache, and the results there whose arguments have names."""
@@ -283,6 +295,7 @@ class ObjectReader:
         self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
         if is_own(getattr(value, "__module__", None)):
             self.caches.append(value)
+            self.found[f"{path}{CACHED}"] = "filled" if value.cache_info().currsize else NOTHING
             kept = [(self._key(k), each) for k, each in kept_results(value) if self._has_name(k)]
             for name, each in sorted(kept, key=operator.itemgetter(0))[:_LONGEST]:
                 self.read(f"{path}{CACHED}[{name}]", each)
@@ -348,7 +361,7 @@ class ObjectReader:
             self._read_entries(path, dict(entries))
 
     def _read_entries(self, path: str, value: Mapping[Any, Any]) -> None:
-        self.found[path] = f"{_CONTAINER}{_name(type(value))}"
+        self.found[path] = f"{CONTAINER}{_name(type(value))}"
         if len(value) > _LONGEST and _are_plain(value) and _are_plain(value.values()):
             self.found[path] += f" {len(value)} {digest(repr(value).encode())}"
             return
@@ -358,7 +371,7 @@ class ObjectReader:
             self.read_attributes(path, value, attributes)
 
     def _read_members(self, path: str, value: Collection[Any]) -> None:
-        self.found[path] = f"{_CONTAINER}{_name(type(value))}"
+        self.found[path] = f"{CONTAINER}{_name(type(value))}"
         if len(value) > _LONGEST and _are_plain(value):
             members = repr(sorted(map(repr, value)))
             self.found[path] += f" {len(value)} {digest(members.encode())}"
@@ -367,7 +380,7 @@ class ObjectReader:
             self.found[f"{path}{PART}{{{name}}}"] = ""
 
     def _read_items(self, path: str, value: Collection[Any]) -> None:
-        self.found[path] = f"{_CONTAINER}{_name(type(value))} {len(value)}"
+        self.found[path] = f"{CONTAINER}{_name(type(value))} {len(value)}"
         if len(value) > _LONGEST and _are_plain(value):
             self.found[path] += f" {_digest_of(value)}"
             return
@@ -400,6 +413,8 @@ class ObjectReader:
             yield f"{name}#{number}" if number else name
 
     def _key(self, value: Any) -> str:
+        if type(value) is int and (told := self._addresses.get(value)) is not None:
+            return told
         if type(value) in _ATOMS:
             return _short(repr(value))
         if isinstance(value, tuple):
@@ -412,7 +427,8 @@ class ObjectReader:
 def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the global variables that a function names: their module, its variables, their name.
 
-    Those of other modules that the user wrote are named behind the module.
+    Those of other modules that the user wrote are named behind the module. Some may not be made
+    yet.
     """
     variables = code.__globals__
     for name in global_names(code.__code__):
@@ -420,7 +436,7 @@ def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], 
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             for attribute in attribute_names(code.__code__) & vars(value).keys():
                 yield value.__name__, vars(value), attribute
-        elif name in variables:
+        elif name in variables or not hasattr(builtins, name):
             yield code.__module__, variables, name
 
 
@@ -504,12 +520,15 @@ def _digest_of(values: Collection[Any]) -> str:
 
 @functools.lru_cache(1000)
 def computed_attributes(kind: type) -> frozenset[str]:
-    """Return the attributes that a class computes when they are read first, and keeps."""
+    """Return the attributes that a class computes when they are read first, and keeps.
+
+    Those of the user's own classes are left out: they may be computed of weights.
+    """
     return frozenset(
         name
         for owner in kind.__mro__
         for name, each in vars(owner).items()
-        if isinstance(each, functools.cached_property)
+        if (isinstance(each, functools.cached_property) and not is_own(owner.__module__))
         or (kind.__module__.startswith(_OF_TORCH) and type(each).__name__ == "lazy_property")
     )
 
@@ -530,118 +549,3 @@ def _slots(kind: type) -> tuple[tuple[type, str], ...]:
         for name, each in vars(owner).items()
         if isinstance(each, types.MemberDescriptorType) and "__slots__" in vars(owner)
     )
-
-
-# ---------------------------------------------------------------------- two readings
-
-
-def is_of_process(path: str) -> bool:
-    """Return whether a value belongs to its process, so that other trials may change it, too."""
-    name = name_of(path)
-    return name.startswith((_GLOBAL, _OF_ENVIRONMENT)) or _OF_CLASS in name
-
-
-def name_of(path: str) -> str:
-    """Return the name that a path begins with."""
-    return path.partition(PART)[0]
-
-
-def told(path: str) -> str:
-    """Return a path in words: the name, and where in it the value is."""
-    name, *parts = path.split(PART)
-    return f"{name} at {''.join(parts)}" if parts else name
-
-
-def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    """Return the paths of values that were made, deleted or changed between two readings.
-
-    A dict has changed, too, if entries that it had and has stand in another order. A result that a
-    cache has gained or lost is no change.
-    """
-    found = set() if before == after else {path for path, _ in before.items() ^ after.items()}
-    found = {p for p in found if CACHED not in p or (p in before and p in after)}
-    if all(map(operator.eq, before, after)):  # what only grew at its end has the old order
-        return found
-    was, now = _orders(before, after), _orders(after, before)
-    return found | {path for path, entries in was.items() if entries != now[path]}
-
-
-def _orders(reading: Mapping[str, str], other: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each dict's entries that are in both readings, in their order in this one."""
-    orders: dict[str, list[str]] = {}
-    for path in reading:
-        container, _, part = path.rpartition(PART)
-        if part.startswith("[") and path in other and not is_of_process(path):
-            orders.setdefault(container, []).append(part)
-    return orders
-
-
-class KnownChanges:
-    """Tells which changes were seen in a trial's first steps, where they depended on no history.
-
-    A container that then gained or lost entries may do so again, and its new entries may change.
-
-    Args:
-        marks: a path that changed; with `ANY` as its last part, a container for all that is below;
-            with `SAME`, a value there that did not change.
-    """
-
-    ANY = f"{PART}*"
-    SAME = f"{PART}="
-
-    MOST = 256
-    """Marks for one name; if there were more, everything below it is known."""
-
-    def __init__(self, marks: Collection[str]) -> None:
-        self._marks = frozenset(marks)
-        self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
-
-    def covers(self, path: str) -> bool:
-        """Return whether a change of this value was seen, or one of its kind."""
-        if path in self._marks:
-            return True
-        if not self._open or path + self.SAME in self._marks:
-            return False
-        parts = path.split(PART)
-        return any(PART.join(parts[:n]) in self._open for n in range(1, len(parts) + 1))
-
-    @classmethod
-    def marks_of(cls, readings: Iterable[Reading]) -> tuple[str, ...]:
-        """Return the marks of readings, one before the first steps and one after each."""
-        latest: Reading = {}
-        moved: set[str] = set()
-        opened: set[str] = set()
-        for number, reading in enumerate(readings):
-            if number:
-                moved |= (found := changed(latest, reading))
-                for path in found:
-                    opened |= _opened(path, latest.get(path), reading.get(path))
-            latest = reading
-        marks: dict[str, list[str]] = {}
-        for path in moved:
-            marks.setdefault(name_of(path), []).append(path)
-        for path in opened:
-            marks.setdefault(name_of(path), []).append(path + cls.ANY)
-        below = tuple(path + PART for path in opened)
-        for path in latest.keys() - moved if below else ():
-            if path.startswith(below):
-                marks.setdefault(name_of(path), []).append(path + cls.SAME)
-        few = (m if len(m) <= cls.MOST else [n + cls.ANY] for n, m in marks.items())
-        return tuple(sorted(itertools.chain.from_iterable(few)))
-
-
-def _opened(path: str, before: str | None, after: str | None) -> set[str]:
-    """Return the containers that are seen to change in size, or to be made, by a changed value."""
-    opened = set()
-    container, _, part = path.rpartition(PART)
-    if container and part.startswith(("[", "{")) and None in (before, after):
-        opened.add(container)
-    texts = (before, after)
-    if before != after and any(text and text.startswith(_CONTAINER) for text in texts):
-        opened.add(path)
-    return opened
-
-
-def have_grown(paths: Iterable[str], before: Reading, after: Reading) -> set[str]:
-    """Return which changed paths are entries that were added, or values where there were none."""
-    return {path for path in paths if path not in before or before[path] == NOTHING}

@@ -1,0 +1,203 @@
+"""Compares readings of what objects hold, value by value; `ObjectReader` makes them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import ClassVar
+
+PART = "\0"
+"""Parts the components of a path."""
+
+Reading = dict[str, str]
+"""What stands for each value, by its path."""
+
+CACHED = f"{PART}.cache"
+"""Comes before what `functools` keeps of a function's results, which may come and go, and stands
+for whether it keeps any."""
+
+NOTHING = "None"
+"""What is read of None."""
+
+CONTAINER = "<"
+"""Begins what is read of a container."""
+
+OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environment variable "
+"""Begin, or are in, the names of what belongs to its process."""
+
+_GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
+"""End what is read of containers whose new entries are read as such, by the names of types."""
+
+_SHARED = (" of the loss", " of loss ", " of the collate")
+
+
+def is_of_process(path: str) -> bool:
+    """Return whether a value belongs to its process, so that other trials may change it, too."""
+    name = name_of(path)
+    return name.startswith((OF_GLOBAL, OF_ENVIRONMENT)) or OF_CLASS in name
+
+
+def is_shared(path: str) -> bool:
+    """Return whether trials may share what has a value, so that their first steps found it."""
+    return is_of_process(path) or any(holder in name_of(path) for holder in _SHARED)
+
+
+def containers_of(path: str) -> Iterator[str]:
+    """Yield the paths of what a value is in, and its own."""
+    end = path.find(PART)
+    while end >= 0:
+        yield path[:end]
+        end = path.find(PART, end + 1)
+    yield path
+
+
+def name_of(path: str) -> str:
+    """Return the name that a path begins with."""
+    return path.partition(PART)[0]
+
+
+def told(path: str) -> str:
+    """Return a path in words: the name, and where in it the value is."""
+    name, *parts = path.split(PART)
+    return f"{name} at {''.join(parts)}" if parts else name
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """Return the paths of values that were made, deleted or changed between two readings.
+
+    A dict has changed, too, if entries that it had and has stand in another order. A result that a
+    cache has gained or lost is no change, unless it is the first one there.
+    """
+    found = set() if before == after else {path for path, _ in before.items() ^ after.items()}
+    found = {p for p in found if _counts(p, before, after)}
+    if all(map(operator.eq, before, after)):  # what only grew at its end has the old order
+        return found
+    was, now = _orders(before, after), _orders(after, before)
+    return found | {path for path, entries in was.items() if entries != now[path]}
+
+
+def _counts(path: str, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    if path.endswith(CACHED):
+        return before.get(path) == NOTHING and path in after
+    return CACHED not in path or (path in before and path in after)
+
+
+def _orders(reading: Mapping[str, str], other: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return each dict's entries that are in both readings, in their order in this one."""
+    orders: dict[str, list[str]] = {}
+    for path in reading:
+        container, _, part = path.rpartition(PART)
+        if part.startswith("[") and path in other and not is_of_process(path):
+            orders.setdefault(container, []).append(part)
+    return orders
+
+
+class KnownChanges:
+    """Tells which changes were seen in a trial's first steps, where they depended on no history.
+
+    A container that then gained or lost entries may do so again, and its new entries may change.
+    What trials share may grow though these steps did not change it, as others may have filled it
+    before, unless it was still empty after them.
+
+    Args:
+        marks: a path that changed; with `ANY` as its last part, a container for all that is below;
+            with `SAME`, a value there that did not change; with `EMPTY`, what is shared and was
+            empty to the end; with `FILLED`, what is shared and was filled.
+    """
+
+    ANY = f"{PART}*"
+    SAME = f"{PART}="
+    EMPTY = f"{PART}0"
+    FILLED = f"{PART}1"
+
+    _filled: ClassVar[set[str]] = set()  # in the first steps of any trial of this process
+
+    MOST = 256
+    """Marks for one name; if there were more, everything below it is known."""
+
+    def __init__(self, marks: Collection[str]) -> None:
+        self._marks = frozenset(marks)
+        self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
+        self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
+        filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
+        self._filled.update(filled)
+
+    def may_grow(self, path: str) -> bool:
+        """Return whether a value that is new may be a cache's, which trials share."""
+        if not is_shared(path):
+            return False
+        found = self._empty.intersection(containers_of(path))
+        return not found or not self._filled.isdisjoint(found)
+
+    @classmethod
+    def shared_marks(cls, before: Reading, after: Reading) -> tuple[str, ...]:
+        """Return the marks of what is shared, of a reading before the first steps and the last."""
+        empty = _empty(after)
+        filled = sorted(_empty(before) - empty)[: cls.MOST]
+        return (
+            *(path + cls.EMPTY for path in sorted(empty)[: cls.MOST]),
+            *(path + cls.FILLED for path in filled),
+        )
+
+    def covers(self, path: str) -> bool:
+        """Return whether a change of this value was seen, or one of its kind."""
+        if path in self._marks:
+            return True
+        if not self._open or path + self.SAME in self._marks:
+            return False
+        parts = path.split(PART)
+        return any(PART.join(parts[:n]) in self._open for n in range(1, len(parts) + 1))
+
+    @classmethod
+    def marks_of(cls, readings: Iterable[Reading]) -> tuple[str, ...]:
+        """Return the marks of readings, one before the first steps and one after each."""
+        latest: Reading = {}
+        moved: set[str] = set()
+        opened: set[str] = set()
+        for number, reading in enumerate(readings):
+            if number:
+                moved |= (found := changed(latest, reading))
+                for path in found:
+                    opened |= _opened(path, latest.get(path), reading.get(path))
+            latest = reading
+        marks: dict[str, list[str]] = {}
+        for path in moved:
+            marks.setdefault(name_of(path), []).append(path)
+        for path in opened:
+            marks.setdefault(name_of(path), []).append(path + cls.ANY)
+        below = tuple(path + PART for path in opened)
+        for path in latest.keys() - moved if below else ():
+            if path.startswith(below):
+                marks.setdefault(name_of(path), []).append(path + cls.SAME)
+        few = (m if len(m) <= cls.MOST else [n + cls.ANY] for n, m in marks.items())
+        return tuple(sorted(itertools.chain.from_iterable(few)))
+
+
+def _opened(path: str, before: str | None, after: str | None) -> set[str]:
+    """Return the containers that are seen to change in size, or to be made, by a changed value."""
+    opened = set()
+    container, _, part = path.rpartition(PART)
+    if container and part.startswith(("[", "{")) and None in (before, after):
+        opened.add(container)
+    texts = (before, after)
+    if before != after and any(text and text.startswith(CONTAINER) for text in texts):
+        opened.add(path)
+    return opened
+
+
+def _empty(reading: Reading) -> set[str]:
+    """Return what is shared and may grow, and has nothing yet."""
+    inside = {path.rpartition(PART)[0] for path in reading}
+    found = set()
+    for path, text in reading.items():
+        if text.startswith(CONTAINER) and text.endswith(_GROWING):
+            found |= {path} - inside
+        elif text == NOTHING and not reading.get(path.rpartition(PART)[0], "").startswith("<tuple"):
+            found.add(path)
+    return {path for path in found if is_shared(path)}
+
+
+def have_grown(paths: Iterable[str], before: Reading, after: Reading) -> set[str]:
+    """Return which changed paths are entries that were added, or values where there were none."""
+    return {path for path in paths if path not in before or before[path] == NOTHING}
