@@ -5,13 +5,15 @@ A screen that has the whole terminal, as a live table, shows that line itself (`
 
 from __future__ import annotations
 
+import gc
+import importlib
 import math
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Literal, TextIO
 
@@ -140,3 +142,25 @@ to_stderr = Lines("stderr")
 
 def to_nobody(line: str) -> None:
     """Print nothing."""
+
+
+@contextmanager
+def loading(module: str) -> Iterator[None]:
+    """Import a module that is needed later, while the body waits for something else."""
+    # Joined, because two threads inside one circular import see half a module.
+    thread = threading.Thread(target=_load, args=(module,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _load(module: str) -> None:
+    collects = gc.isenabled()
+    gc.disable()  # what is imported stays: looking for garbage in it takes a third of the time
+    try:
+        importlib.import_module(module)
+    finally:
+        if collects:
+            gc.enable()

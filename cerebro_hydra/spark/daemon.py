@@ -17,13 +17,13 @@ from typing import Any
 
 Worker = Callable[..., int]
 
-# torch.export, which cuts models, takes as long to load as torch.
+# Optimizers ask for torch._dynamo, which takes as long to load as torch.
 _FOREIGN = (
     "numpy",
     "pyarrow",
     "pyarrow.parquet",
     "torch",
-    "torch.export._trace",
+    "torch._dynamo",
     "safetensors.torch",
     "petastorm.reader",
     "pyspark.ml.base",
@@ -36,6 +36,7 @@ PRELOADED = (*_FOREIGN, *_OURS)
 
 def preload() -> None:
     """Import the modules that are there; `worker_check` reports those that are missing."""
+    gc.disable()  # until all stays: looking for garbage in it takes a fifth of the time
     # Spark reads the daemon's port from stdout, so nothing else may be printed there.
     with contextlib.redirect_stdout(sys.stderr):
         with warnings.catch_warnings():
@@ -61,6 +62,7 @@ def settle() -> None:
         if isinstance(finder, zipimport.zipimporter):
             del sys.path_importer_cache[path]
     gc.freeze()
+    gc.enable()
 
 
 def quiet_where_nobody_reads(worker: Worker) -> Worker:

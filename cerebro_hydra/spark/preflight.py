@@ -53,12 +53,15 @@ def require_ready(
     Raises:
         SetupError: lists everything that was found, each with its remedy.
     """
+    starting = f"starting Spark's Python for {num_workers} workers"
+    with Waiting(report, starting):
+        session.await_python(spark_context)
     slots = wait_for_slots(spark_context, num_workers, report)
     for looked in (
         _driver_checks(spark_context, slots, num_workers, devices_per_worker),
         _worker_checks(spark_context, num_workers, (), numerics),
     ):
-        with Waiting(report, f"starting Spark's Python for {num_workers} workers"):
+        with Waiting(report, starting):
             findings = [finding for check in looked for finding in check.findings]
         raise_findings(findings)
         for finding in findings:
@@ -100,6 +103,7 @@ def doctor(
     context = session.context_of(spark)
     with explained_java(context, "looking at Spark"):
         num_workers = session.workers_of(context, num_workers)
+        session.await_python(context)
         slots = wait_for_slots(context, num_workers, to_stderr, patience=_BUSY_SECONDS)
         looked = [*_driver_checks(context, slots, num_workers, devices_per_worker)]
         if usable := min(slots.free, num_workers):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +27,8 @@ from cerebro_hydra.spark.checks import (
 )
 from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.java import COMPILER_OPTIONS, archive_options, has_ended
-from cerebro_hydra.spark.places import environment
-from cerebro_hydra.waits import Waiting, to_nobody, to_stderr
+from cerebro_hydra.spark.places import environment, with_kernels
+from cerebro_hydra.waits import Waiting, loading, to_nobody, to_stderr
 from cerebro_hydra.worker_imports import SAFE_PATH, driver_path
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # How many agents a session was made for; one task slot more is there for other jobs.
 WORKERS_SETTING = "spark.cerebroHydra.workers"
+
+_python_starts = weakref.WeakKeyDictionary["SparkContext", threading.Thread]()
 
 _QUIET_LOG = """\
 rootLogger.level = error
@@ -126,19 +128,33 @@ def started(settings: Mapping[str, str], report: Callable[[str], None] = to_stde
     Raises:
         SetupError: there is no Java that this Spark runs on.
     """
-    with Waiting(report, "starting Java and Spark"), _loading("torch"):
-        return _started(settings)
+    with Waiting(report, "starting Java and Spark"), loading("torch"):
+        session = _started(settings)
+    _start_python(session.sparkContext)
+    return session
 
 
-@contextlib.contextmanager
-def _loading(module: str) -> Iterator[None]:
-    """Import a module that is needed later, while the body waits for another process."""
-    # Joined, because two threads inside one circular import see half a module.
-    thread = threading.Thread(target=importlib.import_module, args=(module,), daemon=True)
+def _start_python(context: SparkContext) -> None:
+    """Let a local Spark start its Python, which loads torch, while the user goes on.
+
+    A small job does it; one that fails is told of by the checks, whose own job fails then.
+    """
+    if parse_local_master(str(context.master)) is None:  # its executors may never come
+        return
+    job = with_kernels(context.parallelize([0], 1).map(lambda row: row), "fast")
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the session may be stopped meanwhile
+            job.collect()
+
+    thread = threading.Thread(target=run, name="start-python", daemon=True)
+    _python_starts[context] = thread
     thread.start()
-    try:
-        yield
-    finally:
+
+
+def await_python(context: SparkContext) -> None:
+    """Wait until the job has ended that started Python, so that its slot is free."""
+    if (thread := _python_starts.pop(context, None)) is not None:
         thread.join()
 
 

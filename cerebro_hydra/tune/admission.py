@@ -7,10 +7,8 @@ its states laid out in the shards of the new cut: the same tensors, in other seg
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -88,18 +86,6 @@ class Admitted:
 
     spec: TrialSpec
     state_metrics: tuple[Metric, ...]
-
-
-@contextlib.contextmanager
-def loading_exporter() -> Iterator[None]:
-    """Load what the first cut takes longest to load, while the body waits for something else."""
-    # Joined before anything is cut: two threads inside one circular import see half a module.
-    loading = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
-    loading.start()
-    try:
-        yield
-    finally:
-        loading.join()
 
 
 class Refused(Exception):

@@ -41,7 +41,7 @@ from cerebro_hydra.tune.searchers.space import (
     share,
     whole,
 )
-from cerebro_hydra.waits import Waiting
+from cerebro_hydra.waits import Waiting, loading
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -264,14 +264,13 @@ class Search(ABC):
                 )
         folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
 
-        from cerebro_hydra.tune.admission import loading_exporter
         from cerebro_hydra.tune.resume import RunToResume
         from cerebro_hydra.tune.running import interruptible
 
         with interruptible():
             if RunToResume.begun(folder):
                 return self._resume(folder, df)
-            with loading_exporter(), Waiting(self._surroundings.report) as waiting:
+            with loading("torch._dynamo"), Waiting(self._surroundings.report) as waiting:
                 waiting.now("checking the first model")
                 self._look_first(df)
                 manifest = self.backend.prepare(
@@ -343,7 +342,6 @@ class Search(ABC):
         """
         from cerebro_hydra.planning.memory_bill import earlier_run_at
         from cerebro_hydra.planning.plan import Question
-        from cerebro_hydra.tune.admission import loading_exporter
         from cerebro_hydra.tune.running import interruptible
         from cerebro_hydra.tune.trials import Sketches
 
@@ -351,7 +349,11 @@ class Search(ABC):
         question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
         earlier = None if from_run is None else earlier_run_at(from_run)
         require_dataframe("plan", df := self.backend.rows(df))
-        with interruptible(), loading_exporter(), Waiting(self._surroundings.report) as waiting:
+        with (
+            interruptible(),
+            loading("torch._dynamo"),
+            Waiting(self._surroundings.report) as waiting,
+        ):
             manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             sketches = Sketches(self._admission, manifest)
 

@@ -9,9 +9,11 @@ rows -> facts of each row: two hashes, its place, a suspicion, lengths    on Spa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, Window
@@ -22,12 +24,14 @@ from cerebro_hydra.data.preparation.frame_columns import ColumnPlan, PackPlan
 from cerebro_hydra.data.rows import mixed_key
 
 FLAG, HASHES, PLACE, KEY = "is_validation", ("hash_0", "hash_1"), "place", "bucket"
+_ORDER = (*HASHES, PLACE)
 _SUSPECT, _RANK = "suspect", "rank"
 _BITS = 8
 _BUCKETS = 1 << _BITS
 _HALF = 0xFFFFFFFF
 _SIGN = 1 << 63
 _MASK = (1 << 64) - 1
+_FEW = 20_000  # rows that are sorted here sooner than Spark begins
 
 _LOW_32 = (1 << 32) - 1
 _NOTHING = (0,) * len(HASHES)  # the sums of no rows
@@ -175,34 +179,59 @@ class RowFacts:
         # Slices count from 1.
         before = accumulate((len(cut.ranks) for cut in ordered[:-1]), initial=1)
         begins = _longs(before)[key].cast("int")
-        borders = self._borders(ranks, F.slice(_longs(rank for _, rank in ranks), begins, inside))
-        here = F.struct(*HASHES, PLACE)
-        limits = _rows_as_array(borders[rank] for rank in ranks)
+        buckets = sorted({bucket for bucket, _ in ranks})
+        rows = self._facts.where(F.col(KEY).isin(buckets))
+        if sum(counts[bucket] for bucket in buckets) <= _FEW:
+            borders = _few_borders(rows.select(KEY, *_ORDER).collect(), ranks)
+        else:
+            borders = _borders(rows, F.slice(_longs(rank for _, rank in ranks), begins, inside))
+        here = F.struct(*_ORDER)
+        limits = _rows_as_array(borders[rank].begins for rank in ranks)
         passed = F.filter(F.slice(limits, begins, inside), lambda limit: limit <= here)
         number = F.when(inside == 0, chunk).otherwise(chunk + F.size(passed))
-        sums = {rank: _whole_sums(row) for rank, row in borders.items()}
+        sums = {rank: border.before for rank, border in borders.items()}
         return ChunkRanges(number, chunk_sums(counts, totals, ordered, sums))
 
-    def _borders(
-        self, ranks: Sequence[tuple[int, int]], sought: Column
-    ) -> dict[tuple[int, int], Row]:
-        """Return the rows that begin a chunk in a bucket, with the sums of those before them.
 
-        Args:
-            ranks: the bucket of each, and its rank there.
-            sought: the ranks that are sought in a row's bucket.
-        """
-        buckets = sorted({bucket for bucket, _ in ranks})
-        order = (*HASHES, PLACE)
-        window = Window.partitionBy(KEY).orderBy(*order)
-        earlier = window.rowsBetween(Window.unboundedPreceding, -1)
-        sums = (column.over(earlier).alias(name) for name, column in _sums().items())
-        ranked = (
-            self._facts.where(F.col(KEY).isin(buckets))
-            .select(KEY, *order, F.row_number().over(window).alias(_RANK), *sums)
-            .where(F.array_contains(sought, F.col(_RANK).cast("bigint") - 1))
-        )
-        return {(row[KEY], row[_RANK] - 1): row for row in ranked.collect()}
+@dataclass(frozen=True)
+class _Border:
+    """Is where a chunk begins in a bucket."""
+
+    begins: Row
+    """Its first row."""
+    before: tuple[int, ...]
+    """The sums of the hashes of the bucket's rows before it."""
+
+
+def _borders(rows: DataFrame, sought: Column) -> dict[tuple[int, int], _Border]:
+    """Find the borders in some buckets' rows, by bucket and rank there.
+
+    Args:
+        sought: the ranks that are sought in a row's bucket.
+    """
+    window = Window.partitionBy(KEY).orderBy(*_ORDER)
+    earlier = window.rowsBetween(Window.unboundedPreceding, -1)
+    sums = (column.over(earlier).alias(name) for name, column in _sums().items())
+    ranked = rows.select(KEY, *_ORDER, F.row_number().over(window).alias(_RANK), *sums).where(
+        F.array_contains(sought, F.col(_RANK).cast("bigint") - 1)
+    )
+    found = ranked.collect()
+    return {(row[KEY], row[_RANK] - 1): _Border(row, _whole_sums(row)) for row in found}
+
+
+def _few_borders(
+    rows: Sequence[Row], ranks: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], _Border]:
+    """Do what `_borders` does here, where rows are so few that Spark takes longer to plan it."""
+    of_bucket = defaultdict[int, list[Row]](list)
+    for row in sorted(rows, key=itemgetter(*_ORDER)):
+        of_bucket[row[KEY]].append(row)
+    found = {}
+    for bucket, rank in ranks:
+        ordered = of_bucket[bucket]
+        sums = tuple(sum(row[name] for row in ordered[:rank]) & _MASK for name in HASHES)
+        found[bucket, rank] = _Border(ordered[rank], sums)
+    return found
 
 
 def chunk_sums(

@@ -20,6 +20,7 @@ from cerebro_hydra.data.manifest import ROW_ID, ColumnSpec, Manifest, stored_nam
 from cerebro_hydra.data.parquet import ParquetFolder
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation import prepare as spark_prepare
+from cerebro_hydra.data.preparation import row_facts
 from cerebro_hydra.data.rows import checksum
 from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import DataError
@@ -123,15 +124,20 @@ def test_every_row_comes_back_once_with_its_type_and_shape(
     np.testing.assert_array_equal(rows["grid"], (n[:, None] * 6 + np.arange(6)).reshape(-1, 2, 3))
 
 
-@pytest.mark.parametrize(("chunk_bytes", "many_tasks"), [(1 << 28, 3), (400, 1 << 8), (400, 5)])
-def test_chunks_and_the_tasks_that_share_them_change_no_row(
+@pytest.mark.parametrize(
+    ("chunk_bytes", "many_tasks", "few"),
+    [(1 << 28, 3, 0), (400, 1 << 8, 0), (400, 5, row_facts._FEW)],
+)
+def test_chunks_and_the_tasks_that_share_them_and_who_finds_their_borders_change_no_row(
     prepared: tuple[LocalStore, Manifest],
     numbers: DataFrame,
     store: LocalStore,
     monkeypatch: pytest.MonkeyPatch,
     chunk_bytes: int,
     many_tasks: int,
+    few: int,
 ) -> None:
+    monkeypatch.setattr(row_facts, "_FEW", few)
     monkeypatch.setattr(spark_prepare, "_CHUNK_BYTES", chunk_bytes)  # a row has 69
     monkeypatch.setattr(spark_prepare, "_MANY_TASKS", many_tasks)
     found = prepare(numbers, store, 4, 0.3, COLUMNS)
