@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from cerebro_hydra.errors import ConfigurationError
+
 _OF_ONE = ("param_groups", "state", "step", "_opt_called")
 """What each member has of its list, or LR schedulers set."""
+
+_HOOKS_OF_WHOLE_STATES = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class OptimizerList(Optimizer):
             for part in self.parts:
                 member: Optimizer = object.__new__(part.kind)
                 vars(member).update(part.attributes)
+                for name in _HOOKS_OF_WHOLE_STATES:
+                    setattr(member, name, OrderedDict({0: _refuse_whole_state}))
                 member.state = self.state
                 member.param_groups = self.param_groups[first : first + part.groups]
                 made.append(member)
@@ -72,6 +82,14 @@ class OptimizerList(Optimizer):
         assert closure is None, "a closure is for one optimizer"
         for member in self.members:
             member.step()
+
+
+def _refuse_whole_state(optimizer: Optimizer, *_: Any) -> None:
+    raise ConfigurationError(
+        f"training_step asks one of several optimizers ({type(optimizer).__name__}) for its "
+        "state_dict or load_state_dict, and their states are kept together, to hop as one: read "
+        "and change optimizer.state[parameter] and optimizer.param_groups"
+    )
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -202,6 +202,17 @@ class Counts:
         return loss / self.count
 
 
+def saves(model: Any, batch: Any, optimizers: Any) -> Tensor:
+    loss = gans.train_gan(model, batch, optimizers)["loss"]
+    optimizers[1].state_dict()
+    return loss
+
+
+def loads(model: Any, batch: Any, optimizers: Any) -> Tensor:
+    optimizers[0].load_state_dict({"state": {}, "param_groups": []})
+    return gans.train_gan(model, batch, optimizers)["loss"]
+
+
 def groups(model: Any, batch: Any, optimizers: Any) -> Tensor:
     optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     return gans.train_gan(model, batch, optimizers)["loss"]
@@ -219,6 +230,8 @@ def groups(model: Any, batch: Any, optimizers: Any) -> Tensor:
         (lambda *_: None, "training_step returned None as the loss"),
         (fails, r"the training step failed on a batch with features \(features: float32\[16, 16\]"),
         (Counts(), r"each step changes a value of the training_step at .count"),
+        (saves, r"one of several optimizers \(SGD\) for its state_dict .* optimizer.state\[param"),
+        (loads, r"one of several optimizers \(Adam\) for its state_dict or load_state_dict"),
         (groups, "has 3 param groups after training and is built with 2"),
     ],
 )

@@ -150,6 +150,21 @@ def test_no_session_at_all_is_explained() -> None:
 
 
 @pytest.mark.long
+def test_the_job_that_starts_python_is_awaited_and_says_nothing_where_the_session_is_stopped() -> (
+    None
+):
+    code = (
+        "import cerebro_hydra\n"
+        "for look in (False, True, False):\n"
+        "    spark = cerebro_hydra.local_spark(workers=1, verbose=0)\n"
+        "    if look: print(cerebro_hydra.doctor(spark)['slots'].seen)\n"
+        "    spark.stop()"
+    )
+    done = run_python("-c", code)
+    assert (done.stdout, done.stderr) == ("2 for 1 worker(s), 2 free\n", "")
+
+
+@pytest.mark.long
 def test_executors_without_the_package_are_named() -> None:
     bare = getattr(sys, "_base_executable", sys.executable)
     code = (
