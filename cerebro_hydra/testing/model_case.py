@@ -289,7 +289,7 @@ def build_case(name: str, params: Mapping[str, Any]) -> Recipe:
 def _known_of(
     case: type[ModelCase],
 ) -> tuple[CutModelCache, dict[tuple[str, str], AdmittedCut]]:
-    """Return what serves all tests of a case: its exports, and what was admitted by shards and cut."""
+    """Return what serves all tests of a case: exports, and what was admitted by shards and cut."""
     return CutModelCache(), {}
 
 
