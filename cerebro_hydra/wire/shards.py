@@ -391,7 +391,8 @@ class ShardServer:
             request = ShardRequest.from_line(await connection.next_line(_IDLE_SECONDS))
             look, missing = self._follow(request), list(request.shards)
             if request.verify:
-                published = {n: each for n in missing if (each := look(n)) is not None}
+                there = {n: each for n in missing if (each := look(n)) is not None}
+                published = {n: each for n, each in there.items() if not isinstance(each, Message)}
                 found = await asyncio.to_thread(self._verified, published)
                 connection.write(encode("digests", found))
                 continue

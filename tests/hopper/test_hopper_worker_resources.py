@@ -168,12 +168,13 @@ def test_a_scratch_folder_that_takes_no_file_is_named() -> None:
         (DEFAULT_RESOURCES, 5, "replicas is 5, and there are 4 partitions; take at most so many"),
         (DEFAULT_RESOURCES, 4, r"replicas is 4, and the backend has 3 worker\(s\); take at most"),
         (WorkerResources(devices=2), 2, "replicas is 2, and a replica needs a worker with one CPU"),
+        (WorkerResources(devices=2), "tail", "replicas is 'tail', and a replica needs a worker"),
         (WorkerResources(device_memory=99), 2, "leave devices_per_worker, device_memory, host_mem"),
         (WorkerResources(residents=2), 2, "residents of the backend out, or replicas"),
     ],
 )
 def test_workers_that_can_not_train_a_trial_together(
-    resources: WorkerResources, replicas: int, said: str
+    resources: WorkerResources, replicas: int | str, said: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         resources.check_replicas(replicas, partitions=4, workers=3)
