@@ -363,13 +363,21 @@ def check_undisturbed(world: World, but: Collection[int] = ()) -> None:
     check_equal(world, calm, but)
 
 
+def together(world: World, index: int) -> list[tuple[int, ...]]:
+    """Return the partitions of each visit of a trial, whatever the order of its visits."""
+    base = world.state.trials[index].base
+    return sorted(c.partitions for c in surviving_commits(world.instructions, index, base))
+
+
 def check_equal(world: World, other: World, but: Collection[int] = ()) -> None:
     """Check that two runs gave the same histories and results, but for some trials.
 
-    Those with a tail have replicas from an epoch on that depends on when others end.
+    One that was trained over other partitions together is another training: its tail began in
+    another epoch, or a worker with two partitions of a group went over them one by one.
     """
-    tails = {number for number, trial in world.state.trials.items() if trial.config.tail}
-    for index in world.state.trials.keys() - but - tails:
+    for index in world.state.trials.keys() - but:
+        if together(world, index) != together(other, index):
+            continue
         mine, theirs = world.state.trials[index], other.state.trials[index]
         assert repr(mine.history) == repr(theirs.history)
         assert mine.result == theirs.result
