@@ -26,8 +26,9 @@ MOST_MOVING = 0.05
 """How much of a mean unit the moves before it may take where somebody looks ahead."""
 
 WORTH = 0.05
-"""By which share of what is left a choice must end sooner than the first guess; what units take,
-and which of them memory will let begin, is known no better.
+"""By which share of what is left a choice must end sooner than the first guess.
+
+What units take, and which of them memory will let begin, is known no better.
 """
 
 
