@@ -349,11 +349,8 @@ class Search(ABC):
         question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
         earlier = None if from_run is None else earlier_run_at(from_run)
         require_dataframe("plan", df := self.backend.rows(df))
-        with (
-            interruptible(),
-            loading("torch._dynamo"),
-            Waiting(self._surroundings.report) as waiting,
-        ):
+        report = self._surroundings.report
+        with interruptible(), loading("torch._dynamo"), Waiting(report) as waiting:
             manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             sketches = Sketches(self._admission, manifest)
 
