@@ -26,7 +26,12 @@ from cerebro_hydra.spark.checks import (
     require_pyspark,
 )
 from cerebro_hydra.spark.findings import Finding, raise_findings
-from cerebro_hydra.spark.java import COMPILER_OPTIONS, archive_options, has_ended
+from cerebro_hydra.spark.java import (
+    COMPILER_OPTIONS,
+    archive_options,
+    explained_java,
+    has_ended,
+)
 from cerebro_hydra.spark.places import environment, with_kernels
 from cerebro_hydra.waits import Waiting, loading, to_nobody, to_stderr
 from cerebro_hydra.worker_imports import SAFE_PATH, driver_path
@@ -58,7 +63,7 @@ def local_spark(workers: int = 2, verbose: int = 1, **settings: object) -> Spark
 
     It has one task slot more than workers: agents hold theirs for the whole run, and the spare one
     keeps other jobs of the session going meanwhile. The pip-installed Java is used if no other
-    suits. An active session must suit.
+    suits. An active session must suit. A new one starts its Python in the background.
 
     Args:
         workers: how many agents shall run.
@@ -144,7 +149,8 @@ def _start_python(context: SparkContext) -> None:
     job = with_kernels(context.parallelize([0], 1).map(lambda row: row), "fast")
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # the session may be stopped meanwhile
+        # The session may be stopped meanwhile, and Java be killed.
+        with contextlib.suppress(Exception), explained_java(context, "starting Python"):
             job.collect()
 
     thread = threading.Thread(target=run, name="start-python", daemon=True)
