@@ -150,9 +150,7 @@ def test_no_session_at_all_is_explained() -> None:
 
 
 @pytest.mark.long
-def test_the_job_that_starts_python_is_awaited_and_says_nothing_where_the_session_is_stopped() -> (
-    None
-):
+def test_the_job_that_starts_python_is_awaited_and_can_be_stopped_in_silence() -> None:
     code = (
         "import cerebro_hydra\n"
         "for look in (False, True, False):\n"
@@ -161,7 +159,9 @@ def test_the_job_that_starts_python_is_awaited_and_says_nothing_where_the_sessio
         "    spark.stop()"
     )
     done = run_python("-c", code)
-    assert (done.stdout, done.stderr) == ("2 for 1 worker(s), 2 free\n", "")
+    assert done.stdout == "2 for 1 worker(s), 2 free\n"
+    noted = "NOTE: Picked up JDK_JAVA_OPTIONS"  # by Java, of what tests set
+    assert [line for line in done.stderr.splitlines() if not line.startswith(noted)] == []
 
 
 @pytest.mark.long
