@@ -17,13 +17,13 @@ from typing import Any
 
 Worker = Callable[..., int]
 
-# Optimizers ask for torch._dynamo, which takes as long to load as torch.
+# torch.export, which cuts models, takes as long to load as torch.
 _FOREIGN = (
     "numpy",
     "pyarrow",
     "pyarrow.parquet",
     "torch",
-    "torch._dynamo",
+    "torch.export._trace",
     "safetensors.torch",
     "petastorm.reader",
     "pyspark.ml.base",

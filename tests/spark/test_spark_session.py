@@ -77,7 +77,7 @@ def test_a_task_pays_nothing_for_the_modules_that_its_worker_started_with(
 
 
 def test_workers_start_with_the_heavy_modules_and_an_untouched_cuda(spark: SparkSession) -> None:
-    heavy = {*required_modules(), "cerebro_hydra.agent.main", "torch._dynamo"}
+    heavy = {*required_modules(), "cerebro_hydra.agent.main", "torch.export._trace"}
 
     def look(rows: object) -> list[tuple[bool, bool, bool]]:
         import re
