@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -193,7 +194,7 @@ def test_one_in_a_later_step_is_found_or_made_as_in_plain_training(
                 EXECUTORS[executor](trial, profile)
 
 
-@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize("what", ["in place", "by numpy", "anew", "to its data", "caught"])
 def test_what_writes_in_every_step_is_trained_in_one_shard(what: str) -> None:
     writes, _ = WRITES[what]
     always = foreseeing(writes, hook=lambda self: writes(self.c) if self.training else None)
@@ -231,12 +232,12 @@ def with_writes(model: Traced) -> Callable[..., Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_write_beside_the_graph_is_found_however_it_is_made(executor: str) -> None:
+def test_a_write_beside_the_graph_is_found_however_it_is_made() -> None:
     trial = start(made(Traced, with_writes, cut="export")(), WINDOWS)
     assert trial.admission.spec.mode == "export" and trial.cut_model.num_shards == 2
     profile, before = described(trial, WINDOWS), (trial.shards.copy(), trial.step)
-    for what in ("by data", "by numpy", "by assignment", "to its data", "to an element", "clamped"):
+    kinds = ("by data", "by numpy", "by assignment", "to its data", "to an element", "clamped")
+    for what, executor in itertools.product(kinds, EXECUTORS):
         writes, tensor = WRITES[what]
         trial.recipe.model.writes = writes
         with pytest.raises(StepDiffers, match=rf"{tensor} was written to by code beside"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from cerebro_hydra.shards.cut.small_buffers import MOST_OF_SMALL_BUFFER
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
 from tests.shards.executors.executor_case import described
-from tests.shards.executors.test_shards_late_writes import EXECUTORS
+from tests.shards.executors.test_shards_late_writes import EXECUTORS, in_turn
 from tests.shards.hopping import STEPS_PER_EPOCH, start, train_uncut
 from tests.shards.trials import SubEpoch, made
 
@@ -81,12 +82,16 @@ def joined(windows: SubEpoch) -> SubEpoch:
     return [[batch for window in windows for batch in window]]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("rules", [{}, {"accumulate": 3, "ema": 0.9}], ids=["", "accumulated"])
+ACCUMULATED = {"accumulate": 3, "ema": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("case", "executor"), in_turn(itertools.product(MOVES, ({}, ACCUMULATED))), ids=str
+)
 def test_a_buffer_that_moves_late_has_the_bits_of_plain_training(
-    move: str, executor: str, rules: dict[str, Any]
+    case: tuple[str, dict[str, Any]], executor: str
 ) -> None:
+    move, rules = case
     make = made(Observers, **rules)
     first, later = (joined(each) if rules else each for each in (WINDOWS, LATER))
     trial = start(make(), first)
@@ -172,19 +177,19 @@ def growing(of: str, persistent: bool, first: int = 6) -> type[nn.Module]:
     return Grows
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize(
-    ("of", "persistent", "told"),
-    [
-        ("size", True, r"from float32\[6\] to float32\[8\]"),
-        ("one element", True, r"from float32\[6\] to float32\[1\]"),
-        ("type", True, r"from float32\[6\] to float64\[6\]"),
-        ("size", False, r"from float32\[6\] to float32\[8\]"),
-    ],
-)
+FORMS = [
+    ("size", True, r"from float32\[6\] to float32\[8\]"),
+    ("one element", True, r"from float32\[6\] to float32\[1\]"),
+    ("type", True, r"from float32\[6\] to float64\[6\]"),
+    ("size", False, r"from float32\[6\] to float32\[8\]"),
+]
+
+
+@pytest.mark.parametrize(("form", "executor"), in_turn(FORMS), ids=str)
 def test_a_buffer_that_is_made_anew_in_another_form_is_told_with_both(
-    of: str, persistent: bool, told: str, executor: str
+    form: tuple[str, bool, str], executor: str
 ) -> None:
+    of, persistent, told = form
     model = growing(of, persistent)
     trial = start(made(model)(), WINDOWS)
     profile = described(trial, LATER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -158,6 +158,12 @@ EXECUTORS: dict[str, Callable[..., object]] = {
 }
 
 
+def in_turn(cases: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return each case with two executors, so that each executor meets some of them."""
+    names = [*EXECUTORS]
+    return [(case, names[(n + k) % len(names)]) for n, case in enumerate(cases) for k in (0, 2)]
+
+
 @contextmanager
 def written_in(trial: Trial, backward: int) -> Iterator[None]:
     """Let the hook of a trial write in one of the next backwards, and bring its state back."""
@@ -245,45 +251,6 @@ def test_a_pipeline_refuses_a_model_whose_hook_writes() -> None:
     windows = [[batch for window in WINDOWS for batch in window]]
     with pytest.raises(ConfigurationError, match="'gpipe', and the model's graph can't be cut"):
         start(made(always, schedule="gpipe", accumulate=3)(), windows)
-
-
-class Grows(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("g", torch.zeros(3))
-
-    def forward(self, x):
-        if self.training:
-            self.g.add_(0.001)
-        return super().forward(x) + self.g
-
-
-class Lagging(zoo.Net):
-    """Its loss writes to a buffer once it is told to, which the graph of the model has, too."""
-
-    late = False
-
-    def add(self):
-        self.c = Grows(6, 3)
-
-
-def lagging_loss(model: Lagging) -> Callable[..., torch.Tensor]:
-    def loss(outputs, labels):
-        if model.late:
-            model.c.g += 0.5
-        return nn.functional.cross_entropy(outputs, labels)
-
-    return loss
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_write_beside_the_graph_is_found(executor: str) -> None:
-    trial = start(made(Lagging, lagging_loss, cut="export")(), WINDOWS)
-    assert trial.admission.spec.mode == "export" and trial.cut_model.num_shards == 2
-    profile = described(trial, WINDOWS)
-    trial.recipe.model.late = True
-    with pytest.raises(StepDiffers, match=r"buffer 'c\.g' was written to by code beside"):
-        EXECUTORS[executor](trial, profile)
 
 
 def test_a_buffer_that_code_has_kept_is_no_way_to_what_was_published() -> None:
