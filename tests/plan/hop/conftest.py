@@ -9,7 +9,7 @@ import pytest
 from cerebro_hydra.plan.policy import policy
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_future() -> Iterator[None]:
     """Let the policy look at one future for each decision, which takes half of the time."""
     with pytest.MonkeyPatch.context() as patch:
