@@ -347,7 +347,7 @@ class SideEffects:
                     )
         finally:
             caches.empty()  # whoever comes next fills them, or has what was there
-            caches.fill()
+        caches.fill()
 
     def _after_pass(
         self,

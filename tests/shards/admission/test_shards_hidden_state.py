@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.held_state import HeldState
-from cerebro_hydra.shards.admission.object_reader import changed, told
+from cerebro_hydra.shards.admission.readings import changed, told
 from tests.shards import zoo
 from tests.shards.admission import kept_elsewhere
 from tests.shards.hopping import start

@@ -25,9 +25,9 @@ from torch import nn
 
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.named_by_code import is_installed
-from cerebro_hydra.shards.admission.object_reader import (
+from cerebro_hydra.shards.admission.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
-    ObjectReader,
     Reading,
     changed,
     name_of,
@@ -211,11 +211,21 @@ class Computes:
         return 3
 
 
-def test_what_is_computed_once_and_kept_is_no_change() -> None:
+def test_what_a_class_of_ones_own_computes_once_and_keeps_is_a_change() -> None:
     held = Computes()
     before = read(held)
-    assert held.length == 3 and held.table("ab") == 2
+    assert held.table("ab") == 2
     assert read(held) == before
+    assert held.length == 3
+    assert words(before, read(held)) == {"it at .length"}
+
+
+def test_what_a_class_of_a_library_computes_once_and_keeps_is_no_change() -> None:
+    held = torch.distributions.Normal(torch.zeros(()), torch.ones(())).expand([2])
+    chances = torch.distributions.Categorical(logits=torch.zeros(3))
+    before = read((held, chances))
+    assert chances.probs.sum() == 1
+    assert read((held, chances)) == before
 
 
 @pytest.mark.parametrize(

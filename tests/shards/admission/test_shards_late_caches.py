@@ -1,0 +1,229 @@
+"""A cache that trials of a process share is found if it fills late, or by what each process has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
+from tests.shards import zoo
+from tests.shards.hopping import Trial, start
+from tests.shards.trials import made
+
+BATCHES = zoo.singly(zoo.vectors(8, 8))
+LATE = "CEREBRO_HYDRA_TESTS_" + "LATE"  # as the environment is named, no reading finds it
+
+
+class Memo:
+    """Keeps something, in an object."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, float] = {}
+
+
+of_process: dict[Any, float] = {}
+of_modules: MutableMapping[nn.Module, float] = weakref.WeakKeyDictionary()
+memo = Memo()
+made_late: float | None
+
+
+@pytest.fixture(autouse=True)
+def early() -> Iterator[None]:
+    yield
+    os.environ.pop(LATE, None)
+    globals().pop("made_late", None)
+    for each in (of_process, of_modules, memo.kept, InItsClass.kept):
+        each.clear()
+    for function in (of_module, of_tensor):
+        function.cache_clear()
+
+
+def is_late() -> bool:
+    return LATE in os.environ
+
+
+def norm(weight: Tensor) -> float:
+    return float(weight.detach().norm())
+
+
+@functools.lru_cache
+def of_module(module: nn.Linear) -> float:
+    return norm(module.weight)
+
+
+@functools.lru_cache
+def of_tensor(weight: Tensor) -> float:
+    return norm(weight)
+
+
+class Scaled(zoo.Net):
+    """Scales its input by what a cache has of its weights, once it is late."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / self.cached() if self.acts() else x)
+
+    def acts(self) -> bool:
+        return self.training and is_late()
+
+    def cached(self) -> float:
+        return of_process.setdefault("norm", norm(self.b.weight))
+
+
+class ByATensor(Scaled):
+    def cached(self) -> float:
+        return of_process.setdefault(self.b.weight, norm(self.b.weight))
+
+
+class ByAnAddress(Scaled):
+    def cached(self) -> float:
+        return of_process.setdefault(self.b.weight.data_ptr(), norm(self.b.weight))
+
+
+class InItsClass(Scaled):
+    kept: dict[str, float] = {}  # noqa: RUF012
+
+    def cached(self) -> float:
+        return self.kept.setdefault("norm", norm(self.b.weight))
+
+
+class InAnObject(Scaled):
+    def cached(self) -> float:
+        return memo.kept.setdefault("norm", norm(self.b.weight))
+
+
+class InAWeakDict(Scaled):
+    def cached(self) -> float:
+        return of_modules.setdefault(self.b, norm(self.b.weight))
+
+
+class InANewGlobal(Scaled):
+    def cached(self) -> float:
+        global made_late
+        try:
+            return made_late
+        except NameError:
+            made_late = norm(self.b.weight)
+            return made_late
+
+
+class ByAFunction(Scaled):
+    def cached(self) -> float:
+        return of_module(self.b)
+
+
+class ByAFunctionOfATensor(Scaled):
+    def cached(self) -> float:
+        return of_tensor(self.b.weight)
+
+
+class ByAProperty(Scaled):
+    @functools.cached_property
+    def norm(self) -> float:
+        return norm(self.b.weight)
+
+    def cached(self) -> float:
+        return self.norm
+
+
+class LateLoss(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, float] = {}
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = super().forward(outputs, labels)
+        return loss / self.kept.setdefault("loss", loss.item()) if is_late() else loss
+
+
+Make = Callable[[], Any]
+LATE_CACHES: dict[str, tuple[Make, str]] = {
+    "a global dict": (made(Scaled), r"global variable 'of_process' of .* at \['norm'\]"),
+    "by a tensor": (made(ByATensor), r"'of_process' of .* at \[parameter 'b.weight'\]"),
+    "by an address": (made(ByAnAddress), r"'of_process' of .* at \[\d+\]"),
+    "of a class": (made(InItsClass), r"attribute 'kept' of class .* at \['norm'\]"),
+    "of an object": (made(InAnObject), r"global variable 'memo' of .* at \.kept\['norm'\]"),
+    "a weak dict": (made(InAWeakDict), r"'of_modules' of .* at \[module 'b'\]"),
+    "a new global": (made(InANewGlobal), r"global variable 'made_late' of"),
+    "of a function": (made(ByAFunction), r"global variable 'of_module' of .* at \.cache"),
+    "by a function of a tensor": (made(ByAFunctionOfATensor), r"'of_tensor' of .* at \.cache"),
+    "a property": (made(ByAProperty), "attribute 'norm' of the model"),
+    "of a loss": (made(zoo.Net, lambda _: LateLoss()), r"'kept' of the loss at \['loss'\]"),
+}
+
+
+@pytest.mark.parametrize("what", LATE_CACHES)
+def test_a_cache_that_fills_only_late_fails_its_trial_by_name(what: str) -> None:
+    make, name = LATE_CACHES[what]
+    trial = start(make(), BATCHES)
+    trial.train(BATCHES)
+    os.environ[LATE] = "1"
+    with pytest.raises(ConfigurationError, match=f"training changed .*{name}.*, as it did not in"):
+        trial.train(BATCHES)
+
+
+class AtOnce:
+    def acts(self) -> bool:
+        return self.training  # type: ignore[attr-defined]
+
+
+class InEvaluation:
+    def acts(self) -> bool:
+        return not self.training  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("when", [AtOnce, InEvaluation])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Scaled, r"\['norm'\]"), (ByAnAddress, r"\[the address of 'b.weight'\]"),
+        (InAnObject, r"\.kept\['norm'\]"), (ByAFunctionOfATensor, r"\.cache\[\(parameter 'b"),
+    ],
+)  # fmt: skip
+def test_a_cache_of_weights_is_refused_by_whatever_key(
+    model: type[Scaled], name: str, when: type
+) -> None:
+    told = rf"at {name}.* is a cache of what depends on weights or rows"
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(type("Model", (when, model), {}))(), BATCHES)
+
+
+class LateInEvaluation(Scaled):
+    def acts(self) -> bool:
+        return not self.training and is_late()
+
+
+def evaluated(trial: Trial) -> None:
+    known = trial.admission.attributes, trial.admission.set_in_evaluation
+    effects = LateEvaluation(trial.runtime(), *known, AuditBudget(1.0))
+    effects.begin()
+    trial.evaluate(zoo.vectors(8))
+    effects.check((), draws=False)
+
+
+def test_a_cache_that_fills_late_in_evaluation_fails_its_trial_by_name() -> None:
+    trial = start(made(LateInEvaluation)(), BATCHES)
+    evaluated(trial)
+    os.environ[LATE] = "1"
+    with pytest.raises(ConfigurationError, match=r"evaluation changed global .*'of_process'"):
+        evaluated(trial)
+
+
+def test_a_cache_that_another_trial_of_the_process_has_filled_at_once_may_fill() -> None:
+    class Fills(zoo.Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * of_process.setdefault(len(x), 1.0))
+
+    plain = start(made(LateInEvaluation)(), BATCHES)
+    other = start(made(Fills)(), BATCHES)
+    other.train(BATCHES)
+    of_process.clear()
+    os.environ[LATE] = "1"
+    evaluated(plain)
