@@ -55,6 +55,7 @@ class SubEpoch:
     """Holds the shards of a trial that trains, each from `receive` to `release`.
 
     Attributes:
+        at_once: whether shards are looked at right after their updates, while backward runs.
         after_backward: whether updates come when the backward of all shards is over.
 
     Args:
@@ -97,7 +98,7 @@ class SubEpoch:
         # What stands for gradients after an update.
         self._gone: dict[int, dict[str, TensorMark | None]] = {}
         self._marks: dict[int, ShardMarks] = {}  # of shards that the trial's code must leave alone
-        self.in_last_window = self.after_backward = False
+        self.in_last_window = self.at_once = self.after_backward = False
         self._barrier = Barrier(recipe, cut_model)
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
@@ -484,16 +485,13 @@ class SubEpoch:
     def _mark_updated(
         self, k: int, bound: BoundModel, state: ShardState, copies: Mapping[str, Tensor]
     ) -> None:
-        """Mark a shard that the backwards of other shards must leave alone from now on.
-
-        Where shards stay, the next window finds what is written to buffers, as in plain training;
-        the last one has none after it.
-        """
+        """Mark a shard that the backwards of other shards must leave alone from now on."""
         last = self.in_last_window
-        if last:
+        if last or self.at_once:
             self._let_nobody_use(k, bound, state)
-        elif self._recipe.device == CPU:
+        if not last and self._recipe.device == CPU:
             self._samples.take(k, self._trainable[k])
+        # Where shards stay, what the next window finds in buffers is as in plain training.
         keys = bound.keys_of(state, buffers=last or self._held is not None)
         self._marks[k] = ShardMarks(bound, keys, copies, last)
 

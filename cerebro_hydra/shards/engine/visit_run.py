@@ -112,7 +112,7 @@ class VisitRun:
         moves: whether microbatches do.
         crossings: see `GraphPasses`.
         steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
-        watched: a window after whose updates others look at shards; the last one is another.
+        watched: a window after whose updates others look at shards, or at those of the first one.
         chain: sums the gradients of a resident visit with those of its replicas. Microbatches count
             the rounds of a window then; one of which the window has no batch for this rank is
             another replica's alone.
@@ -303,7 +303,7 @@ class VisitRun:
         batch, rows = self._made(number) if self._chain is None else self._own(number)
         begun, later = False, []
         # Nobody waits for shards before the last window, so that hooks may read them until then.
-        waits = isinstance(self._tasks, ModuleTasks) and not self._is_told(number)
+        waits = isinstance(self._tasks, ModuleTasks) and not self._sub_epoch.at_once
 
         def reach(kind: Literal["F", "B"], k: int) -> None:
             nonlocal task, begun
@@ -327,11 +327,6 @@ class VisitRun:
             update()
         self._sub_epoch.after_backward = False
         return task
-
-    def _is_told(self, number: int) -> bool:
-        """Return whether others see what updates of a microbatch's window make at once."""
-        window = number // self._accumulate
-        return window == self._watched or self._window(window)[1]
 
     def _own(self, number: int) -> tuple[Microbatch | None, int]:
         """Return this rank's microbatch of a round and its rows, or None if it has none left."""
@@ -441,7 +436,9 @@ class VisitRun:
             self._at = next(self._windows, None)
             if self._at is None:
                 raise ValueError(f"the sub-epoch has no window {number}")
-            self._sub_epoch.in_last_window = self._at[1][1]
+            self._sub_epoch.in_last_window = last = self._at[1][1]
+            watched = () if self._watched is None else (0, self._watched)
+            self._sub_epoch.at_once = self._resident and (last or self._at[0] in watched)
         return self._at[1]
 
     def _made_at(self, window: int, place: int) -> tuple[Microbatch, int]:
@@ -449,7 +446,8 @@ class VisitRun:
         batches, in_last_step = self._window(window)
         batch = self._maker.make(batches, place, self._sub_epoch.step)
         batch.in_last_step = in_last_step
-        batch.looks, batch.idle = in_last_step or window == 0, self._sub_epoch.idle
+        batch.looks = in_last_step or window == 0 or self._sub_epoch.at_once
+        batch.idle = self._sub_epoch.idle
         return batch, batches[place].rows
 
     @torch_settings_kept()  # some are a thread's own
