@@ -29,6 +29,8 @@ OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environ
 _GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
 """End what is read of containers whose new entries are read as such, by the names of types."""
 
+_FIXED = (".defaults", ".keywords")  # of functions
+
 _SHARED = (" of the loss", " of loss ", " of the collate")
 
 
@@ -134,10 +136,12 @@ class KnownChanges:
     def shared_marks(cls, before: Reading, after: Reading) -> tuple[str, ...]:
         """Return the marks of what is shared, of a reading before the first steps and the last."""
         empty = _empty(after)
-        filled = sorted(_empty(before) - empty)[: cls.MOST]
+        # An admission empties those of functions, though others have filled them before.
+        functions = {p for p, text in after.items() if p.endswith(CACHED) and text != NOTHING}
+        filled = (_empty(before) - empty) | {path for path in functions if is_shared(path)}
         return (
             *(path + cls.EMPTY for path in sorted(empty)[: cls.MOST]),
-            *(path + cls.FILLED for path in filled),
+            *(path + cls.FILLED for path in sorted(filled)[: cls.MOST]),
         )
 
     def covers(self, path: str) -> bool:
@@ -193,7 +197,7 @@ def _empty(reading: Reading) -> set[str]:
     for path, text in reading.items():
         if text.startswith(CONTAINER) and text.endswith(_GROWING):
             found |= {path} - inside
-        elif text == NOTHING and not reading.get(path.rpartition(PART)[0], "").startswith("<tuple"):
+        elif text == NOTHING and not path.rpartition(PART)[0].endswith(_FIXED):
             found.add(path)
     return {path for path in found if is_shared(path)}
 

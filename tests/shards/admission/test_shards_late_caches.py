@@ -16,8 +16,9 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
-from tests.shards.trials import made
+from tests.shards.trials import made as made_in_shards
 
+made = functools.partial(made_in_shards, shards=1)
 BATCHES = zoo.singly(zoo.vectors(8, 8))
 LATE = "CEREBRO_HYDRA_TESTS_" + "LATE"  # as the environment is named, no reading finds it
 
