@@ -169,7 +169,8 @@ class CutCheck:
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
             effects.check(state, attributes, examples[0], key)
-            effects.check_caches(state, examples[0], key, of_evaluation.evaluate)
+            evaluated_as = of_evaluation.evaluate, of_evaluation.latest
+            effects.check_caches(state, examples[0], key, *evaluated_as)
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another

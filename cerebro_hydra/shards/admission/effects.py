@@ -305,6 +305,7 @@ class SideEffects:
         example: Example,
         key: RandomKey,
         evaluate: Callable[[Example], object],
+        evaluated: Reading,
     ) -> None:
         """Let caches that the first steps have used be filled anew, by other weights and rows.
 
@@ -315,6 +316,7 @@ class SideEffects:
             trained: the state to take a step from, named as a checkpoint names it.
             example: as of `check`; its first row is taken for all.
             evaluate: evaluates an example, as was done before.
+            evaluated: what there was then.
 
         Raises:
             ConfigurationError: an entry depends on weights or rows; the message names it.
@@ -334,7 +336,7 @@ class SideEffects:
                 caches.empty()
                 with suppress(Exception):
                     again |= self._after_pass(trained, attributes, (features, labels), key, run)
-            for path, value in sorted((read.found | second).items()):
+            for path, value in sorted((read.found | evaluated | second).items()):
                 if path.endswith(CACHED) or not (CACHED in path or caches.hold(path)):
                     continue
                 stays = path not in second or first.get(path) == value == read.found.get(

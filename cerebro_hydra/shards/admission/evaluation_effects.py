@@ -50,6 +50,8 @@ class EvaluationEffects:
         self._recipe = recipe
         self._held, self._held_by_evaluated = HeldState(recipe), HeldState(evaluated)
         self._before: Reading = {}
+        self.latest: Reading = {}
+        """What there was in the latest evaluation."""
         self.written: set[str] = set()
         """What evaluations have changed; that later ones do so, too, is no harm."""
         self.draws = False
@@ -66,7 +68,8 @@ class EvaluationEffects:
 
     def look(self) -> None:
         """Look at what there is, as long as the evaluation has not given the attributes back."""
-        self.written |= _names(changed(self._before, _read(self._held_by_evaluated)))
+        self.latest = _read(self._held_by_evaluated)
+        self.written |= _names(changed(self._before, self.latest))
 
     def check(
         self,
