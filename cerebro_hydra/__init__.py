@@ -13,8 +13,7 @@ from cerebro_hydra.kernels import choose_fast_kernels
 
 if TYPE_CHECKING:
     from cerebro_hydra.ml import SparkEstimator, SparkModel, TunedEstimator
-    from cerebro_hydra.observe.mlflow import MLflowTracker
-    from cerebro_hydra.observe.tensorboard import TensorBoardTracker
+    from cerebro_hydra.observe.trackers import MLflowTracker, TensorBoardTracker
     from cerebro_hydra.recipe import StateMetric
     from cerebro_hydra.replay.replay_trial import replay
     from cerebro_hydra.spark import SparkBackend, doctor, local_spark
@@ -95,7 +94,7 @@ _HOMES = {
     "HDFSStore": "cerebro_hydra.storage",
     "HyperbandSearch": "cerebro_hydra.tune",
     "LocalStore": "cerebro_hydra.storage",
-    "MLflowTracker": "cerebro_hydra.observe.mlflow",
+    "MLflowTracker": "cerebro_hydra.observe.trackers",
     "MedianStopping": "cerebro_hydra.tune",
     "OptunaSearch": "cerebro_hydra.tune",
     "PBTSearch": "cerebro_hydra.tune",
@@ -107,7 +106,7 @@ _HOMES = {
     "StateMetric": "cerebro_hydra.recipe",
     "SuccessiveHalvingSearch": "cerebro_hydra.tune",
     "TPESearch": "cerebro_hydra.tune",
-    "TensorBoardTracker": "cerebro_hydra.observe.tensorboard",
+    "TensorBoardTracker": "cerebro_hydra.observe.trackers",
     "TunedEstimator": "cerebro_hydra.ml",
     "doctor": "cerebro_hydra.spark",
     "hp_choice": "cerebro_hydra.tune",

@@ -95,6 +95,23 @@ def test_tensorboard_forgets_epochs_that_were_trained_again(tmp_path: Path) -> N
     assert scalars(folder, "val_loss") == [(1, 3.0), (2, 1.0)]
 
 
+def test_trackers_go_on_with_a_trial_whose_budget_was_extended(tmp_path: Path, flow: Any) -> None:
+    told = [
+        ins.EndEpoch(0, 0, {"val_loss": 3.0}),
+        ins.FinishTrial(0, "finished", "", 2),
+        ins.ReopenTrial(0),
+        ins.EndEpoch(0, 1, {"val_loss": 2.0}),
+        ins.FinishTrial(0, "finished", "", 4),
+    ]
+    begun = begin(1)
+    tell([TensorBoardTracker(tmp_path), mlflow_tracker(flow, "longer")], begun, *told)
+    folder = tmp_path / begun[0].document.run_id / "trial-000"
+    assert scalars(folder, "val_loss") == [(1, 3.0), (2, 2.0)]
+    (trial,) = (run for run in runs_of(flow, "longer") if run.info.run_name == "trial-000")
+    logged = flow.get_metric_history(trial.info.run_id, "val_loss")
+    assert [(each.step, each.value) for each in logged] == [(1, 3.0), (2, 2.0)]
+
+
 def test_trackers_log_the_epochs_that_a_fork_has_from_its_parent(tmp_path: Path, flow: Any) -> None:
     told = [
         ins.EndEpoch(0, 0, {"val_loss": 3.0}),
@@ -143,7 +160,7 @@ def test_tensorboard_keeps_no_file_and_no_thread_of_a_trial_that_is_over(tmp_pat
 def test_a_tracker_takes_one_search_after_another(
     tmp_path: Path, flow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cerebro_hydra.observe.mlflow.render", lambda folder: "")
+    monkeypatch.setattr("cerebro_hydra.observe.trackers.render", lambda folder: "")
     trackers = TensorBoardTracker(tmp_path / "board"), mlflow_tracker(flow, "two")
     for value, run_id in enumerate(("first", "second")):
         begun = begin(1, run_id=run_id, store=LocalStore(str(tmp_path / run_id)).to_dict())
