@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from benchmarks.queue_worker import QueueWorker, train
 from benchmarks.spill.run import TrackedState, quartiles
 from benchmarks.spill.trial import MemoryTrial
 from cerebro_hydra.agent.device.device import DeviceMemory
@@ -39,7 +40,6 @@ from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.engine.layout import Bytes
-from cerebro_hydra.testing.queue_worker import QueueWorker, train
 
 VOCABULARY = 1024
 SIZES = (1 << 20, 16 << 20, 256 << 20)

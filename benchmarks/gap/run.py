@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from benchmarks.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
@@ -20,7 +21,6 @@ from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, Answer, WorkerEvent
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
-from cerebro_hydra.testing.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker
 
 DEVICES = (1, 2, 4)
 MILLISECONDS = (1, 2, 5, 20)  # of a task

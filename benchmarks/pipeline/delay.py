@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.gap.run import Span
+from benchmarks.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker, train
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
@@ -33,7 +34,6 @@ from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, ShardBytes
-from cerebro_hydra.testing.queue_worker import DelayRun, DelaySpec, DelayTrials, QueueWorker, train
 
 DEVICES = (4, 8)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "pipedream", "2bw")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.placement.run import clock, sharp_with_equal_cuts, trials_of, worker
+from benchmarks.queue_worker import DelayMemory, DelayRun, DelaySpec, QueueWorker
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
@@ -28,7 +29,6 @@ from cerebro_hydra.plan.sizing.bill import WorkerMemory
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import HostSegments, ShardBytes
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.testing.queue_worker import DelayMemory, DelayRun, DelaySpec, QueueWorker
 
 TRIALS, DEVICES, MICROBATCHES, ROWS = 12, 4, 8, 4
 TASK = 0.25  # seconds of a microbatch of the shortest trial

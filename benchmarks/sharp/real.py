@@ -19,6 +19,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.queue_worker import (
+    DelayMemory,
+    DelaySpec,
+    DelayTrials,
+    QueueWorker,
+    train,
+)
 from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.device.messages import (
     Alive,
@@ -41,13 +48,6 @@ from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
-from cerebro_hydra.testing.queue_worker import (
-    DelayMemory,
-    DelaySpec,
-    DelayTrials,
-    QueueWorker,
-    train,
-)
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 

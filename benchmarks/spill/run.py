@@ -25,6 +25,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+from benchmarks.queue_worker import QueueWorker, in_this_process, train
 from benchmarks.spill.trial import MemoryTrial
 from cerebro_hydra.hopper.protocol.resources import QUEUED_SHARE
 from cerebro_hydra.plan.messages import events
@@ -32,7 +33,6 @@ from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process, train
 
 LAYERS, QUICK_LAYERS, WIDTH, HEADS, VOCABULARY = 24, 4, 320, 5, 1024
 BATCH, TOKENS, STEPS = 8, 32, 2

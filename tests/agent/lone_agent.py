@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.queue_worker import ME, QueueWorker, in_this_process
 from cerebro_hydra.agent.device.builder import TrialBuilder
 from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.visits import TrialVisits
@@ -26,7 +27,6 @@ from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_folder import read_document
-from cerebro_hydra.testing.queue_worker import ME, QueueWorker, in_this_process
 from cerebro_hydra.testing.run_in_process import run_in_process
 from tests.agent.queues.queue_bench import CheckedState
 from tests.agent.standins import SECONDS

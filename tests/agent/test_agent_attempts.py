@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.queue_worker import ME
 from cerebro_hydra.agent.device.messages import FailureKind
 from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, TransferError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.instructions import FetchShards, StartSubEpoch, StateSource
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.testing.queue_worker import ME
 from tests.agent.byte_visits import ByteTrials, gradient_of
 from tests.agent.queues.queue_bench import BATCH, QueueBench
 from tests.agent.standins import SECONDS, Peer

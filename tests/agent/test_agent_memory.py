@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.queue_worker import QueueWorker, in_this_process
 from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.memory.checkpoint import write_segments
@@ -38,7 +39,6 @@ from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
-from cerebro_hydra.testing.queue_worker import QueueWorker, in_this_process
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from tests.agent.standins import SECONDS
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.queue_worker import train
 from cerebro_hydra.agent.device import logs
 from cerebro_hydra.agent.device.device import CUDA_ASSERT, Device, DeviceMemory
 from cerebro_hydra.agent.device.lane import Lane
@@ -34,7 +35,6 @@ from cerebro_hydra.agent.device.worker_devices import WorkerDevices
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.engine.layout import Bytes, Segments
-from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import LateRuntime
 from tests.agent.standins import SECONDS

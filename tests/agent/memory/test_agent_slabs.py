@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.queue_worker import train
 from cerebro_hydra.agent.device.messages import Alive, Move, Open, VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.standins import SECONDS
 

@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+from benchmarks.queue_worker import (
+    DelaySpec,
+    QueueWorker,
+    evaluate,
+    in_this_process,
+    train,
+)
 from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
@@ -34,13 +41,6 @@ from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import (
-    DelaySpec,
-    QueueWorker,
-    evaluate,
-    in_this_process,
-    train,
-)
 from tests.agent.byte_visits import trained
 from tests.agent.standins import SECONDS
 

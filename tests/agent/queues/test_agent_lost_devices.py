@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.queue_worker import evaluate, train
 from cerebro_hydra.agent.attempts import AttemptReports
 from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
@@ -31,7 +32,6 @@ from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.local_backend import fork_server
-from cerebro_hydra.testing.queue_worker import evaluate, train
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.device.late_runtime import late_memory
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench

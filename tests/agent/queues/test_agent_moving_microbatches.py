@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.queue_worker import ME
 from cerebro_hydra.agent.device.visits import open_trials
 from cerebro_hydra.agent.visit import VisitBoundary
 from cerebro_hydra.data.preparation.prepared import find_prepared
@@ -33,7 +34,6 @@ from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_folder import read_document
-from cerebro_hydra.testing.queue_worker import ME
 from tests.agent.lone_agent import ROWS, Agent, trained_many
 from tests.agent.queues.queue_bench import QueueBench, bench
 from tests.agent.standins import SECONDS

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.queue_worker import ME, evaluate
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
@@ -24,7 +25,6 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.profile import profile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
-from cerebro_hydra.testing.queue_worker import ME, evaluate
 from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent, train_without_agent
 from tests.agent.queues.queue_bench import QueueBench, bench
 from tests.agent.queues.test_agent_moving_microbatches import longest_waiting, state

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.queue_worker import train
 from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.errors import ScratchFull
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.events import VisitRestarted
-from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, QueueBench, bench
 from tests.agent.standins import SECONDS, refuse_copies

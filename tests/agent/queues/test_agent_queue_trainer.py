@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.queue_worker import train
 from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.memory.shard_store import ShardHome
 from cerebro_hydra.agent.worker_loop import Unit, UnitGate
@@ -23,7 +24,6 @@ from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
-from cerebro_hydra.testing.queue_worker import train
 from tests.agent.byte_visits import ByteTrials, trained
 from tests.agent.queues.queue_bench import MICROBATCHES, SIZES, bench, spec_of
 from tests.agent.standins import SECONDS

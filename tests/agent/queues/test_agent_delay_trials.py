@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
+from benchmarks.queue_worker import DelayMemory, DelayTrials, train
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.testing.queue_worker import DelayMemory, DelayTrials, train
 from tests.agent.queues.queue_bench import QueueBench, bench, spec_of
 
 ROWS, BATCH, DEVICES, FORWARD, NBYTES = 12, 4, 4, 0.03, 100_000
