@@ -23,9 +23,9 @@ import numpy as np
 from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.device import DeviceMemory, VisitOpener
-from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.device.process import OwnDevice
+from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice
 from cerebro_hydra.agent.memory.fetch import FetchManager

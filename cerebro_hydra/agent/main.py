@@ -22,10 +22,9 @@ from cerebro_hydra.agent.attempts import VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.builder import TrialBuilder, decode_partitions
-from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.process import cpu_starts, gpu_starts, numeric_on_gpu, own_start
-from cerebro_hydra.agent.device.runtime import THE_GPU
+from cerebro_hydra.agent.device.runtime import THE_GPU, Lane
 from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
 from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.device.worker_devices import DeviceStart

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.queue_worker import ME, QueueWorker, in_this_process
 from cerebro_hydra.agent.device.builder import TrialBuilder
-from cerebro_hydra.agent.device.lane import Lane
+from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.device.visits import TrialVisits
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.data.batches import Batch

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks.queue_worker import QueueWorker, in_this_process
-from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import BUDGET_STATES

@@ -25,7 +25,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.logs import attribute_to
 from cerebro_hydra.agent.device.messages import (
     Answer,
@@ -46,7 +45,7 @@ from cerebro_hydra.agent.device.messages import (
     VisitOrder,
     copy_of,
 )
-from cerebro_hydra.agent.device.runtime import DeviceRuntime, HostRuntime
+from cerebro_hydra.agent.device.runtime import DeviceRuntime, HostRuntime, Lane
 from cerebro_hydra.agent.device.task_watch import Task
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.pool import POISON

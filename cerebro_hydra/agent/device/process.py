@@ -30,7 +30,6 @@ from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.answer_batches import AnswerBatches
 from cerebro_hydra.agent.device.device import Device, DeviceMemory, VisitOpener
 from cerebro_hydra.agent.device.endings import ending_of, no_life
-from cerebro_hydra.agent.device.lane import Lane
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
     Alive,
@@ -40,7 +39,7 @@ from cerebro_hydra.agent.device.messages import (
     Order,
     Ready,
 )
-from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime
+from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime, Lane
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs

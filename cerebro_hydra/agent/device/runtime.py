@@ -1,6 +1,7 @@
-"""What a device's memory asks of the hardware: memory, copies beside the computing, waiting.
+"""What a device asks of its process and of the hardware: a thread, memory, copies beside, waiting.
 
-For CUDA these are streams, events, and host memory that is pinned for them.
+A lane does what it is given on one thread, one thing after the other. For CUDA the others are
+streams, events, and host memory that is pinned for them.
 
 It is a thin shell, because only a GPU can test it: what must wait for what is decided in
 ``DeviceMemory`` and ``Device``, which run on streams that a test holds back, too.
@@ -9,6 +10,9 @@ It is a thin shell, because only a GPU can test it: what must wait for what is d
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +22,41 @@ from torch import Tensor
 from cerebro_hydra.agent.device.visible_gpus import reserved
 from cerebro_hydra.agent.memory.pool import BufferPool, Lease, private_pages
 from cerebro_hydra.shards.engine.layout import Bytes
+
+
+class Lane:
+    """Does one thing after the other, on a thread of its own or on the one that calls `run`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.thread: int | None = None
+
+    def start(self) -> None:
+        """Begin on a thread of its own."""
+        threading.Thread(target=self.run, name=self._name, daemon=True).start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Let something be done; called from any thread."""
+        self._items.put(work)
+
+    def close(self) -> None:
+        """End after what was put before."""
+        self._items.put(None)
+
+    def run(self) -> None:
+        """Do what is put, until it is closed."""
+        self.thread = threading.get_ident()
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do the next thing, once it is there; return whether there was one before the end."""
+        if (work := self._items.get()) is None:
+            return False
+        work()  # its slabs are given back before the next order comes
+        return True
+
 
 THE_GPU = torch.device("cuda", 0)
 """The only one that a process sees after `show_gpu`."""

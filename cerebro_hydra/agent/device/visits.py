@@ -321,7 +321,29 @@ class _ComparedSteps:
         return self._effects.of_step(window)
 
 
-class TrainingVisit:
+class _Training:
+    """Has the slots of a visit that trains, and what its steps are compared by."""
+
+    def __init__(self, memory: _Memory, effects: LateEffects, steps: _ComparedSteps) -> None:
+        self._memory, self._effects, self._steps = memory, effects, steps
+        self._latest = 0  # microbatch of a task that was done
+
+    def moved(self, slots: Segments) -> Segments:
+        """Return slots with the same content where the visit wants them."""
+        return self._memory.moved(slots)
+
+    def digests(self, shard: int) -> TensorDigests:
+        """Return the digests of a shard's tensors, with what the step left elsewhere."""
+        effects = {} if shard else self._steps.end(self._latest)
+        return {**self._memory.digests(shard), **effects}
+
+    def _begin(self, task: Action) -> None:
+        """Note that a task begins."""
+        if task.kind is ActionKind.F and task.shard == 0:
+            self._steps.begin(task.microbatch or 0)
+
+
+class TrainingVisit(_Training):
     """Trains a trial on a device."""
 
     def __init__(
@@ -333,17 +355,10 @@ class TrainingVisit:
         effects: LateEffects,
         steps: _ComparedSteps,
     ) -> None:
-        self.stays = stays
-        self._effects, self._steps = effects, steps
-        self._latest = 0  # microbatch of a task that was done
-        self.resident = memory.resident
+        super().__init__(memory, effects, steps)
+        self.stays, self.resident = stays, memory.resident
         self._marks = [len(GradientLayout.of(shard).entries) for shard in layout.shards]
         self._visit = visit
-        self._memory = memory
-
-    def moved(self, slots: Segments) -> Segments:
-        """Return slots with the same content where the visit wants them."""
-        return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Bind a shard to its slots."""
@@ -371,8 +386,7 @@ class TrainingVisit:
             self._latest = ended.microbatch or 0
             return then(Done(ended))
 
-        if task.kind is ActionKind.F and task.shard == 0:
-            self._steps.begin(task.microbatch or 0)
+        self._begin(task)
         with self._memory.computing():
             last = self._visit.perform(task, then=following)
         number = self._latest = last.microbatch or 0
@@ -383,11 +397,6 @@ class TrainingVisit:
     def cursor(self, shard: int) -> Mapping[str, Any]:
         """Return the cursor of a shard."""
         return self._visit.cursor(shard)
-
-    def digests(self, shard: int) -> TensorDigests:
-        """Return the digests of a shard's tensors, with what the step left elsewhere."""
-        effects = {} if shard else self._steps.end(self._latest)
-        return {**self._memory.digests(shard), **effects}
 
     def take_up(self, tasks: Sequence[Action], slab: Bytes, record: PassRecord) -> None:
         """Begin a unit of a microbatch that moves."""
@@ -506,7 +515,7 @@ class EvaluationVisit:
             self._visit.close()
 
 
-class PlainVisit:
+class PlainVisit(_Training):
     """Takes each step with the plain trainer, when the last microbatch's first backward comes.
 
     All shards are loaded then, because the visit keeps them from F to B; other tasks do nothing.
@@ -530,23 +539,17 @@ class PlainVisit:
         effects: LateEffects,
         steps: _ComparedSteps,
     ) -> None:
+        super().__init__(memory, effects, steps)
         self._trial = trial
-        self._effects, self._steps = effects, steps
-        self._latest = 0  # microbatch of a task that was done
         self._start_step = start_step
         self._windows = enumerate(windows)
         self._at: tuple[int, Window] = (-1, ())
         self._epoch_metrics = epoch_metrics
-        self._memory = memory
         self._cursors: dict[int, dict[str, Any] | None] = {}
         self._before = self._cursors  # the latest step
         self._training: UncutTraining | None = None  # while all shards are there
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stack = ExitStack()
-
-    def moved(self, slots: Segments) -> Segments:
-        """Return slots with the same content where the visit wants them."""
-        return self._memory.moved(slots)
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         """Take a shard, which lies in the slots."""
@@ -569,8 +572,7 @@ class PlainVisit:
         while self._at[0] < window:
             self._at = next(self._windows)
         self._latest = number
-        if task.kind is ActionKind.F and task.shard == 0:
-            self._steps.begin(number)
+        self._begin(task)
         last_of_all = place == len(self._at[1]) - 1 and task.shard == self._trial.num_shards - 1
         if task.kind is not ActionKind.B or not last_of_all:
             return Done(task)
@@ -611,11 +613,6 @@ class PlainVisit:
     def cursor(self, shard: int) -> Mapping[str, Any] | None:
         """Return the cursor of a shard from before the step that a backward has taken."""
         return self._before[shard]
-
-    def digests(self, shard: int) -> TensorDigests:
-        """Return the digests of a shard's tensors, with what the step left elsewhere."""
-        effects = {} if shard else self._steps.end(self._latest)
-        return {**self._memory.digests(shard), **effects}
 
     def close(self) -> None:
         """End the visit."""
