@@ -162,6 +162,8 @@ class HeldState:
         for name, buffer in tuple(module._buffers.items()):
             if prefix + name in self._hopping:
                 reader.found[f"buffer {prefix + name!r}"] = ""
+                for attribute, value in tuple(getattr(buffer, "__dict__", {}).items()):
+                    reader.read(f"attribute {attribute!r} of buffer {prefix + name!r}", value)
             elif buffer is not None or prefix + name not in self._built:
                 made = "" if prefix + name in self._built else ", which training makes"
                 reader.read(f"buffer {prefix + name!r}{made}", buffer)

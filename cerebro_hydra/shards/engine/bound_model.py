@@ -290,6 +290,7 @@ class BoundModel:
         self._put({n: o for n, o in self._own.items() if n in self._lent or o is not stand_ins[n]})
         for name, lent in self._lent.items():  # whoever kept it must not write to what is published
             lent.data = self._own[name].data
+            vars(self._own[name]).update(vars(lent))  # what it was given is looked at afterwards
         self._lent.clear()
 
     def collect_written(self, state: ShardState | None = None) -> None:

@@ -218,6 +218,17 @@ class Hooked(Keeps):
             self.b.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+class OnABuffer(Keeps):
+    def add(self):
+        self.register_buffer("steps", torch.zeros(()))
+
+    def act(self):
+        self.steps.gain = self.factor() * 0.9
+
+    def factor(self):
+        return getattr(self.steps, "gain", 1.0)
+
+
 class Key:
     pass
 
@@ -277,6 +288,7 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an environment variable": (
         InTheEnvironment, "environment variable 'HYDRA_GAIN' that tests.* names"
     ),
+    "an attribute of a buffer": (OnABuffer, "attribute 'gain' of buffer 'steps'"),
     "a hook on a gradient": (Hooked, "a gradient hook of parameter 'b.weight'"),
 }  # fmt: skip
 
