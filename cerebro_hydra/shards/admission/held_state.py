@@ -123,8 +123,8 @@ class HeldState:
                     leaves.setdefault(id(buffer), f"buffer {prefix + name!r}")
         leaves.pop(id(None), None)
         addresses = {number: f"the id of {told}" for number, told in leaves.items()}
-        for name, own in (*self._parameters.items(), *model.named_buffers()):
-            if own.layout is torch.strided and (address := own.data_ptr()):
+        for name, tensor in (*self._parameters.items(), *model.named_buffers()):
+            if tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 addresses[address] = f"the address of {name!r}"
         return ObjectReader(leaves, self._packages, addresses)
 
