@@ -58,6 +58,19 @@ def test_replicas_have_the_bits_of_one_process_and_one_lost_costs_the_sub_epoch(
         fewer.fit(classes(131), resume=result.run_path)
 
 
+def test_the_last_trial_takes_the_workers_that_are_left_and_replays(tmp_path: Path) -> None:
+    """Its first epoch is decided on before the search is closed, and a replica is lost later."""
+    tape = kill_a_replica(1)
+    space = {"epochs": [4], "replicas": ["tail"], "accumulate": [1]}
+    options = {"validation": 0.3, "observers": [tape], "num_epochs": 4}
+    result = search(tmp_path, normalized, space, classes(96), workers=2, **options)
+    assert statuses(result) == ["finished"]
+    groups = [each.partitions for each in tape.of(Commit)]
+    assert groups == [(0,), (1,), *[(0, 1)] * 3] or groups == [(1,), (0,), *[(0, 1)] * 3]
+    assert len(tape.of(WorkerLost)) == 1
+    assert_replays(result)
+
+
 @pytest.mark.long
 @pytest.mark.spark(group=1)
 def test_replicas_on_spark_outlive_one_of_them(spark: Any, tmp_path: Path) -> None:
