@@ -246,7 +246,12 @@ class World:
 
     def fetching(self, agent: FakeAgent, key: tuple[int, int], source: ins.StateSource):
         if source.incarnation is None:
-            return lambda: agent.receive(key, self.store[key])
+            if key in self.store:
+                return lambda: agent.receive(key, self.store[key])
+            for attempt, task in agent.tasks.items():  # they were cancelled, which it has not heard
+                wanted = attempt in self.state.tables.attempts
+                assert not (wanted and (task.trial, task.source.state) == key), "it was collected"
+            return lambda: agent.fail_fetch(key)
         owner = next(a for a in self.agents if a.incarnation == source.incarnation)
         if owner.worker in self.unreachable:
             return lambda: agent.fail_fetch(key)

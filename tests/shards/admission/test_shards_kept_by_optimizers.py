@@ -99,4 +99,4 @@ def test_it_is_refused_by_the_same_name_in_each_cut(what: str, shards: int) -> N
 def test_what_each_step_sets_anew_is_admitted_and_known_by_its_path() -> None:
     trial = start(bound(mlp_recipe(by(RemembersANorm)))(), [VECTORS])
     name = "attribute 'info' of optimizer RemembersANorm"
-    assert trial.admission.attributes == (f"{name}\0['norm']",)
+    assert f"{name}\0['norm']" in trial.admission.attributes
