@@ -179,7 +179,7 @@ class RunTables:
         An epoch that is begun again, after a loss, has as many as before.
         """
         trial, epoch = self.trials[number], len(self.trials[number].history)
-        if not trial.config.tail or epoch in trial.tail:
+        if not trial.config.tail or trial.uncut or epoch in trial.tail:
             return
         more = not self.search_closed or self.candidates or any(self.forks.values())
         live, workers = (self.in_training | 1 << number).bit_count(), len(self.workers.by_worker)

@@ -204,8 +204,13 @@ class TrialProgress:
 
     @property
     def replicas(self) -> int:
-        """Return over how many partitions at once the present epoch goes."""
-        return self.tail.get(len(self.history), self.config.replicas)
+        """Return over how many partitions at once the present epoch goes.
+
+        A trial that is trained in one piece, as an audit has failed, has no tail: agents that do so
+        don't sum gradients.
+        """
+        tail = {} if self.uncut else self.tail
+        return tail.get(len(self.history), self.config.replicas)
 
     @property
     def status(self) -> TrialStatus:

@@ -120,6 +120,23 @@ def test_a_trial_that_is_left_over_takes_the_workers_that_have_none() -> None:
     assert "epoch 4 has 3 replicas: 3 workers for 1" in run.state.story(0)
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_trial_that_an_audit_has_sent_back_has_no_tail(epoch: int) -> None:
+    run = open_search(2)
+    run(ev.TrialAdded(trial(0, tail=True), 3))
+    run(ev.SearchClosed())
+    while len(run.state.trials[0].history) < epoch:
+        train_one(run)
+    worker, attempt = next(iter(run.running.items()))
+    run(ev.AuditFailed(attempt, worker, "at step 7"))
+    before = len(run.told)
+    while run.running:
+        train_one(run)
+    began = of(ins.StartSubEpoch, run.told[before:])
+    assert {(each.uncut, each.replicas) for each in began} == {(True, ())}
+    assert len(run.state.trials[0].history) == 3
+
+
 def train_one(run: Driver) -> None:
     """End the task of one worker, and of those that do it together."""
     running = run.running
