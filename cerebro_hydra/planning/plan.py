@@ -253,7 +253,8 @@ def _exchanges(row: PlanRow) -> list[str]:
         f"{row.workers} workers: trial {numbers_text(numbers)}: {each.replicas} replicas exchange "
         f"{bytes_text(each.nbytes)} of gradients in each step, {1e3 * each.seconds:.1f} ms beside "
         f"{1e3 * each.step:.1f} ms of computing, {each.share:.2f} of it; "
-        f"{'worth it' if each.share < WORTH_IT else 'not worth it'}, as it is below {WORTH_IT}"
+        f"{'worth it, as it is' if each.share < WORTH_IT else 'not worth it, as it is not'} "
+        f"below {WORTH_IT}"
         for each, numbers in trials_of.items()
     ]
 
