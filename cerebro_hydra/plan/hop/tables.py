@@ -176,14 +176,16 @@ class RunTables:
     def begin_tail(self, number: int) -> None:
         """Let the epoch that a trial is about to begin have replicas, if workers would be idle.
 
-        An epoch that is begun again, after a loss, has as many as before.
+        An epoch that is begun again, after a loss, has as many as before. One behind the budget has
+        none, since nobody knows with how many trials and workers a resumed run would train it.
         """
         trial, epoch = self.trials[number], len(self.trials[number].history)
         if not trial.config.tail or trial.uncut or epoch in trial.tail:
             return
         more = not self.search_closed or self.candidates or any(self.forks.values())
+        plain = more or epoch >= trial.budget
         live, workers = (self.in_training | 1 << number).bit_count(), len(self.workers.by_worker)
-        trial.tail[epoch] = 1 if more else max(1, min(workers // live, self.config.partitions))
+        trial.tail[epoch] = 1 if plain else max(1, min(workers // live, self.config.partitions))
         if (replicas := trial.tail[epoch]) > 1:
             self.log(
                 number, f"epoch {epoch + 1} has {replicas} replicas: {workers} workers for {live}"
