@@ -139,6 +139,9 @@ class ShardClient:
             Cancelled: `cancel()` was called.
         """
         try:
+            if self._socket is not None and self.hung_up:  # nothing was asked for so long
+                self.close()
+                self._socket = None
             owner = self._socket or self._dial()
             owner.sendall(encode("fetch", vars(request)))
             head = np.empty(_HEAD_BYTES, np.uint8)

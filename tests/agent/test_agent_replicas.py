@@ -17,6 +17,7 @@ from cerebro_hydra.agent.replicas import Replicas
 from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
 from cerebro_hydra.shards.engine.layout import aligned, memory_of
+from cerebro_hydra.wire import shards
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.shards import ShardServer
 
@@ -136,6 +137,23 @@ def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> Non
     time.sleep(0.25)
     visit.check()
     assert told, "this was its own time"
+
+
+def test_a_rank_that_asks_for_nothing_for_long_is_connected_anew(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_IDLE_SECONDS", 0.2)
+    first, second = ranks.accept(0, 1)
+    for number in range(2):  # windows of a trial whose steps take long
+        second.send("sum", number, 0, memory(5)[0])
+        got = memory(5)
+        got[0].zero_()
+        assert receive(first, "sum", number, 1, got) == [0]
+        assert torch.equal(got[0], memory(5)[0])
+        (client,) = first._clients.values()
+        end = time.monotonic() + 60
+        while not client.hung_up:
+            assert time.monotonic() < end
 
 
 def test_a_rank_that_waits_is_woken_when_its_attempt_is_taken_back(ranks: Ranks) -> None:
