@@ -176,14 +176,14 @@ class RunTables:
     def begin_tail(self, number: int) -> None:
         """Let the epoch that a trial is about to begin have replicas, if workers would be idle.
 
-        An epoch that is begun again, after a loss, has as many as before. One behind the budget has
-        none, since nobody knows with how many trials and workers a resumed run would train it.
+        An epoch that is begun again, after a loss, has as many as before. One that is left to a
+        resumed run has none: nobody knows how many trials and workers that has.
         """
         trial, epoch = self.trials[number], len(self.trials[number].history)
         if not trial.config.tail or trial.uncut or epoch in trial.tail:
             return
         more = not self.search_closed or self.candidates or any(self.forks.values())
-        plain = more or epoch >= trial.budget
+        plain = more or epoch >= trial.budget or self.suspended
         live, workers = (self.in_training | 1 << number).bit_count(), len(self.workers.by_worker)
         trial.tail[epoch] = 1 if plain else max(1, min(workers // live, self.config.partitions))
         if (replicas := trial.tail[epoch]) > 1:

@@ -121,6 +121,23 @@ def test_a_trial_that_is_left_over_takes_the_workers_that_have_none() -> None:
     assert "epoch 4 has 3 replicas: 3 workers for 1" in run.state.story(0)
 
 
+def test_no_trial_is_left_over_because_its_run_is_suspended() -> None:
+    run = open_search(2, evaluate=True)
+    for number in range(2):
+        run(ev.TrialAdded(trial(number, tail=True, custom_metrics=("auc",)), 3))
+    run(ev.SearchClosed())
+    while not (merges := of(ins.MergeMetrics, run.told)):
+        worker, number = next(iter(run.running.items()))
+        if run.state.attempts[number].kind == "train":
+            run(done(number, worker))
+        else:
+            hop, sums = ev.Hop(0, 0, 0.0), {"loss": (1.0, 2)}
+            run(ev.EvaluationDone(number, worker, sums, 1.0, hop, {"auc": 1}))
+    run(ev.RunSuspended("enough"))
+    run(ev.MetricsMerged(merges[0].attempt, merges[0].trial, 0, {"auc": 1.0}))
+    assert run.state.trials[merges[0].trial].tail == {1: 1}, "the other one goes on with it"
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_trial_that_an_audit_has_sent_back_has_no_tail(epoch: int) -> None:
     run = open_search(2)
