@@ -19,6 +19,7 @@ from typing import NamedTuple
 from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.hop.holders import Holders
 from cerebro_hydra.plan.hop.trial_status import (
+    AWAY,
     IN_TRAINING,
     OVER,
     WAITING,
@@ -184,7 +185,8 @@ class RunTables:
             return
         more = not self.search_closed or self.candidates or any(self.forks.values())
         plain = more or epoch >= trial.budget or self.suspended
-        live, workers = (self.in_training | 1 << number).bit_count(), len(self.workers.by_worker)
+        live = (self.in_training | self.with_status(*AWAY) | 1 << number).bit_count()
+        workers = len(self.workers.by_worker)
         trial.tail[epoch] = 1 if plain else max(1, min(workers // live, self.config.partitions))
         if (replicas := trial.tail[epoch]) > 1:
             self.log(

@@ -48,6 +48,8 @@ IN_TRAINING = (
     TrialStatus.MERGING,
 )
 """Where a trial stands that may be given tasks, now or when it has done what it does."""
+AWAY = tuple(status for status in TrialStatus if status not in (*IN_TRAINING, *OVER))
+"""Where a trial stands that can be given none, and will be back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from cerebro_hydra.plan.bits import mask_of, members
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
-from cerebro_hydra.plan.hop.trial_status import IN_TRAINING, OVER, TrialStatus
+from cerebro_hydra.plan.hop.trial_status import AWAY
 from cerebro_hydra.plan.hop.trials import Attempt, TaskKind, replica_groups, visit_order
 from cerebro_hydra.plan.messages.events import Assignment
-
-_AWAY = [status for status in TrialStatus if status not in (*IN_TRAINING, *OVER)]  # and come back
 
 OVERDUE_SHARE = 0.05  # of a task's time is left of one that takes longer than expected
 
@@ -176,7 +174,7 @@ class View:
     def tasks_expected(self) -> bool:
         """Whether a worker may be given a task yet, or waits for a trial that another one has."""
         tables = self._tables
-        if not tables.search_closed or tables.candidates or tables.with_status(*_AWAY):
+        if not tables.search_closed or tables.candidates or tables.with_status(*AWAY):
             return True
         return any(map(self._goes_on, members(tables.in_training)))
 

@@ -121,6 +121,19 @@ def test_a_trial_that_is_left_over_takes_the_workers_that_have_none() -> None:
     assert "epoch 4 has 3 replicas: 3 workers for 1" in run.state.story(0)
 
 
+def test_a_trial_that_is_cut_finer_comes_back_and_leaves_no_other_one_over() -> None:
+    run = open_search(2)
+    run(ev.TrialAdded(trial(0, tail=True), 3))
+    run(ev.TrialAdded(trial(1, finer=True), 3))
+    run(ev.SearchClosed())
+    (lacking,) = (each for each in run.state.attempts.values() if each.trial == 1)
+    told = run(ev.TaskFailed(lacking.number, lacking.incarnation, "MemoryError", memory=True))
+    assert of(ins.CutFiner, told)
+    while not run.state.trials[0].history:
+        train_one(run)
+    assert run.state.trials[0].tail == {1: 1}
+
+
 def test_no_trial_is_left_over_because_its_run_is_suspended() -> None:
     run = open_search(2, evaluate=True)
     for number in range(2):
