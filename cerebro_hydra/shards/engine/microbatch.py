@@ -356,6 +356,9 @@ class UsesElsewhere(Watch):
 
 _looking: list[UsesElsewhere] = []  # those that are entered, on any thread
 _visits = 0  # within `memory_reads_seen`
+_given: dict[str, tuple[Callable[..., Any], Any]] = {}
+"""What was set in place of each method meanwhile, and what a tensor's class itself had, if any."""
+_door = threading.Lock()
 _OF_MEMORY = ("numpy", "tolist", "__dlpack__")
 """Methods by which a tensor's memory is read, and no operation tells of it."""
 
@@ -364,22 +367,23 @@ _OF_MEMORY = ("numpy", "tolist", "__dlpack__")
 def memory_reads_seen() -> Iterator[None]:
     """Let what reads the memory of tensors past torch be seen for a while; see `UsesElsewhere`."""
     global _visits
-    if _visits == 0:
-        for name in _OF_MEMORY:
-            setattr(Tensor, name, _seen(name, getattr(Tensor, name)))
-    _visits += 1
+    with _door:
+        if _visits == 0:
+            for name in _OF_MEMORY:
+                _given[name] = _seen(getattr(Tensor, name)), vars(Tensor).get(name)
+                setattr(Tensor, name, _given[name][0])
+        _visits += 1
     try:
         yield
     finally:
-        _visits -= 1
-        if _visits == 0:  # visits end in any order
-            for name in _OF_MEMORY:
-                _give_back(name)
+        with _door:
+            _visits -= 1
+            if _visits == 0:  # visits end in any order
+                for name in _OF_MEMORY:
+                    _give_back(name, *_given.pop(name))
 
 
-def _seen(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    own = vars(Tensor).get(name)  # None if it is inherited
-
+def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         for looks in tuple(_looking):
@@ -387,12 +391,14 @@ def _seen(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 looks.look([tensor])
         return method(tensor, *args, **kwargs)
 
-    seen.own = own  # type: ignore[attr-defined]
     return seen
 
 
-def _give_back(name: str) -> None:
-    if (own := vars(Tensor)[name].own) is None:
+def _give_back(name: str, seen: Callable[..., Any], own: Any) -> None:
+    """Let a tensor's class have its method again, unless another library has set one meanwhile."""
+    if vars(Tensor).get(name) is not seen:
+        return
+    if own is None:
         delattr(Tensor, name)
     else:
         setattr(Tensor, name, own)

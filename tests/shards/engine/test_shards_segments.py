@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
@@ -22,6 +22,7 @@ from cerebro_hydra.shards.engine.layout import (
     on_host,
     read_tensors,
 )
+from cerebro_hydra.shards.engine.microbatch import memory_reads_seen
 from cerebro_hydra.shards.engine.state import ShardState, decode, encode
 from cerebro_hydra.storage.digest import digest
 from tests.shards import plain, zoo
@@ -164,3 +165,22 @@ def test_a_part_of_a_larger_tensor_equals_its_copy(numbers: int, at: int) -> Non
         other.view(torch.int32)[-1] ^= 1
         assert not same_bits(part, other) and not same_bits(other, part)
         assert checksum(part) != checksum(other)
+
+
+@pytest.mark.parametrize("takes_it_back", [False, True])
+def test_methods_that_a_library_gives_to_tensors_while_they_are_watched_stay(
+    takes_it_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_reads_seen():
+        monkeypatch.setattr(Tensor, "numpy", lambda tensor: "theirs")
+        if takes_it_back:
+            monkeypatch.delattr(Tensor, "numpy")
+    assert Tensor.tolist is torch._C.TensorBase.tolist
+    if takes_it_back:
+        assert Tensor.numpy is torch._C.TensorBase.numpy
+    else:
+        assert torch.ones(1).numpy() == "theirs"
+    with memory_reads_seen():
+        assert torch.ones(1).tolist() == [1.0]
+    monkeypatch.undo()
+    assert torch.ones(1).tolist() == torch.ones(1).numpy() == [1.0]
