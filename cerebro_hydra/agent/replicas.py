@@ -86,6 +86,11 @@ class ReplicaLinks:
         if self._over.is_set():
             raise self._cancelled()
 
+    def end(self) -> None:
+        """Offer nothing any more; see `RankLinks`."""
+        with self._lock:
+            self._offered = {}
+
     def look(self, number: int) -> _Message | None:
         """Find a message that is offered; called by the server's thread.
 

@@ -408,6 +408,7 @@ class ShardServer:
                     if (publication := look(number)) is not None:
                         missing.remove(number)
                         await connection.give(number, publication)
+                        del publication  # its memory may go while the connection is idle
                         break
                 else:
                     await changed.wait()

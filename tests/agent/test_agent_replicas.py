@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +116,22 @@ def test_a_sum_may_change_when_it_has_left(ranks: Ranks) -> None:
     threading.Timer(0.1, ranks.replicas[1].cancel, [5]).start()
     with pytest.raises(Cancelled, match="attempt 5"):
         second.settle()
+
+
+def test_memory_of_messages_is_free_when_the_visit_has_ended(ranks: Ranks) -> None:
+    first, second = ranks.accept(0, 1)
+    given = np.ones(3 << 20, np.uint8)
+    offered = weakref.ref(given)
+    second.send("sum", 0, 0, torch.from_numpy(given))
+    del given
+    receive(first, "sum", 0, 1, memory(3 << 20))
+    second.settle()
+    second.send("buffers", 0, 0, memory(7)[0])
+    receive(first, "buffers", 0, 1, memory(7))  # so the server is done with what it sent before
+    assert offered() is not None
+    second.end()
+    gc.collect()
+    assert offered() is None
 
 
 def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> None:

@@ -74,6 +74,9 @@ class RankLinks(Protocol):
     def settle(self) -> None:
         """Wait until all sums that were offered have left their memory."""
 
+    def end(self) -> None:
+        """Offer nothing any more, so that the memory is free; whatever is needed has been read."""
+
     def receive(
         self, kind: Kind, number: int, rank: int, memory: Sequence[Memory]
     ) -> Iterator[int]:
@@ -253,6 +256,7 @@ class GradientChain:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._links.end()
 
     def _watch(self, k: int, params: Mapping[str, nn.Parameter]) -> None:
         """Let each gradient of a shard be noted as soon as a backward has made it."""
