@@ -142,18 +142,26 @@ def started(settings: Mapping[str, str], report: Callable[[str], None] = to_stde
 def _start_python(context: SparkContext) -> None:
     """Let a local Spark start its Python, which loads torch, while the user goes on.
 
-    A small job does it; one that fails is told of by the checks, whose own job fails then.
+    A small job does it; one that fails is told of by the checks, whose own job fails then. Java
+    logs errors where it ends in the midst of it, so a stop and the end of this process wait.
     """
     if parse_local_master(str(context.master)) is None:  # its executors may never come
         return
     job = with_kernels(context.parallelize([0], 1).map(lambda row: row), "fast")
 
     def run() -> None:
-        # The session may be stopped meanwhile, and Java be killed.
+        # Java may be killed meanwhile.
         with contextlib.suppress(Exception), explained_java(context, "starting Python"):
             job.collect()
 
-    thread = threading.Thread(target=run, name="start-python", daemon=True)
+    stop = context.stop
+
+    def stop_after_start() -> None:
+        await_python(context)
+        stop()
+
+    context.stop = stop_after_start  # type: ignore[method-assign]
+    thread = threading.Thread(target=run, name="start-python")
     _python_starts[context] = thread
     thread.start()
 

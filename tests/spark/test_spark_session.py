@@ -150,13 +150,15 @@ def test_no_session_at_all_is_explained() -> None:
 
 
 @pytest.mark.long
-def test_the_job_that_starts_python_is_awaited_and_can_be_stopped_in_silence() -> None:
+def test_the_job_that_starts_python_is_awaited_by_checks_by_a_stop_and_by_the_end() -> None:
     code = (
-        "import cerebro_hydra\n"
+        "import time, cerebro_hydra\n"
         "for look in (False, True, False):\n"
         "    spark = cerebro_hydra.local_spark(workers=1, verbose=0)\n"
         "    if look: print(cerebro_hydra.doctor(spark)['slots'].seen)\n"
-        "    spark.stop()"
+        "    else: time.sleep(0.4)\n"  # so that the job is in its midst
+        "    spark.stop()\n"
+        "cerebro_hydra.local_spark(workers=1, verbose=0).range(10).count()"
     )
     done = run_python("-c", code)
     assert done.stdout == "2 for 1 worker(s), 2 free\n"
