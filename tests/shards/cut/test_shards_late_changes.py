@@ -129,7 +129,7 @@ LATE = {
         RuntimeError, "modified by an inplace operation",
     ),
     "a frozen weight": (
-        made(writes("operation")), "keep",
+        made(writes("operation"), shards=["slow"]), "keep",
         StepDiffers, r"step 1, parameter 'slow\.weight' was written to before its shard had come",
     ),
     "one in one shard": (made(writes("operation"), shards=1), "keep", *FROZEN),
