@@ -280,8 +280,11 @@ class Coordinator:
                 self._inbox.put(difference)
         if (expected := self._scheduler.tasks_expected) != self._tasks_expected:
             self._tasks_expected = expected
-            for incarnation in self._roster.live:
-                self._control.send(incarnation, {"do": "expect", "tasks": expected})
+            self._tell_expected(self._roster.live)
+
+    def _tell_expected(self, incarnations: Iterable[str]) -> None:
+        for incarnation in incarnations:
+            self._control.send(incarnation, {"do": "expect", "tasks": self._tasks_expected})
 
     def _next_events(self) -> list[Event]:
         """Wait for something to happen, then take all that has happened."""
@@ -325,6 +328,8 @@ class Coordinator:
     def _admit(self, agent: AgentInfo) -> None:
         """Note where a new agent runs, and what its bits depend on."""
         self._roster.admit(agent)
+        if not self._tasks_expected:
+            self._tell_expected([agent.incarnation])
         self._documents.note(agent)
         self._observers.on_record(
             AgentStarted(

@@ -38,7 +38,8 @@ def named(*what: object) -> str:
 class ScriptedAgent:
     """Answers every task at once; `script(instruction)` may answer with another event.
 
-    With "die" the agent ends before it has begun the task, with "perish" when it has.
+    With "die" the agent ends before it has begun the task, with "perish" when it has. `hear` is
+    told of each message, and may answer with "die", too.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class ScriptedAgent:
         """Work until told to stop; False if the script let it die before."""
         stopped = True
         while (message := self._inbox.get())["do"] != "stop":
-            self._hear(self.incarnation, message)
+            if self._hear(self.incarnation, message) == "die":
+                stopped = False
+                break
             if message["do"] in ("forget", "expect"):
                 continue
             instruction = from_json(message["do"])
@@ -152,8 +155,8 @@ class ScriptedLauncher:
         self._script = script
         self._threads: list[threading.Thread] = []
 
-    def hear(self, incarnation: str, message: dict[str, Any]) -> None:
-        """Be told of each message that an agent gets."""
+    def hear(self, incarnation: str, message: dict[str, Any]) -> object:
+        """Be told of each message that an agent gets; the agent ends for an answer of "die"."""
 
     def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
         self.spec = spec

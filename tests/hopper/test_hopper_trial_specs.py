@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from typing import Any
 
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.observe import Decision, TrialAdmitted
 from cerebro_hydra.plan.messages.events import TrialAdded
+from cerebro_hydra.plan.messages.instructions import Evaluate
 from cerebro_hydra.storage.run_document import TrialSpec
 from tests.hopper.scripted_agents import DiesOnce, ScriptedLauncher
 from tests.hopper.scripted_runs import described, run
@@ -65,6 +67,36 @@ def test_agents_hear_when_no_task_follows_any_more(tmp_path: Any) -> None:
     launcher = Expecting(2)
     run(tmp_path, launcher, described(3, 2, 2))
     assert [*launcher.expects.values()] == [False, False]
+
+
+class LosesAnIdleAgent(ScriptedLauncher):
+    """Keeps an evaluation open until an agent has come in the place of one that was idle."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers, script=self.answer)
+        self.evaluates: list[str] = []
+        self.told = threading.Event()
+
+    def answer(self, instruction: Any, incarnation: str) -> Any:
+        if isinstance(instruction, Evaluate):
+            self.evaluates.append(incarnation)
+            if incarnation == self.evaluates[0]:
+                self.told.wait(20)
+        return None
+
+    def hear(self, incarnation: str, message: dict[str, Any]) -> object:
+        if message["do"] == "expect" and not message["tasks"] and len(self.evaluates) == 2:
+            if incarnation == self.evaluates[1]:
+                return "die"
+            if incarnation != self.evaluates[0]:
+                self.told.set()
+        return None
+
+
+def test_an_agent_that_comes_when_no_task_follows_hears_so(tmp_path: Any) -> None:
+    launcher = LosesAnIdleAgent(2)
+    run(tmp_path, launcher, described(1, 2, 1))
+    assert launcher.told.is_set()
 
 
 def test_observers_are_told_what_a_trial_is_before_the_decision_that_adds_it(tmp_path: Any) -> None:
