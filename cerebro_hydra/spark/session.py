@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # How many agents a session was made for; one task slot more is there for other jobs.
 WORKERS_SETTING = "spark.cerebroHydra.workers"
 
+_PROGRESS = "spark.ui.showConsoleProgress"
+
 _python_starts = weakref.WeakKeyDictionary["SparkContext", threading.Thread]()
 
 _QUIET_LOG = """\
@@ -122,7 +124,7 @@ def new_session(master: str | None, settings: Mapping[str, str], num_workers: in
         SetupError: there is no pyspark, or no Java that this Spark runs on.
     """
     require_pyspark("a session of Spark")
-    given = {"spark.master": master or "", "spark.ui.showConsoleProgress": "false"}
+    given = {"spark.master": master or "", _PROGRESS: "false"}
     local = defaults(num_workers) | java_heap.heap_settings(os.environ)
     return started({**(given if master else local), **settings})
 
@@ -146,6 +148,8 @@ def _start_python(context: SparkContext) -> None:
     logs errors where it ends in the midst of it, so a stop and the end of this process wait.
     """
     if parse_local_master(str(context.master)) is None:  # its executors may never come
+        return
+    if context.getConf().get(_PROGRESS) == "true":  # a line would be drawn for the job
         return
     job = with_kernels(context.parallelize([0], 1).map(lambda row: row), "fast")
 
@@ -199,7 +203,7 @@ def defaults(workers: int) -> dict[str, str]:
         "spark.speculation": "false",
         "spark.dynamicAllocation.enabled": "false",
         "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
+        _PROGRESS: "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": str(workers),
