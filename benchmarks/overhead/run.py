@@ -84,6 +84,7 @@ def train(case: Case, checkout: Path) -> Mapping[str, Any]:
     arguments = [case.model, case.shards, case.steps, case.epochs]
     done = subprocess.run(
         [sys.executable, HERE.with_name("search.py"), *map(str, arguments)],
+        cwd=checkout,  # which agents of older checkouts import from first
         env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
