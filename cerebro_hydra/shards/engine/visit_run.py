@@ -366,7 +366,8 @@ class VisitRun:
         if task.kind is ActionKind.F and task.shard == 0:
             batch, rows = self._made(number)
             self._begin_microbatch(number, follows=number % self._accumulate > 0)
-            self._next = self._paused.begin(partial(self._run, batch, number, rows))
+            run = torch_settings_kept()(self._run)  # some are a thread's own
+            self._next = self._paused.begin(partial(run, batch, number, rows))
         self._check_next(task, number)
         if task.kind is ActionKind.B and task.shard == self._last:
             self._sub_epoch.end_forward()
@@ -450,7 +451,6 @@ class VisitRun:
         batch.idle = self._sub_epoch.idle
         return batch, batches[place].rows
 
-    @torch_settings_kept()  # some are a thread's own
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
         if self._limit is None:
             self._tasks.run(batch, reach)

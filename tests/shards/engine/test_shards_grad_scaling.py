@@ -54,7 +54,7 @@ def test_admission_compares_updates_whatever_the_scale_is_at_first() -> None:
 
 def test_the_memory_of_tasks_is_that_of_updates_that_are_taken() -> None:
     def activations(scale: float, **rules: Any) -> list[int]:
-        trial = start(make(scale, **rules), VECTORS[0])
+        trial = start(make(scale, shards=["3", "6"], **rules), VECTORS[0])
         batch = zoo.vectors(8)[0]
         found = profile(trial.recipe, trial.cut_model, trial.layout, (batch.features, batch.labels))
         assert found.recompute is not None
