@@ -136,7 +136,7 @@ class Case:
 VOCABULARY = 1024
 CASES = (
     Case("24 layers", 24, 320, 5, batch=8, tokens=32, steps=2, shares=(4, 8)),
-    Case("BERT-Large, 3 of 24 layers", 3, 1024, 16, batch=8, tokens=32, steps=2, shares=(2,)),
+    Case("BERT-Large, 4 of 24 layers", 4, 1024, 16, batch=8, tokens=32, steps=2, shares=(2,)),
     Case("notebook", 32, 384, 0, batch=16, tokens=0, steps=20, shares=(8,)),
 )
 QUICK = Case("8 layers", 8, 64, 4, batch=4, tokens=8, steps=2, shares=(2,))

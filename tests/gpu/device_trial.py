@@ -15,7 +15,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
-from cerebro_hydra.shards.engine.layout import GradientLayout, Segments
+from cerebro_hydra.shards.engine.layout import Segments
 from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
@@ -129,7 +129,7 @@ class DeviceTrial(Trial):
 
     def _enter(self, visit: VisitRun, k: int) -> None:
         slots = self._slots[k] = self._promoted(k)
-        nbytes = GradientLayout.of(self.layout.shards[k]).nbytes
+        nbytes = self.layout.shards[k].gradients.nbytes
         slots["gradients"] = self._to_device(self._gradients.get(k, bytes(nbytes)))
         visit.load(k, slots, json.loads(self.shards[k][1]), slots["gradients"])
 

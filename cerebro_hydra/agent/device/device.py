@@ -313,10 +313,9 @@ class Device:
     def _do_tasks(self, unit: Compute, asked: Task) -> None:
         """Do the tasks of a unit, until its visit is over."""
         try:
-            while unit.visit in self._live and (task := self._next_task()) is not None:
-                with torch_settings_kept():
-                    done = self._perform(task)
-                self._end_task(done)
+            with torch_settings_kept():
+                while unit.visit in self._live and (task := self._next_task()) is not None:
+                    self._end_task(self._perform(task))
         except Cancelled:
             pass  # its last words were heard before
         except BaseException as error:

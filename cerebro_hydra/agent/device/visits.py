@@ -41,7 +41,6 @@ from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import (
     Bytes,
-    GradientLayout,
     Segments,
     TrialLayout,
     TrialRuntime,
@@ -357,7 +356,7 @@ class TrainingVisit(_Training):
     ) -> None:
         super().__init__(memory, effects, steps)
         self.stays, self.resident = stays, memory.resident
-        self._marks = [len(GradientLayout.of(shard).entries) for shard in layout.shards]
+        self._marks = [len(shard.gradients.entries) for shard in layout.shards]
         self._visit = visit
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:

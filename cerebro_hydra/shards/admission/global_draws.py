@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ import numpy as np
 from cerebro_hydra.errors import ConfigurationError
 
 _WORDS = 4 * 625  # of a Mersenne twister: 624 of its state, and its place in them
+# The generators' own functions make 600 objects of Python for their state, which takes 0.1 ms.
+_Words = ctypes.c_char * _WORDS
+_PYTHONS_MEMORY = _Words.from_address(
+    id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+)
 PYTHONS, NUMPYS = "Python's random", "numpy.random"
 
 
@@ -50,12 +56,15 @@ class GlobalDraws:
 
 
 def _states() -> dict[str, object]:
-    # The generators' own functions make 600 objects of Python for it, which takes 0.1 ms.
-    pythons = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-    numpys = np.random.get_bit_generator()
-    state = (
-        ctypes.string_at(numpys.ctypes.state_address, _WORDS)
-        if isinstance(numpys, np.random.MT19937)
-        else repr(numpys.state)
-    )
-    return {PYTHONS: ctypes.string_at(pythons, _WORDS), NUMPYS: state}
+    generator = np.random.get_bit_generator()
+    memory = _memory_of(generator)
+    numpys = repr(generator.state) if memory is None else memory.raw
+    return {PYTHONS: _PYTHONS_MEMORY.raw, NUMPYS: numpys}
+
+
+@functools.lru_cache(maxsize=1)
+def _memory_of(generator: np.random.BitGenerator) -> ctypes.Array[ctypes.c_char] | None:
+    """Return where the state of a Mersenne twister lies, None for another generator."""
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    return _Words.from_address(generator.ctypes.state_address)

@@ -32,7 +32,6 @@ from cerebro_hydra.shards.engine.graph_passes import StoredTensor, TensorLog, te
 from cerebro_hydra.shards.engine.graph_tasks import GraphPass, GraphTasks
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
-    GradientLayout,
     HostSegments,
     Memory,
     TrialLayout,
@@ -451,7 +450,7 @@ class _ProfiledStep:
         layout = self._trial.layout
         if not self._segments:
             self._segments = list(initial_segments(self._recipe, layout))
-            sizes = [GradientLayout.of(shard).nbytes for shard in layout.shards]
+            sizes = [shard.gradients.nbytes for shard in layout.shards]
             self._gradients = [memory_of(aligned(nbytes, zeroed=True)) for nbytes in sizes]
             return
         for gradients in self._gradients:

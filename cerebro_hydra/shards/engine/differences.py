@@ -214,7 +214,8 @@ def tensor_digests(layout: ShardLayout, segments: Segments) -> TensorDigests:
     placed = layout.placed(segments["trainable"], segments.get("optimizer"))
     return {
         entry.name: digest(memory[entry.offset : entry.offset + entry.nbytes].cpu().numpy())
-        for entry, memory in placed
+        for entries, memory in placed
+        for entry in entries
     }
 
 

@@ -17,6 +17,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from cerebro_hydra.documents import parse, unreadable
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.mapped_memory import mapped
@@ -79,6 +81,22 @@ class LayoutEntry:
         view = torch.empty(0, dtype=self.dtype, device=memory.device)
         return view.set_(part, 0, self.shape, self.strides)  # type: ignore[call-overload,no-any-return]
 
+    @cached_property
+    def kind(self) -> str:
+        """Return what it is: a parameter, a buffer, an average or optimizer state."""
+        return self.name.partition(":")[0]
+
+    @cached_property
+    def of(self) -> str:
+        """Return whose it is: the name of a parameter or buffer."""
+        rest = self.name.partition(":")[2]
+        return rest.rpartition(":")[0] if self.kind == "optim" else rest
+
+    @cached_property
+    def key(self) -> str:
+        """Return the key of optimizer state."""
+        return self.name.rpartition(":")[2]
+
 
 @dataclass(frozen=True)
 class SegmentLayout:
@@ -97,8 +115,10 @@ class SegmentLayout:
     def check(self, memory: Memory, what: str, nbytes: int | None = None) -> None:
         """Raise ValueError if the memory is not a segment of this layout, or its first bytes."""
         nbytes = self.nbytes if nbytes is None else nbytes
-        header = memory[: len(self.header)].cpu().numpy()
-        if memory.nbytes != nbytes or header.tobytes() != self.header:
+        fits = memory.nbytes == nbytes
+        if fits and memory.device == CPU:  # for another device's bytes would be waited
+            fits = memory[: len(self.header)].numpy().tobytes() == self.header
+        if not fits:
             raise ValueError(
                 f"the {what} segment of {memory.nbytes} bytes does not fit its layout of "
                 f"{nbytes} bytes; it belongs to another trial or cut"
@@ -116,7 +136,7 @@ class ShardLayout:
     def nbytes(self) -> int:
         return self.frozen.nbytes + self.trainable.nbytes
 
-    @property
+    @cached_property
     def split(self) -> int:
         """Return where in the trainable segment begins what updates alone read and write.
 
@@ -125,21 +145,37 @@ class ShardLayout:
         apart = (entry.offset for entry in self.trainable.entries if is_updates_own(entry.name))
         return next(apart, self.trainable.nbytes)
 
+    @cached_property
+    def gradients(self) -> GradientLayout:
+        """Return how gradients are laid out in memory of their own."""
+        return GradientLayout.of(self)
+
+    @cached_property
+    def before_split(self) -> tuple[LayoutEntry, ...]:
+        """Return what lies before the `split` of the trainable segment."""
+        return tuple(each for each in self.trainable.entries if not is_updates_own(each.name))
+
+    @cached_property
+    def behind_split(self) -> tuple[LayoutEntry, ...]:
+        """Return what lies behind it, by offsets from there."""
+        own = (each for each in self.trainable.entries if is_updates_own(each.name))
+        return tuple(replace(each, offset=each.offset - self.split) for each in own)
+
     def placed(
         self, trainable: Memory, optimizer: Memory | None
-    ) -> Iterator[tuple[LayoutEntry, Memory]]:
-        """Yield what is in memory of the trainable segment, with the memory where it lies.
+    ) -> Iterator[tuple[Sequence[LayoutEntry], Memory]]:
+        """Yield the memory of the trainable segment, in one part or two, each with what is in it.
 
         Args:
             trainable: the segment, or what lies before its `split`.
             optimizer: what lies behind that, if it is apart and there.
         """
-        whole, split = trainable.nbytes == self.trainable.nbytes, self.split
-        for entry in self.trainable.entries:
-            if whole or not is_updates_own(entry.name):
-                yield entry, trainable
-            elif optimizer is not None:
-                yield replace(entry, offset=entry.offset - split), optimizer
+        if trainable.nbytes == self.trainable.nbytes:
+            yield self.trainable.entries, trainable
+            return
+        yield self.before_split, trainable
+        if optimizer is not None:
+            yield self.behind_split, optimizer
 
 
 @dataclass(frozen=True)
@@ -447,7 +483,7 @@ class GradientLayout:
 
     @classmethod
     def of(cls, shard: ShardLayout) -> GradientLayout:
-        """Lay out the gradients of a shard."""
+        """Lay out the gradients of a shard, which keeps that as its `gradients`."""
         params = [e for e in shard.trainable.entries if e.name.startswith("param:")]
         return cls._in_order([replace(e, name=e.name.partition(":")[2]) for e in params])
 
@@ -530,7 +566,7 @@ class ShardBytes:
         return cls(
             layout.frozen.nbytes,
             layout.trainable.nbytes,
-            GradientLayout.of(layout).nbytes,
+            layout.gradients.nbytes,
             any(entry.name.startswith("buffer:") for entry in trained),
             layout.trainable.nbytes - layout.split,
             any(entry.name.startswith("ema:") for entry in trained),

@@ -25,12 +25,11 @@ from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
-    GradientLayout,
+    LayoutEntry,
     Memory,
     Segments,
     ShardLayout,
     TrialLayout,
-    is_updates_own,
 )
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
 
@@ -74,17 +73,17 @@ class ShardState:
         self.buffers: dict[str, Tensor] = {}
         self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
+        self._num_states = 0
         self._exists = torch.zeros(0, dtype=torch.uint8)
         self._device = trainable.device
-        for entry in layout.frozen.entries:
-            self._add(entry.name, entry.view(frozen), is_frozen=True)
-        for entry, memory in layout.placed(trainable, None):
-            self._add(entry.name, entry.view(memory), is_frozen=False)
+        self._add(layout.frozen.entries, frozen, is_frozen=True)
+        for entries, memory in layout.placed(trainable, None):
+            self._add(entries, memory, is_frozen=False)
         self._marks: list[int] = self._exists.tolist()
         if not self.is_whole and (optimizer := segments.get("optimizer")) is not None:
-            self.complete(trainable, optimizer)
+            self.complete(optimizer)
 
-    def complete(self, trainable: Memory, optimizer: Memory) -> None:
+    def complete(self, optimizer: Memory) -> None:
         """Take the memory of what updates alone need, which was not there before.
 
         Raises:
@@ -96,33 +95,31 @@ class ShardState:
                 f"the optimizer's part of a segment has {optimizer.nbytes} bytes, and its layout "
                 f"{nbytes}; it belongs to another trial or cut"
             )
-        for entry, memory in self._layout.placed(trainable, optimizer):
-            if is_updates_own(entry.name):
-                self._add(entry.name, entry.view(memory), is_frozen=False)
+        self._add(self._layout.behind_split, optimizer, is_frozen=False)
         self._marks = self._exists.tolist()
         self.is_whole = True
 
-    def _add(self, name: str, view: Tensor, is_frozen: bool) -> None:
-        kind, _, rest = name.partition(":")
-        if is_frozen:
-            self.constant.add(rest)
-        if kind == "param":
-            self.values[rest] = view
-            if self._bound is None:
-                self.params[rest] = nn.Parameter(view, requires_grad=not is_frozen)
-            else:
-                self.params[rest] = self._bound[rest]
-                self.params[rest].data = view
-        elif kind == "buffer":
-            self.buffers[rest] = view
-        elif kind == "ema":
-            self.ema[rest] = view
-        elif kind == "optim":
-            param, _, key = rest.rpartition(":")
-            states = self._state.setdefault(param, {})
-            states[key] = (view, sum(map(len, self._state.values())))
-        elif name == EXISTS:
-            self._exists = view
+    def _add(self, entries: Iterable[LayoutEntry], memory: Memory, is_frozen: bool) -> None:
+        for entry in entries:
+            kind, name, view = entry.kind, entry.of, entry.view(memory)
+            if is_frozen:
+                self.constant.add(name)
+            if kind == "param":
+                self.values[name] = view
+                if self._bound is None:
+                    self.params[name] = nn.Parameter(view, requires_grad=not is_frozen)
+                else:
+                    self.params[name] = self._bound[name]
+                    self.params[name].data = view
+            elif kind == "buffer":
+                self.buffers[name] = view
+            elif kind == "ema":
+                self.ema[name] = view
+            elif kind == "optim":
+                self._state.setdefault(name, {})[entry.key] = view, self._num_states
+                self._num_states += 1
+            elif entry.name == EXISTS:
+                self._exists = view
 
     def average(self, decay: float, first: bool) -> None:
         """Move the averages towards the parameters, as `torch.optim.swa_utils.AveragedModel` does.
@@ -225,7 +222,7 @@ class WeightVersions:
     def __init__(
         self, shard: ShardLayout, state: ShardState, memory: Memory, staleness: int, newest: int
     ) -> None:
-        layout = GradientLayout.of(shard)
+        layout = shard.gradients
         parts = memory.split(layout.nbytes)
         assert len(parts) == staleness, f"{len(parts)} versions beside a segment, not {staleness}"
         own = {entry.name: state.values[entry.name] for entry in layout.entries}

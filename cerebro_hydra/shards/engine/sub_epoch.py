@@ -33,7 +33,7 @@ from cerebro_hydra.shards.engine.differences import (
     used_elsewhere,
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
-from cerebro_hydra.shards.engine.layout import GradientLayout, Memory, Segments, TrialRuntime
+from cerebro_hydra.shards.engine.layout import Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import Places, UsesElsewhere, memory_reads_seen
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
@@ -333,7 +333,7 @@ class SubEpoch:
             self._read(k)
         self._gradients[k] = gradients
         if gradients is not None:
-            GradientLayout.of(shard).load(gradients, state.params)
+            shard.gradients.load(gradients, state.params)
         self._early.note(k)
         if k in self._holding:
             self._hold(state)
@@ -342,12 +342,12 @@ class SubEpoch:
         """Bind what has come of a shard's memory after the shard was bound."""
         state, shard = self._states[k], self._layout.shards[k]
         if not state.is_whole and "optimizer" in segments:
-            state.complete(segments["trainable"], segments["optimizer"])
+            state.complete(segments["optimizer"])
             state.load_optimizer(self._optimizers[k][0])
         if gradients is not None and self._gradients[k] is None:
             self._early.check(self.step, k, self._gradients.get(k))
             self._gradients[k] = gradients
-            GradientLayout.of(shard).load(gradients, state.params)
+            shard.gradients.load(gradients, state.params)
             self._early.note(k)
 
     def _make_optimizer(self, k: int, cursor: Cursor | None) -> None:
@@ -403,7 +403,7 @@ class SubEpoch:
         self._early.resting.discard(k)
         if gradients is not None or not needed:  # else they wait at the parameters for the shard
             self._early.forget(k)
-            GradientLayout.of(self._layout.shards[k]).store(gradients, state.params)
+            self._layout.shards[k].gradients.store(gradients, state.params)
         if self._bound is not None:
             if last:
                 self._bound.check_frozen(state.constant & state.values.keys())

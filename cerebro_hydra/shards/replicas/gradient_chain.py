@@ -139,7 +139,7 @@ class GradientChain:
         self._buckets = [
             _Bucket(k, each, _memory(each.nbytes))
             for k in reversed(range(len(layout.shards)))
-            for each in GradientLayout.of(layout.shards[k]).buckets(bucket_bytes)
+            for each in layout.shards[k].gradients.buckets(bucket_bytes)
         ]
         self._params: dict[int, Mapping[str, nn.Parameter]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

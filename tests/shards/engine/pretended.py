@@ -33,10 +33,8 @@ from cerebro_hydra.shards.engine import evaluation as shard_evaluation
 from cerebro_hydra.shards.engine import graph_tasks, module_tasks, visit_run
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import (
-    GradientLayout,
     LayoutEntry,
     Memory,
-    SegmentLayout,
     TrialRuntime,
 )
 from cerebro_hydra.shards.engine.visit_run import VisitRun
@@ -154,9 +152,6 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
     def view(self: LayoutEntry, memory: Memory) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=memory.device)
 
-    def check(self: SegmentLayout, memory: Memory, what: str, nbytes: int | None = None) -> None:
-        memory[: len(self.header)].cpu()
-
     def tolist(self: Tensor) -> list[int | float]:
         watch = modes[1]
         assert isinstance(watch, Watch)
@@ -171,7 +166,6 @@ def _without_values(modes: list[TorchDispatchMode]) -> Iterator[None]:
     with (
         patch.object(FakeTensor, "tolist", tolist),
         patch.object(LayoutEntry, "view", view),
-        patch.object(SegmentLayout, "check", check),
         patch.object(graph_tasks, "apart", lambda value, own: value.detach().clone()),
         patch.object(visit_run, "PausedPass", PausedPass),
         patch.object(shard_evaluation, "PausedPass", PausedPass),
@@ -242,7 +236,7 @@ def _slots(layout: Any, device: torch.device, cursor: Any) -> tuple[Any, Any, Me
     sizes = {"frozen": layout.frozen.nbytes, "trainable": layout.split}
     sizes["optimizer"] = layout.trainable.nbytes - layout.split
     slots = {n: torch.empty(size, dtype=torch.uint8, device=device) for n, size in sizes.items()}
-    gradients = torch.empty(GradientLayout.of(layout).nbytes, dtype=torch.uint8, device=device)
+    gradients = torch.empty(layout.gradients.nbytes, dtype=torch.uint8, device=device)
     return slots, cursor, gradients
 
 

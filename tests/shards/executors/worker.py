@@ -37,7 +37,6 @@ from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
-    GradientLayout,
     Segments,
     aligned,
     memory_of,
@@ -62,7 +61,7 @@ class Slot:
 
     def __init__(self, trial: Trial, k: int, pool: BufferPool | None = None) -> None:
         layout = trial.layout.shards[k]
-        gradients = GradientLayout.of(layout)
+        gradients = layout.gradients
         stale = trial.staleness[k] if trial.staleness else 0
         sizes = [layout.frozen.nbytes, layout.trainable.nbytes, gradients.nbytes]
         sizes.append(stale * gradients.nbytes)
