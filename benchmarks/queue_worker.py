@@ -20,19 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.agent.attempts import VisitPlanner
+from cerebro_hydra.agent.attempts import Outbox, VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.device import DeviceMemory, VisitOpener
 from cerebro_hydra.agent.device.messages import Done, VisitOrder
 from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.agent.device.runtime import Lane
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
+from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardStore
 from cerebro_hydra.agent.queue_trainer import QueueTrainer
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
@@ -142,27 +143,19 @@ class QueueWorker:
         self.reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.worked: list[events.DevicesWorked] = []
         self.state = state
-        self.planner = VisitPlanner(
-            lambda split, partition: rows, smallest, len(state.queues), resident=resident
-        )
-        known_seconds = BatchSeconds()
+        residents = 1 if resident else 2
+        resources = WorkerResources(len(state.queues), smallest, residents=residents)
+        self.planner = VisitPlanner(lambda split, partition: rows, resources)
         self.audits = Audits(audit_share)
         self.fetches = FetchManager(name, self.store, folder, connect, on_whole)
         self.trainer = QueueTrainer(
-            name,
             [partial(start, self.slabs)] * len(state.queues),
-            state,
             self.planner,
             self.store,
             self.fetches,
-            self._report,
-            lambda record: None,
-            lambda attempt: None,
+            Outbox(name, self._report, lambda record: None, lambda attempt: None, self._report),
             self.audits,
-            self._report,
-            self._scratch.name,
-            partial(TaskWatch, batch_seconds, None, print, known_seconds),
-            known_seconds,
+            TimeLimits(batch_seconds, None, print),
         )
         self.store.on_change = self.trainer.look_again
         self.trainer.start()
@@ -233,7 +226,7 @@ class QueueWorker:
     def settle(self) -> None:
         """Wait until the worker has decided on all that it was told by now."""
         done = threading.Event()
-        self.trainer._loop.put(done.set)
+        self.trainer._inbox.put(done.set)
         done.wait()
 
     def close(self) -> None:

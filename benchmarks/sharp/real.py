@@ -42,6 +42,7 @@ from cerebro_hydra.agent.device.messages import (
 )
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.worker import WorkerState
@@ -166,7 +167,8 @@ def simulate(case: Case, promotion: float, double_buffering: bool) -> float:
     """Return the seconds until the last shard was written back."""
     delays, budgets = case.delays(), budgets_of(case)
     rates = MoveRates(device=rate_of(case, promotion))
-    planner = VisitPlanner(lambda split, partition: MICROBATCHES * ROWS, budgets[0])
+    resources = WorkerResources(device_memory=budgets[0], residents=2)
+    planner = VisitPlanner(lambda split, partition: MICROBATCHES * ROWS, resources)
     specs = []
     for trial in range(case.trials):
         spec: Any = spec_of(trial)

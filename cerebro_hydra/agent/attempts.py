@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from cerebro_hydra.agent.device.endings import MOST_DEATHS, deadly
 from cerebro_hydra.agent.device.messages import FailureKind
@@ -27,7 +27,7 @@ from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Ahead, Candidate, unforeseen
+from cerebro_hydra.plan.schedules.pick import PICKS, Ahead, Candidate, unforeseen
 from cerebro_hydra.plan.sizing.pipeline import ALONE
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
@@ -133,43 +133,24 @@ class VisitPlanner:
 
     Args:
         rows: returns how many rows a partition of a split has.
-        budget: the bytes of the smallest device; None if that has no limit.
-        devices: how many there are.
-        pick: how a free device chooses among trials, a name of `PICKS`.
-        resident: whether the one device computes in the agent's memory, from which nothing leaves.
-        host: the bytes of DRAM that queues plan with; None if that has no limit.
+        resources: what the worker trains with.
     """
 
-    def __init__(
-        self,
-        rows: Callable[[Split, int], int],
-        budget: int | None,
-        devices: int = 1,
-        pick: str = DEFAULT_PICK,
-        resident: bool = False,
-        host: int | None = None,
-    ) -> None:
+    def __init__(self, rows: Callable[[Split, int], int], resources: WorkerResources) -> None:
         self._trials: dict[int, TrialSpec] = {}
         self._rows = rows
-        self._budget, self._host = budget, host
-        self._devices = devices
-        self.resident = resident
+        self._resources = resources
+        self._budget = resources.device_memory
+        self.resident = resources.computes_in_place
         self._sparing: set[int] = set()  # trials that have run out of memory
-        self._pick = PICKS[pick]
+        self._pick = PICKS[resources.pick]
         self._audits: set[int] = set()  # the visits that audit another one
 
     @classmethod
     def of(cls, manifest: Manifest, resources: WorkerResources) -> VisitPlanner:
         """Return the planner of a run."""
         rows = {(info.split, info.index): info.rows for info in manifest.partitions}
-        return cls(
-            lambda split, partition: rows[split, partition],
-            resources.device_memory,
-            resources.devices,
-            resources.pick,
-            resources.computes_in_place,
-            resources.queued_memory,
-        )
+        return cls(lambda split, partition: rows[split, partition], resources)
 
     def learn(self, spec: TrialSpec) -> bool:
         """Take in what a trial is, before anything else is asked of it; called from any thread.
@@ -211,7 +192,8 @@ class VisitPlanner:
     def _spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         trial = self._trials[task.trial]
         sparing = task.trial in self._sparing
-        recompute, pipeline = profile.way(trial, self._devices, self._budget, self._host, sparing)
+        devices, host = self._resources.devices, self._resources.queued_memory
+        recompute, pipeline = profile.way(trial, devices, self._budget, host, sparing)
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
             return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
@@ -294,24 +276,36 @@ class _Deaths:
     counted: set[WorkerDevice] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Outbox:
+    """Takes what the queues of a worker have to tell; each is called from their thread.
+
+    Args:
+        incarnation: names this agent.
+        report: takes an event for the coordinator.
+        send: takes a message of progress for it.
+        begin: tells it of an attempt that comes in, if no device of this process tells by itself.
+        fail: takes an error of the queues or devices themselves, which ends the agent.
+    """
+
+    incarnation: str
+    report: Callable[[events.Event], object]
+    send: Callable[[dict[str, Any]], object]
+    begin: Callable[[int], object]
+    fail: Callable[[Exception], object]
+
+
 class AttemptReports:
     """Knows which attempts are open; one thread uses it.
 
     Args:
-        incarnation: names this agent.
+        outbox: takes how they end.
         fetch_manager: knows why a state could not be fetched.
-        report: takes an event for the coordinator.
     """
 
-    def __init__(
-        self,
-        incarnation: str,
-        fetch_manager: FetchManager,
-        report: Callable[[events.Event], object],
-    ) -> None:
-        self._incarnation = incarnation
+    def __init__(self, outbox: Outbox, fetch_manager: FetchManager) -> None:
+        self._outbox = outbox
         self._fetch_manager = fetch_manager
-        self._report = report
         self._open: set[int] = set()
         self._deaths: dict[int, _Deaths] = {}  # of devices that ran the code of an open attempt
 
@@ -343,11 +337,15 @@ class AttemptReports:
         deaths.counted |= beside
         return deadly(deaths.endings) if len(deaths.endings) >= MOST_DEATHS else None
 
+    def ending(self, task: Task) -> None:
+        """Report that a sub-epoch comes to its last step."""
+        self._outbox.report(events.SubEpochEnding(task.attempt, self._outbox.incarnation))
+
     def done(self, result: events.SubEpochDone | events.EvaluationDone) -> None:
         """Report what an attempt gave."""
         if result.attempt in self._open:
             self.take_back(result.attempt)
-            self._report(result)
+            self._outbox.report(result)
 
     def failed(
         self,
@@ -378,4 +376,4 @@ class AttemptReports:
         if lacking is not None:
             why = OUT_OF_MEMORY.format(task.trial, described(task), lacking) + why
             make = partial(events.TaskFailed, memory=finer)
-        self._report(make(task.attempt, self._incarnation, why))
+        self._outbox.report(make(task.attempt, self._outbox.incarnation, why))

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.agent.attempts import VisitPlanner
+from cerebro_hydra.agent.attempts import Outbox, VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.builder import TrialBuilder, decode_partitions
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.process import cpu_starts, gpu_starts, numeric_on_gpu, own_start
 from cerebro_hydra.agent.device.runtime import THE_GPU, Lane
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, Task, TaskWatch
+from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.device.worker_devices import DeviceStart
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
@@ -199,7 +199,7 @@ class _Agent:
             },
         )
         setup = _AgentSetup(spec, start, factory, own, slabs)
-        self._trainer = self._queue_trainer(setup, planner, queues)
+        self._trainer = self._queue_trainer(setup, planner)
         self._checkpoints = CheckpointWriter(
             self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
@@ -214,29 +214,22 @@ class _Agent:
         )
         self._ready.set()
 
-    def _queue_trainer(
-        self, given: _AgentSetup, planner: VisitPlanner, queues: WorkerState
-    ) -> QueueTrainer:
+    def _queue_trainer(self, given: _AgentSetup, planner: VisitPlanner) -> QueueTrainer:
         document = given.spec.document
-        known_seconds = BatchSeconds()
-        limits = document.batch_seconds, document.sub_epoch_seconds
+        begin = (lambda attempt: None) if given.slabs is None else self._begin
         trainer = QueueTrainer(
-            self._incarnation,
             self._device_starts(given),
-            queues,
             planner,
             self._shard_store,
             self._fetch_manager,
-            self._report,
-            self._control.send,
-            (lambda attempt: None) if given.slabs is None else self._begin,
+            Outbox(self._incarnation, self._report, self._control.send, begin, self._fail),
             Audits(document.audit_share),
-            self._fail,
-            given.start.scratch,
-            partial(
-                TaskWatch, *limits, self._tell_slow, known_seconds, waited=self._replicas.waited
+            TimeLimits(
+                document.batch_seconds,
+                document.sub_epoch_seconds,
+                self._tell_slow,
+                self._replicas.waited,
             ),
-            known_seconds,
         )
 
         def look_again() -> None:
@@ -374,7 +367,7 @@ class _Agent:
                 self._trainer.cancel(instruction.attempt)
                 self._replicas.cancel(instruction.attempt)  # what it raises is of a visit then over
             case Drop():
-                self._trainer.drop(instruction.trial, instruction.state)
+                self._fetch_manager.drop(instruction.trial, instruction.state)
             case AdoptPartitions():
                 self._decoding.submit(self._adopt, instruction.partitions)
             case Checkpoint():

@@ -4,23 +4,23 @@
 
     tasks, cancels ──┐               ┌──► devices: load, compute, write back
     shards arrived ──┤  WorkerState  ├──► host: disk, digests, publishing
-    devices' answers ┴──  one loop ──┴──► reports
+    devices' answers ┴── one thread ─┴──► reports
 
-The loop never waits: moves within the host have threads of their own, and whatever happens comes
-back as work for the loop.
+This thread never waits: moves within the host have threads of their own, and whatever happens comes
+to its inbox.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from cerebro_hydra.agent.attempts import AttemptReports, TaskEntrance, VisitPlanner
+from cerebro_hydra.agent.attempts import AttemptReports, Outbox, TaskEntrance, VisitPlanner
 from cerebro_hydra.agent.audits import (
     AUDIT_PATIENCE,
     OVERDUE_AUDIT,
@@ -47,21 +47,20 @@ from cerebro_hydra.agent.device.messages import (
 )
 from cerebro_hydra.agent.device.task_watch import (
     BatchSeconds,
-    MakeWatch,
     Progress,
     Task,
+    TimeLimits,
     VisitTime,
     described,
 )
-from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice, WorkerDevices
+from cerebro_hydra.agent.device.worker_devices import DeviceStart, Unit, WorkerDevice, WorkerDevices
+from cerebro_hydra.agent.inbox import TICK_SECONDS, Inbox
 from cerebro_hydra.agent.memory.fetch import FetchManager, FetchRequest
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.agent.memory.shard_store import ShardHome, ShardStore
 from cerebro_hydra.agent.visit import Arrivals, HostMoves, Visit
-from cerebro_hydra.agent.worker_loop import TICK_SECONDS, Unit, UnitGate, WorkerLoop
 from cerebro_hydra.errors import TransferError
 from cerebro_hydra.foreign_text import traceback_text
-from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import FetchShards
 from cerebro_hydra.plan.queues.events import (
@@ -74,11 +73,11 @@ from cerebro_hydra.plan.queues.events import (
     VisitEnded,
     VisitRestarted,
     VisitsExpected,
+    WorkerEvent,
 )
 from cerebro_hydra.plan.queues.events import Answer as Decision
 from cerebro_hydra.plan.queues.log import DeviceLog
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.run_document import TrialSpec
 
@@ -89,78 +88,79 @@ class QueueTrainer:
     """Trains and evaluates in the queues of a worker. Thread-safe.
 
     Args:
-        incarnation: names this agent.
         starts: each starts one device of the worker, again after it died.
-        state: the queues, which know the same devices, and what ``shard_store`` keeps.
         planner: describes visits to the queues.
-        report: takes an event for the coordinator.
-        send: takes a message of progress for it.
-        begin: tells it of an attempt that comes in, if no device of this process tells by itself.
+        shard_store: has the queues, too, which know the same devices.
+        outbox: takes what is to be told.
         audits: decides which steps are audited.
-        broken: takes an error of the queues or devices themselves, which ends the agent.
-        scratch: a folder on a disk of this machine.
-        make_watch: makes what watches a visit.
-        known_seconds: what that remembers of batches.
+        limits: of the time that tasks take.
     """
 
     def __init__(
         self,
-        incarnation: str,
         starts: Sequence[DeviceStart],
-        state: WorkerState,
         planner: VisitPlanner,
         shard_store: ShardStore,
         fetch_manager: FetchManager,
-        report: Callable[[events.Event], None],
-        send: Callable[[dict[str, Any]], object],
-        begin: Callable[[int], object],
+        outbox: Outbox,
         audits: Audits,
-        broken: Callable[[Exception], object],
-        scratch: str,
-        make_watch: MakeWatch,
-        known_seconds: BatchSeconds,
+        limits: TimeLimits,
     ) -> None:
-        self._incarnation = incarnation
-        self._state = state
-        self._activity = DeviceLog(state, lambda visit: self._visits[visit].task.trial)
-        lock, tick = shard_store.segments.lock, self._check_times
-        self._loop = WorkerLoop(state, lock, self._activity, self._carry_out, broken, tick)
+        self._queues = shard_store.segments.queues
+        self._told: list[WorkerEvent] = []  # what the queues have yet to hear
+        self._activity = DeviceLog(self._queues, lambda visit: self._visits[visit].task.trial)
+        self._inbox = Inbox(self._check_times)
+        self._thread = threading.Thread(target=self._run, name="shard-queues", daemon=True)
         self._planner = planner
         self._shard_store = shard_store
         self._fetch_manager = fetch_manager
-        self._report = report
-        self._reports = AttemptReports(incarnation, fetch_manager, report)
-        self._progress = Progress(send)
-        self._begin = begin
+        self._outbox = outbox
+        self._reports = AttemptReports(outbox, fetch_manager)
+        self._progress = Progress(outbox.send)
         self._audits = audits
-        self._make_watch, self._known_seconds = make_watch, known_seconds
+        self._limits, self._known_seconds = limits, BatchSeconds()
         self._numbers = itertools.count()
         self._visits: dict[int, Visit] = {}
-        self._gate = UnitGate()
         self._arrivals = Arrivals(shard_store)
-        through = self._loop.through
-        self._host = HostMoves(shard_store, scratch, through(self._moved), through(self._raised))
-        hear = self._loop.gathered(self._hear)
+        through = self._inbox.through
+        self._host = HostMoves(shard_store, through(self._moved), through(self._raised))
+        hear = self._inbox.gathered(self._hear)
         self._devices = WorkerDevices(starts, hear, through(self._replace))
         self._entrance = TaskEntrance()
 
     def start(self) -> None:
-        """Start the devices and the loop."""
+        """Start the devices and the thread of the queues."""
         self._devices.start()
-        self._loop.start()
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Do what comes in, one piece after the other, and all that the queues decide of it."""
+        try:
+            for work in self._inbox:
+                work()
+                while self._told:
+                    told, self._told = self._told, []
+                    self._activity.hear(time.monotonic(), told)
+                    with self._shard_store.segments.lock:
+                        decisions = self._queues.handle(told)
+                    self._activity.look()
+                    for decision in decisions:
+                        self._carry_out(decision)
+        except Exception as error:
+            self._outbox.fail(error)
 
     def learn(self, spec: TrialSpec) -> None:
         """Take in what a trial is, before anything else is asked of it."""
         if self._planner.learn(spec):
-            self._loop.put(partial(self._forget_cut, spec.trial))
+            self._inbox.put(partial(self._forget_cut, spec.trial))
 
     def forget(self, trial: int) -> None:
         """Forget a trial that is over."""
-        self._loop.put(partial(self._forget, trial))
+        self._inbox.put(partial(self._forget, trial))
 
     def perform(self, task: Task, uri: str | None) -> None:
         """Take a task, and report later how it ended, unless it is taken back before."""
-        self._loop.put(partial(self._add, task, uri))
+        self._inbox.put(partial(self._add, task, uri))
 
     def prefetch(self, task: Task | FetchShards, uri: str | None) -> None:
         """Start fetching the state that a task begins with."""
@@ -172,29 +172,25 @@ class QueueTrainer:
 
     def cancel(self, attempt: int) -> None:
         """Take an attempt back, running or not, with what it published."""
-        self._loop.put(partial(self._cancel, attempt))
-
-    def drop(self, trial: int, state: int) -> None:
-        """Forget a state, which nobody needs from here any more."""
-        self._fetch_manager.drop(trial, state)
+        self._inbox.put(partial(self._cancel, attempt))
 
     def expect(self, tasks: bool) -> None:
         """Note whether other tasks may follow those that came."""
-        self._loop.put(partial(self._loop.tell, VisitsExpected(tasks)))
+        self._inbox.put(lambda: self._told.append(VisitsExpected(tasks)))
 
     def look_again(self) -> None:
         """Look whether shards have arrived; returns at once."""
-        self._loop.put(self._look)
+        self._inbox.put(self._look)
 
     def stop(self) -> None:
-        """End the devices, because the run is over, whatever the loop does; returns at once."""
-        self._loop.stop()
+        """End the devices, because the run is over, whatever they do; returns at once."""
+        self._inbox.close()
         self._devices.close()
 
     def close(self) -> None:
-        """End the loop, and the devices that it has started meanwhile."""
+        """End the thread of the queues, and the devices that it has started meanwhile."""
         self.stop()
-        self._loop.join()
+        self._thread.join()
         self._devices.close()
         self._host.close()
 
@@ -202,7 +198,7 @@ class QueueTrainer:
 
     def _add(self, task: Task, uri: str | None) -> None:
         self._reports.accept(task.attempt)
-        self._begin(task.attempt)
+        self._outbox.begin(task.attempt)
         self.prefetch(task, uri)
         self._enter(task)
 
@@ -238,7 +234,9 @@ class QueueTrainer:
             profile,
             replace(spec, recompute=False, whole=True) if resident else spec,
             self._shard_store.follow(task.trial, task.source.state),
-            VisitTime(task, self._make_watch, partial(self._end_overdue, spec.visit)),
+            VisitTime(
+                task, self._limits, self._known_seconds, partial(self._end_overdue, spec.visit)
+            ),
             limited=self._planner.has_budget,
             recompute=spec.recompute,
             resident=resident,
@@ -248,7 +246,7 @@ class QueueTrainer:
             number: each for number, each in self._visits.items() if not (each.over and each.ended)
         }
         self._visits[spec.visit] = visit
-        self._loop.tell(VisitAdded(visit.spec))
+        self._told.append(VisitAdded(visit.spec))
         return visit
 
     def _cancel(self, attempt: int) -> None:
@@ -281,14 +279,14 @@ class QueueTrainer:
             if visit.choosing:
                 visit.choosing = False
                 self._audits.choose(visit, room.result())
-            self._order_units(self._gate.open(visit.number))
+            self._order_units(self._devices.gate.open(visit.number))
             self._begin_audit(visit)
             self._finish_closed(visit)
 
         visit.choosing = True
-        self._gate.shut(visit.number)
+        self._devices.gate.shut(visit.number)
         find = partial(AuditRoom.find, self._shard_store.segments, visit)
-        self._host.do(find, self._loop.through(chosen))
+        self._host.do(find, self._inbox.through(chosen))
 
     def _begin_audit(self, visit: Visit) -> None:
         """Let the uncut model take a step of a visit, too, once all is there that it needs."""
@@ -312,7 +310,7 @@ class QueueTrainer:
             self._begin_audit(visit)
             self._finish_closed(visit)
 
-        self._host.do(home.to_disk, self._loop.through(away))
+        self._host.do(home.to_disk, self._inbox.through(away))
 
     # ------------------------------------------------------------------ what the queues decide
 
@@ -365,19 +363,19 @@ class QueueTrainer:
         """End a visit where it stands, on devices that leave its units undone from now on."""
         visit.cancel()
         visit.choosing = False
-        self._order_units(self._gate.remove(visit.number))
+        self._order_units(self._devices.gate.remove(visit.number))
 
     def _compute(self, visit: Visit, unit: Unit) -> None:
         if self._audits.is_due(visit, unit):
             self._choose_audit(visit)
-        if not self._gate.holds(unit):
+        if not self._devices.gate.holds(unit):
             self._order_units([unit])
 
     def _order_units(self, units: Iterable[Unit]) -> None:
         for unit in units:
             visit, device = self._visits[unit[0].trial], self._devices[unit[0].device or 0]
             if not visit.over and any(map(visit.begins_last_step, unit)):
-                self._report(events.SubEpochEnding(visit.task.attempt, self._incarnation))
+                self._reports.ending(visit.task)
             if self._devices.ask(device, visit.unit(unit)):
                 self._start_clock(device, time.monotonic())
 
@@ -412,7 +410,7 @@ class QueueTrainer:
             if isinstance(held, TransferError):
                 self._fail(visit, FailureKind.TRANSFER, str(held))
             if visit.over:
-                self._loop.tell(ShardArrived(action.trial, action.shard))
+                self._told.append(ShardArrived(action.trial, action.shard))
             else:
                 assert not isinstance(held, TransferError)
                 self._host.receive(visit, action, held)
@@ -423,9 +421,9 @@ class QueueTrainer:
             self._raised(visit, error)
         if action.kind is ActionKind.RECV:
             visit.begun = visit.begun or time.perf_counter()
-            self._loop.tell(ShardArrived(action.trial, action.shard))
+            self._told.append(ShardArrived(action.trial, action.shard))
         else:
-            self._loop.tell(moved)
+            self._told.append(moved)
 
     def _hear(self, heard: Sequence[tuple[WorkerDevice, Answer]]) -> None:
         for device, answer, moment in self._devices.present(heard):
@@ -433,7 +431,7 @@ class QueueTrainer:
             match answer:
                 case Ready():
                     if (number := self._devices.ready(device)) is not None:
-                        self._loop.tell(DeviceJoined(number))
+                        self._told.append(DeviceJoined(number))
                 case Failed(visit=int(number)) if number in self._visits:
                     self._fail(self._visits[number], answer.kind, answer.error, answer.lacking)
                 case Profiled() | Failed() if isinstance(asked, Profile):
@@ -446,7 +444,7 @@ class QueueTrainer:
                 case Computed(tasks):
                     self._computed(self._visits[tasks[0].action.trial], device, tasks, moment)
                 case Done(action, seconds, nbytes):
-                    self._loop.tell(ActionDone(action, seconds, nbytes))
+                    self._told.append(ActionDone(action, seconds, nbytes))
                     self._visits[action.trial].note_move(answer)
 
     def _profiled(self, answer: Profiled | Failed, asked: TrialSpec) -> None:
@@ -486,7 +484,7 @@ class QueueTrainer:
         visit.time.stop(device, any(visit.ends_batch(done.action) for done in tasks), ended)
         self._start_clock(device, ended)
         for done in tasks:
-            self._loop.tell(ActionDone(done.action, done.seconds))
+            self._told.append(ActionDone(done.action, done.seconds))
             if not visit.over:
                 visit.note(done)
                 self._audits.note(visit, done)
@@ -503,9 +501,8 @@ class QueueTrainer:
     def _replace(self, device: WorkerDevice) -> None:
         """Start a device that has died anew; its queue waits until it is ready."""
         number, was_up, order, beside = self._devices.replace(device)
-        self._gate.lose(number)
         if was_up:
-            self._loop.tell(DeviceLost(number))
+            self._told.append(DeviceLost(number))
         ran = self._visits.get(order.visit) if isinstance(order, Open | Compute | Close) else None
         if ran is not None and (error := self._reports.died(ran.task, device, beside)):
             self._fail(ran, FailureKind.OTHER, error)
@@ -535,7 +532,7 @@ class QueueTrainer:
         """End a visit where it stands, with its audit, and take back what it published."""
         visit.over = True
         visit.retract(self._shard_store)
-        self._loop.tell(VisitCancelled(visit.number))
+        self._told.append(VisitCancelled(visit.number))
         self._stop(visit)
         self._look()
         self._end_audit(visit)
@@ -568,12 +565,12 @@ class QueueTrainer:
 
         def mended(done: Future[None]) -> None:
             done.result()
-            self._order_units(self._gate.open(None))
+            self._order_units(self._devices.gate.open(None))
             then()
 
-        self._gate.shut(None)
+        self._devices.gate.shut(None)
         mend = partial(self._fetch_manager.mend, tuple(visit.homes.values()))
-        self._host.do(mend, self._loop.through(mended))
+        self._host.do(mend, self._inbox.through(mended))
 
     def _settle(self, visit: Visit, kind: FailureKind, why: str, lacking: str | None) -> None:
         """Decide what becomes of a task whose visit has ended with an error."""
@@ -635,7 +632,8 @@ class QueueTrainer:
         """Report a visit that its devices have closed, once nothing is left to be audited."""
         if not visit.closed or visit.over or visit.awaits_audit:
             return
-        result = visit.result(self._incarnation, self._fetch_manager.take_hop(visit.task.trial))
+        hop = self._fetch_manager.take_hop(visit.task.trial)
+        result = visit.result(self._outbox.incarnation, hop)
         if (fault := self._planner.fault(visit.task, result)) is not None:
             self._fail(visit, FailureKind.OTHER, fault)
             return
@@ -645,6 +643,6 @@ class QueueTrainer:
             return
         visit.over = True
         if not visit.resident:
-            self._report(self._activity.report(self._incarnation, time.monotonic()))
+            self._outbox.report(self._activity.report(self._outbox.incarnation, time.monotonic()))
         self._reports.done(result)
         self._leave(visit)

@@ -470,11 +470,8 @@ class HostMoves:
         on_no_room: is told why a device has no slabs to write a shard's changes to.
     """
 
-    def __init__(
-        self, shard_store: ShardStore, scratch: str, on_moved: OnMoved, on_no_room: OnNoRoom
-    ) -> None:
+    def __init__(self, shard_store: ShardStore, on_moved: OnMoved, on_no_room: OnNoRoom) -> None:
         self._shard_store = shard_store
-        self._scratch = scratch
         self._on_moved, self._on_no_room = on_moved, on_no_room
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="host-moves")
 
@@ -495,7 +492,7 @@ class HostMoves:
                 home = visit.given.pop(action.shard)
                 home.to_dram()
             else:
-                home = ShardHome(held, segments, self._scratch)
+                home = ShardHome(held, segments)
             if visit.resident and visit.spec.graph.training and not visit.mapped:
                 home.own_trainable()
             if nbytes := visit.versions(action.shard):

@@ -61,7 +61,7 @@ def test_nothing_is_left_of_a_trial_that_is_over(agent: Agent) -> None:
     assert agent.train(1).audit_seconds > 0
     assert held() != before
     for state in range(2):
-        agent.trainer.drop(0, state)
+        agent.worker.fetches.drop(0, state)
     agent.trainer.forget(0)
     agent.settle()
     assert held() == before and not agent.builder.keeps(0)

@@ -245,7 +245,7 @@ class Cluster:
                 agent.trainer.learn(spec_of(instruction.trial))
                 agent.trainer.prefetch(instruction, instruction.source.incarnation)
             case Drop():
-                agent.trainer.drop(instruction.trial, instruction.state)
+                agent.worker.fetches.drop(instruction.trial, instruction.state)
             case Checkpoint():
                 name = instruction.trial, instruction.state
                 self.folder.write_state(*name, write_segments(self.folder, agent.store, *name))

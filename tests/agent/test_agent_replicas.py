@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from cerebro_hydra.agent import replicas
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, VisitTime
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TimeLimits, VisitTime
 from cerebro_hydra.agent.replicas import Replicas
 from cerebro_hydra.errors import Cancelled, TransferError
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
@@ -138,10 +137,8 @@ def test_a_batch_that_waits_for_another_rank_is_not_overdue(ranks: Ranks) -> Non
     first, second = ranks.accept(0, 1)
     told: list[str] = []
     overdue = lambda why, device: told.append(why)  # noqa: E731
-    make_watch = partial(
-        TaskWatch, 0.2, None, print, BatchSeconds(), waited=ranks.replicas[0].waited
-    )
-    visit = VisitTime(ranks.tasks[0], make_watch, overdue)
+    limits = TimeLimits(0.2, None, print, ranks.replicas[0].waited)
+    visit = VisitTime(ranks.tasks[0], limits, BatchSeconds(), overdue)
     visit.start("cpu", None, 1, time.monotonic())
     waiting = threading.Thread(target=receive, args=(first, "sum", 0, 1, memory(5)))
     waiting.start()

@@ -67,41 +67,48 @@ class BatchSeconds:
             self._seconds.pop((trial, kind), None)
 
 
-class TaskWatch:
-    """Watches one task; it sees nothing while Python is locked. One thread uses it.
+@dataclass(frozen=True)
+class TimeLimits:
+    """Says how long the tasks of a worker may take.
 
     Args:
         batch_seconds: how long one batch may take, or None.
         sub_epoch_seconds: how long a sub-epoch or an evaluation of a partition may take from its
             first batch on, or None.
         on_slow: told once per task, with the seconds of a batch so far and the median, if any.
+        waited: the seconds that a task has waited for others while it computed.
+    """
+
+    batch_seconds: float | None
+    sub_epoch_seconds: float | None
+    on_slow: Callable[[Task, float, float | None], object]
+    waited: Callable[[Task], float] = lambda task: 0.0
+
+
+class TaskWatch:
+    """Watches one task; it sees nothing while Python is locked. One thread uses it.
+
+    Args:
         known: remembers the batches of all tasks.
         on_overdue: told the task that exceeds a limit, and why, in words.
         clock: seconds from any start, without waits.
-        waited: the seconds that a task has waited for others while it computed.
     """
 
     def __init__(
         self,
-        batch_seconds: float | None,
-        sub_epoch_seconds: float | None,
-        on_slow: Callable[[Task, float, float | None], object],
+        limits: TimeLimits,
         known: BatchSeconds,
         on_overdue: Callable[[Task, str], object],
         clock: Callable[[], float],
-        waited: Callable[[Task], float] = lambda task: 0.0,
     ) -> None:
-        self._waited = waited
-        self._batch_seconds = batch_seconds
-        self._sub_epoch_seconds = sub_epoch_seconds
-        self._on_slow = on_slow
+        self._limits = limits
         self._known = known
         self._on_overdue = on_overdue
         self._clock = clock
         self._timed: _Timed | None = None
 
     def _now(self, timed: _Timed) -> float:
-        return self._clock() - self._waited(timed.task)
+        return self._clock() - self._limits.waited(timed.task)
 
     def begin(self, task: Task) -> None:
         """Time a task, until another one begins."""
@@ -144,12 +151,11 @@ class TaskWatch:
         passed, task = now - timed.batch_begun, now - timed.begun
         others = (timed.batches - 1) * (passed / timed.batches if usual is None else usual)
         batch, times = passed - others, "" if patience == 1 else f"{patience:g} times "
-        if self._batch_seconds is not None and batch > patience * self._batch_seconds:
-            why = f"a batch took {batch:.1f} s, longer than {times}batch_seconds="
-            why += f"{self._batch_seconds:g}"
-        elif self._sub_epoch_seconds is not None and task > patience * self._sub_epoch_seconds:
-            why = f"it took {task:.1f} s, longer than {times}sub_epoch_seconds="
-            why += f"{self._sub_epoch_seconds:g}"
+        of_batch, of_task = self._limits.batch_seconds, self._limits.sub_epoch_seconds
+        if of_batch is not None and batch > patience * of_batch:
+            why = f"a batch took {batch:.1f} s, longer than {times}batch_seconds={of_batch:g}"
+        elif of_task is not None and task > patience * of_task:
+            why = f"it took {task:.1f} s, longer than {times}sub_epoch_seconds={of_task:g}"
         else:
             self._tell_slow(timed, batch, usual)
             return
@@ -161,7 +167,7 @@ class TaskWatch:
             return
         if seconds >= (FIRST_BATCH_SECONDS if usual is None else SLOW_FACTOR * usual):
             timed.told = True
-            self._on_slow(timed.task, seconds, usual)
+            self._limits.on_slow(timed.task, seconds, usual)
 
 
 def _where(timed: _Timed) -> str:
@@ -185,10 +191,6 @@ def located(task: StartSubEpoch, step: int) -> str:
     return f"at step {step}, {where}"
 
 
-MakeWatch = Callable[[Callable[[Task, str], object], Callable[[], float]], TaskWatch]
-"""Makes a watch, given what is told of an overdue task, and a clock."""
-
-
 class VisitTime:
     """Counts the seconds that devices compute for a visit, and watches its batches by a clock.
 
@@ -196,12 +198,17 @@ class VisitTime:
     device is named by whatever it is.
 
     Args:
+        known: remembers the batches of all tasks.
         on_overdue: told why a limit is exceeded, and which device has computed longest by then, if
             one does; again if another one computes as long after that.
     """
 
     def __init__(
-        self, task: Task, make_watch: MakeWatch, on_overdue: Callable[[str, Any], object]
+        self,
+        task: Task,
+        limits: TimeLimits,
+        known: BatchSeconds,
+        on_overdue: Callable[[str, Any], object],
     ) -> None:
         self._begun: dict[Any, float] = {}  # the moment since which each device computes
         self._building: set[Any] = set()
@@ -209,7 +216,7 @@ class VisitTime:
         self._passed, self._since = 0.0, math.inf  # of the clock, until and from this moment on
         self._on_overdue = on_overdue
         self._task = task
-        self._watch = make_watch(self._overdue, self._clock)
+        self._watch = TaskWatch(limits, known, self._overdue, self._clock)
         self.begin_anew()
 
     def begin_anew(self) -> None:

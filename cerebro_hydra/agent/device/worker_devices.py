@@ -25,6 +25,7 @@ from cerebro_hydra.agent.device.messages import (
 )
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
+from cerebro_hydra.plan.messages.actions import Action
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +93,13 @@ class WorkerDevices:
 
     Args:
         starts: each starts the device of its place.
+
+    Attributes:
+        gate: holds their units back for a while.
     """
 
     def __init__(self, starts: Sequence[DeviceStart], on_answer: OnAnswer, on_gone: OnGone) -> None:
+        self.gate = UnitGate()
         self._starts = starts
         self._on_answer, self._on_gone = on_answer, on_gone
         self._devices: list[WorkerDevice] = []
@@ -201,6 +206,7 @@ class WorkerDevices:
         order = asked[0] if asked else None
         death = Death(number, was_up, order, self._beside(device, order))
         asked.clear()
+        self.gate.lose(number)
         self._heard.pop(device, None)
         self._devices[number] = self._starts[number](self._on_answer, self._on_gone)
         self._patience[number] = _patience_with_start(self._devices[number])
@@ -242,3 +248,48 @@ def _taken(asked: deque[CodeOrder], fits: Callable[[CodeOrder], bool]) -> CodeOr
 
 def _patience_with_start(device: WorkerDevice) -> float:
     return math.inf if device.limits is None else device.limits.join_timeout
+
+
+Unit = tuple[Action, ...]
+
+
+class UnitGate:
+    """Holds units back while other threads do what must be done before; one thread uses it.
+
+    It may be shut for a visit, or for all of them (None), and more than once. A unit that is held
+    back holds back those that come after it on its device.
+    """
+
+    def __init__(self) -> None:
+        self._shut = Counter[int | None]()
+        self._held: list[Unit] = []
+
+    def holds(self, unit: Unit) -> bool:
+        """Return whether a unit may not begin yet; it is kept then."""
+        first = unit[0]
+        is_behind = any(each[0].device == first.device for each in self._held)
+        if holds := bool(is_behind or self._shut[None] or self._shut[first.trial]):
+            self._held.append(unit)
+        return holds
+
+    def shut(self, visit: int | None) -> None:
+        """Hold units back until it is opened as often."""
+        self._shut[visit] += 1
+
+    def open(self, visit: int | None) -> list[Unit]:
+        """Return the units that may begin now, in their order."""
+        self._shut -= Counter([visit])  # a visit that is not shut any more has no entry
+        return self._free()
+
+    def remove(self, visit: int) -> list[Unit]:
+        """Hold nothing back for a visit any more; return the units that may begin now."""
+        del self._shut[visit]
+        return self._free()
+
+    def lose(self, device: int) -> None:
+        """Forget the units of a device that has died."""
+        self._held = [unit for unit in self._held if unit[0].device != device]
+
+    def _free(self) -> list[Unit]:
+        held, self._held = self._held, []
+        return [unit for unit in held if not self.holds(unit)]

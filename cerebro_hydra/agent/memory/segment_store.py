@@ -51,20 +51,20 @@ class SegmentStore:
     no more, segments stay in memory.
 
     Whoever needs memory asks the plan on its own thread, and moves there what the plan says; so
-    nobody waits for the loop of the queues.
+    nobody waits for the thread of the queues.
 
     Args:
         budget: the bytes of memory for segments and for what training needs beside them.
         scratch: a folder on a disk of this machine.
         pool: gives the memory.
-        state: the queues of the worker; they are told what is kept, and say what goes.
+        queues: those of the worker; they are told what is kept, and say what goes.
     """
 
-    def __init__(self, budget: int, scratch: str, pool: BufferPool, state: WorkerState) -> None:
+    def __init__(self, budget: int, scratch: str, pool: BufferPool, queues: WorkerState) -> None:
         self.pool = pool
-        self._state = state
+        self.queues = queues
         self._budget = budget
-        self._scratch = scratch
+        self.scratch = scratch
         self.lock = threading.Lock()  # of the table and the queues; nobody has it while bytes move
         self._moving = threading.RLock()  # of what is moved between memory and disk; taken first
         self._segments: dict[str, _Segment] = {}
@@ -110,23 +110,23 @@ class SegmentStore:
         with self.lock:
             for digest, buffer in segments.values():
                 self._segments.setdefault(digest, _Segment(digest, buffer[:]))
-            self._state.ledger.keep(name, shard, sizes)
+            self.queues.ledger.keep(name, shard, sizes)
 
     def take(self, name: StateName, shard: int) -> None:
         """Note that another worker takes a shard of a state, which seldom is needed again then."""
         with self.lock:
-            self._state.ledger.take(name, shard)
+            self.queues.ledger.take(name, shard)
 
     def forget_state(self, name: StateName) -> None:
         """Forget that segments make up a state; they stay until they are discarded."""
         with self.lock:
-            self._state.ledger.forget_state(name)
+            self.queues.ledger.forget_state(name)
 
     def discard(self, digest: str) -> None:
         """Forget a segment; whoever reads it may go on."""
         with self.lock:
             self._segments.pop(digest, None)
-            self._state.ledger.drop_kept(digest)
+            self.queues.ledger.drop_kept(digest)
         self._trim()
 
     def get(self, digest: str) -> Bytes | None:
@@ -138,7 +138,7 @@ class SegmentStore:
         with self.lock:
             if (segment := self._segments.get(digest)) is None:
                 return None
-            self._state.ledger.use(digest)
+            self.queues.ledger.use(digest)
             if (buffer := segment.buffer) is not None:
                 return buffer[:]
         with self._moving:
@@ -173,7 +173,7 @@ class SegmentStore:
         while (lacking := self.pool.leased + self._reserved + nbytes - self._budget) > 0:
             with self.lock:
                 idle = {each.digest for each in self._segments.values() if self._is_idle(each)}
-                going = [self._segments[name] for name in self._state.evict_kept(lacking, idle)]
+                going = [self._segments[name] for name in self.queues.evict_kept(lacking, idle)]
             if not (going and all(map(self._spill, going))):
                 return
 
@@ -187,7 +187,7 @@ class SegmentStore:
         """Let a segment go to disk; return whether the disk has taken it."""
         if segment.file is None and segment.buffer is not None:
             try:
-                segment.file = ScratchFile(self._scratch, segment.buffer)
+                segment.file = ScratchFile(self.scratch, segment.buffer)
             except OSError as error:
                 if not self._disk_is_full:
                     _log.warning("states stay in memory while scratch takes no more: %s", error)
@@ -202,7 +202,7 @@ class SegmentStore:
         with self.lock:
             segment.buffer = buffer
             if self._segments.get(segment.digest) is segment:
-                self._state.ledger.move_kept(segment.digest, in_dram=buffer is not None)
+                self.queues.ledger.move_kept(segment.digest, in_dram=buffer is not None)
 
     def _read_back(self, segment: _Segment) -> Bytes:
         if segment.buffer is not None:  # another thread was first

@@ -246,13 +246,11 @@ class ShardHome:
     Args:
         held: the shard of the state before.
         segments: has the bytes of that state, and gives memory.
-        scratch: a folder on a disk of this machine.
     """
 
-    def __init__(self, held: HeldShard, segments: SegmentStore, scratch: str) -> None:
+    def __init__(self, held: HeldShard, segments: SegmentStore) -> None:
         self._names = held.names
         self._segments = segments
-        self._scratch = scratch
         self.cursor: Mapping[str, Any] | None = held.cursor or None
         self._stored = {name: buffer for name, (_, buffer) in held.segments.items()}
         self._own: dict[str, Bytes] = {}
@@ -335,7 +333,7 @@ class ShardHome:
             ScratchFull: the disk has no room for it.
         """
         for name, slab in self._own.items():
-            self._files[name] = ScratchFile(self._scratch, slab)
+            self._files[name] = ScratchFile(self._segments.scratch, slab)
         self.leave_dram()
 
     def to_dram(self) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, VisitTime
+from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch, TimeLimits, VisitTime
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
 
 SOURCE = StateSource(0, None)
@@ -25,9 +24,7 @@ class Bench:
         self.overdue: list[tuple[Any, Any]] = []
         self.known = BatchSeconds()
         self.watch = TaskWatch(
-            batch,
-            sub_epoch,
-            lambda *told: self.slow.append(told),
+            TimeLimits(batch, sub_epoch, lambda *told: self.slow.append(told)),
             self.known,
             lambda *told: self.overdue.append(told),
             lambda: self.now,
@@ -137,9 +134,9 @@ def timed(
     """Return the time of a visit with these limits, by a clock that a bench turns."""
     bench = Bench(batch=batch, sub_epoch=sub_epoch)
     monkeypatch.setattr(time, "monotonic", lambda: bench.now)
-    limits = batch, sub_epoch, lambda *told: bench.slow.append(told), bench.known
-    make = partial(TaskWatch, *limits)
-    return bench, VisitTime(TRAIN, make, lambda *told: bench.overdue.append(told))
+    limits = TimeLimits(batch, sub_epoch, lambda *told: bench.slow.append(told))
+    overdue = lambda *told: bench.overdue.append(told)  # noqa: E731
+    return bench, VisitTime(TRAIN, limits, bench.known, overdue)
 
 
 def test_the_time_between_units_and_that_of_building_count_for_nothing(

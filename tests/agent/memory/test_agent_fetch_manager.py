@@ -325,7 +325,7 @@ class DamagedHome:
         state = self.store.expect(0, 0, shards=1)
         self.store.put(state, 0, Shard(named, {"step": 1}))
         held = self.store.wait(0, 0, 0)
-        self.home = ShardHome(held, segments, str(path))
+        self.home = ShardHome(held, segments)
         self.frozen = held.digests[0]
         named["frozen"][1][5] = 9
         self.manager = FetchManager("me", self.store, self.folder, NOBODY, NOBODY)

@@ -14,17 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cerebro_hydra.agent.attempts import Outbox, VisitPlanner
+from cerebro_hydra.agent.audits import Audits
+from cerebro_hydra.agent.device.task_watch import TimeLimits
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.agent.memory.segment_store import LEAST_SPILLED, SegmentStore
-from cerebro_hydra.agent.worker_loop import WorkerLoop
+from cerebro_hydra.agent.memory.shard_store import ShardStore
+from cerebro_hydra.agent.queue_trainer import QueueTrainer
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded, VisitEnded
 from cerebro_hydra.plan.queues.ledger import Ledger, StateName
-from cerebro_hydra.plan.queues.log import DeviceLog
 from cerebro_hydra.plan.queues.visit import Visit
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
-from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import Bytes
 from cerebro_hydra.storage.digest import digest
@@ -297,29 +300,30 @@ def keep_small(segment_store: SegmentStore, mark: int) -> str:
     return digest(buffer)
 
 
-def tell_of_a_visit(segment_store: SegmentStore, queues: WorkerState) -> None:
-    """Have the loop of the queues hear that a visit begins, and wait until it has."""
-    decided = threading.Event()
+def tell_the_queues(segment_store: SegmentStore) -> None:
+    """Let a worker's queues hear of something, and wait until they have."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    trainer = QueueTrainer(
+        [],
+        VisitPlanner(nothing, DEFAULT_RESOURCES),
+        ShardStore(segment_store),
+        nothing,
+        Outbox("me", nothing, nothing, nothing, nothing),
+        Audits(0.0),
+        TimeLimits(None, None, nothing),
+    )
+    trainer.start()
+    trainer.expect(True)
+    trainer.close()
 
-    def ignore(*_: object) -> None:
-        """Do nothing."""
 
-    log = DeviceLog(queues, lambda visit: visit)
-    loop = WorkerLoop(queues, segment_store.lock, log, lambda _: decided.set(), ignore, ignore)
-    loop.put(lambda: loop.tell(run(9, trial=1)))
-    loop.start()
-    assert decided.wait(SECONDS)
-    loop.stop()
-    loop.join()
-
-
-OTHERS: dict[str, Callable[[SegmentStore, WorkerState], object]] = {
-    "a shard is kept": lambda store, _: keep_small(store, 9),
-    "a segment is dropped": lambda store, _: store.discard(digest(np.full(8, 8, np.uint8))),
-    "a state is forgotten": lambda store, _: store.forget_state(StateName(1, 0)),
-    "a visit begins": tell_of_a_visit,
+OTHERS: dict[str, Callable[[SegmentStore], object]] = {
+    "a shard is kept": lambda store: keep_small(store, 9),
+    "a segment is dropped": lambda store: store.discard(digest(np.full(8, 8, np.uint8))),
+    "a state is forgotten": lambda store: store.forget_state(StateName(1, 0)),
+    "the queues hear of something": tell_the_queues,
 }
-"""What other threads do meanwhile: fetches, the coordinator's messages, the loop of the queues."""
+"""What other threads do meanwhile: fetches, the coordinator's messages, that of the queues."""
 
 
 @pytest.mark.parametrize(
@@ -350,7 +354,7 @@ def test_whoever_comes_while_it_is_chosen_what_goes_waits_and_disturbs_nothing(
         return choosing(*args)
 
     def act() -> None:
-        OTHERS[other](segment_store, queues)
+        OTHERS[other](segment_store)
         ended.set()
         lock.met.set()
 

@@ -131,7 +131,7 @@ def test_a_state_that_is_announced_anew_frees_the_segments_of_the_void_one() -> 
 SIZES = {"trainable": 3000, "gradients": 1000}
 
 
-def home_of_ones(store: ShardStore, scratch: Path) -> ShardHome:
+def home_of_ones(store: ShardStore) -> ShardHome:
     """Return the home of a shard whose bytes are ones."""
     state, named = store.expect(0, 0, 1), {}
     for name in ("frozen", "trainable"):
@@ -141,11 +141,11 @@ def home_of_ones(store: ShardStore, scratch: Path) -> ShardHome:
     store.put(state, 0, Shard(named, {}))
     held = store.follow(0, 0)(0)
     assert held is not None
-    return ShardHome(held, store.segments, str(scratch))
+    return ShardHome(held, store.segments)
 
 
-def test_a_home_of_which_a_part_is_written_has_the_rest_as_it_was(tmp_path: Path) -> None:
-    home = home_of_ones(empty_store(), tmp_path)
+def test_a_home_of_which_a_part_is_written_has_the_rest_as_it_was() -> None:
+    home = home_of_ones(empty_store())
     (slab,) = home.room_for({"gradients": 1000}, in_part=True).values()
     slab[:] = 5
     home.changed({"step": 0}, has_gradients=True, trained=False)
@@ -162,7 +162,7 @@ def test_a_home_of_which_a_part_is_written_has_the_rest_as_it_was(tmp_path: Path
 
 def test_a_home_gives_its_memory_back_on_disk_and_has_its_bytes_again(tmp_path: Path) -> None:
     store = empty_store()
-    home = home_of_ones(store, tmp_path)
+    home = home_of_ones(store)
     pool = store.segments.pool
     before = pool.leased
     for number, slab in enumerate(home.room_for(SIZES).values()):

@@ -34,8 +34,8 @@ def test_states_that_were_on_disk_are_trained_to_the_bytes_of_plain_training(
         assert kept == worker.store.segments.digests()
         assert not worker.state.visits, "what is published is kept, and no visit any more"
         for trial in range(TRIALS):
-            worker.trainer.drop(trial, 0)
-            worker.trainer.drop(trial, 1)
+            worker.fetches.drop(trial, 0)
+            worker.fetches.drop(trial, 1)
         assert not worker.state.ledger.states
         kept = {block.digest for block in worker.state.ledger.kept}
         assert kept == worker.store.segments.digests(), "frozen ones, for trials to come"

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from benchmarks.queue_worker import evaluate, train
-from cerebro_hydra.agent.attempts import AttemptReports
+from cerebro_hydra.agent.attempts import AttemptReports, Outbox
 from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
-from cerebro_hydra.agent.device.task_watch import BatchSeconds, TaskWatch
+from cerebro_hydra.agent.device.task_watch import TimeLimits
 from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
@@ -173,7 +173,7 @@ def test_a_run_that_is_over_ends_its_devices_whatever_its_loop_does() -> None:
     with bench(ByteTrials(SIZES, faults={0: "hangs"}), [4500, 4500]) as made:
         made.begin(1)
         made.state.wait_for_tasks(1)
-        made.trainer._loop.put(lambda: busy.wait(SECONDS))
+        made.trainer._inbox.put(lambda: busy.wait(SECONDS))
         pids = [os.pidfd_open(device.pid) for device in made.devices]
         made.trainer.stop()
         ended = [select.select([pid], [], [], SECONDS / 2)[0] == [pid] for pid in pids]
@@ -311,8 +311,7 @@ def test_what_ends_or_stops_a_device_is_told_as_what_it_was_and_is_no_slow_batch
 def test_a_sub_epoch_that_begins_anew_has_all_of_its_time_again() -> None:
     """It takes 2.7 s, and half of it is done twice."""
     with bench(ByteTrials(SIZES, seconds=0.03), [None]) as made:
-        limits = None, 4.5, print, BatchSeconds()
-        made.trainer._make_watch = partial(TaskWatch, *limits)
+        made.trainer._limits = TimeLimits(None, 4.5, print)
         made.begin(1)
         made.state.wait_for_tasks(75)
         made.devices[0].close()
@@ -341,7 +340,8 @@ def test_an_attempt_that_was_taken_back_holds_its_device_no_longer_than_a_batch_
 
 def test_devices_that_die_together_of_a_task_count_as_one() -> None:
     no_fetches: Any = None
-    reports, task = AttemptReports("me", no_fetches, print), train(0, 0, 1)
+    reports = AttemptReports(Outbox("me", print, print, print, print), no_fetches)
+    task = train(0, 0, 1)
     reports.accept(task.attempt)
     for time in range(2):
         first, *others = [Quiet(None) for _ in range(4)]

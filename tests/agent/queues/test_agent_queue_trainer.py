@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks.queue_worker import train
 from cerebro_hydra.agent.attempts import VisitPlanner
+from cerebro_hydra.agent.device.worker_devices import Unit, UnitGate
 from cerebro_hydra.agent.memory.shard_store import ShardHome
-from cerebro_hydra.agent.worker_loop import Unit, UnitGate
 from cerebro_hydra.errors import SetupError
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import Answer
@@ -130,7 +131,7 @@ def test_a_cancelled_attempt_reports_and_leaves_nothing() -> None:
         assert result.attempt == 1
         made.check(1, result)
         assert not made.store.knows(0, 1)
-        made.trainer.drop(1, 1)
+        made.fetches.drop(1, 1)
         made.state.wait_until(lambda: not made.state.visits)
 
 
@@ -195,7 +196,7 @@ def test_what_a_run_wrote_to_frozen_bytes_is_mended_before_another_one_reads_the
         assert folder.asked.wait(SECONDS)
         made.state.wait_until(lambda: any(map(is_forward_of_the_other, made.state.given)))
         device: Any = made.trainer._devices[0]
-        for put in (made.trainer._loop.put, device._computing.put):
+        for put in (made.trainer._inbox.put, device._computing.put):
             idle = threading.Event()
             put(idle.set)
             assert idle.wait(SECONDS), "the loop or the device waits for the store"
@@ -324,7 +325,7 @@ AUDIT = Candidate(2, 2, remaining=0.5, waiting_since=0, own=False)
 def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
     pick: str, picked: Candidate
 ) -> None:
-    planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
+    planner = VisitPlanner(lambda split, partition: 1, WorkerResources(pick=pick))
     trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
     planner.learn(trial)
     assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == picked
@@ -332,7 +333,7 @@ def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
 
 @pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
 def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
-    planner = VisitPlanner(lambda split, partition: 1, None, pick=pick)
+    planner = VisitPlanner(lambda split, partition: 1, WorkerResources(pick=pick))
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
     planner.audit_spec(AUDIT.visit, profile.training(OLDEST.visit, 1, 1, True), 0, profile)
     assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == AUDIT
