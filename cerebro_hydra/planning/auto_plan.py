@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
@@ -19,13 +18,10 @@ from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.choice import Choice, SearchJudge, choose, ways
 from cerebro_hydra.planning.simulated import Place
-from cerebro_hydra.planning.trials import PlannedTrial, sizes_of
+from cerebro_hydra.planning.trials import PlannedTrial, trial_spec
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.admit import AdmittedCut
-from cerebro_hydra.shards.admission.trial_profile import asked_recompute
-from cerebro_hydra.storage.names import trial_name
-from cerebro_hydra.storage.run_document import TrialSpec
 
 PLANNING_SECONDS = 5.0
 """Seconds of CPU in which ways to train are judged, for trials that are alike."""
@@ -206,28 +202,7 @@ class AutoPlan:
         self, recipe: Recipe, cut: AdmittedCut, plan: TrialPlan | None = None
     ) -> PlannedTrial:
         """Return a trial as it is planned; its number and its states do not matter."""
-        tasks = cut.profile.tasks
-        spec = TrialSpec(
-            trial=0,
-            trial_id=trial_name(0),
-            params={},
-            seed=0,
-            cut=cut.spec.to_json(),
-            template=cut.template.to_json(),
-            nbytes=cut.layout.nbytes,
-            batch_size=recipe.batch_size,
-            accumulate=recipe.accumulate,
-            steps=tuple(
-                num_windows(rows, recipe.batch_size, recipe.accumulate) for rows in self._rows
-            ),
-            shards=(("", ""),) * len(cut.layout.shards),
-            schedule=recipe.schedule,
-            recompute=asked_recompute(recipe),
-            tasks=None if tasks is None else tasks.to_json(),
-            sizes=sizes_of(cut.profile),
-            plan=plan,
-        )
-        return PlannedTrial(spec, admission=0.0)
+        return PlannedTrial(trial_spec(recipe, cut, self._rows, plan), admission=0.0)
 
     def _tell(self, line: str) -> None:
         if line not in self._told:

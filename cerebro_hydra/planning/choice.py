@@ -25,7 +25,7 @@ from cerebro_hydra.plan.sizing.cuts import balance, cut_by_bytes
 from cerebro_hydra.planning.followed import Recorded
 from cerebro_hydra.planning.plan import any_metric, fitting
 from cerebro_hydra.planning.simulated import Outcome, Place, simulate
-from cerebro_hydra.planning.trials import PlannedTrial, sizes_of
+from cerebro_hydra.planning.trials import PlannedTrial, as_measured
 from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile
 
 LEAST_GAIN = 0.05
@@ -123,16 +123,14 @@ def ways(
             source = plain if cuts is None or units is None else units
             profile = source.profile if cuts is None else source.profile.joined(cuts)
             assert profile.tasks is not None
-            measured = profile.tasks.recompute if recompute else profile.tasks.keep
-            if measured is None:
+            if (profile.tasks.recompute if recompute else profile.tasks.keep) is None:
                 continue
             spec = replace(
                 source.spec,
                 plan=plan,
                 recompute=asked,
                 schedule=plain.spec.schedule,
-                sizes=sizes_of(profile),
-                tasks=profile.tasks.to_json(),
+                **as_measured(profile),
                 shards=source.spec.shards[:1] * len(profile.shards),
             )
             trial = PlannedTrial(spec)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
-from cerebro_hydra.data.batches import batch_sizes
+from cerebro_hydra.data.batches import batch_sizes, num_windows
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
@@ -15,8 +16,10 @@ from cerebro_hydra.plan.costs.model import Kind
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.admit import AdmittedCut
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -28,13 +31,58 @@ class _Sizes(TypedDict):
     barrier: bool
 
 
-def sizes_of(profile: TrialProfile) -> dict[str, Any]:
-    """Return as JSON what a trial's document keeps of its profile beside the tasks."""
-    return {
+def as_measured(profile: TrialProfile) -> dict[str, Any]:
+    """Return what a trial's document keeps of its profile, by the names of its fields."""
+    sizes = {
         "shards": [asdict(shard) for shard in profile.shards],
         "tied": [list(group) for group in profile.tied],
         "barrier": profile.barrier,
     }
+    return {"tasks": None if profile.tasks is None else profile.tasks.to_json(), "sizes": sizes}
+
+
+def shared_with_forks(cut: AdmittedCut) -> dict[str, Any]:
+    """Return what two trials have in common if the state of one can be that of the other."""
+    return {
+        "cut": cut.spec.to_json(),
+        "template": cut.template.to_json(),
+        "nbytes": cut.layout.nbytes,
+    }
+
+
+def as_cut(cut: AdmittedCut) -> dict[str, Any]:
+    """Return what a trial's document says of its cut, by the names of its fields."""
+    effects = {"attributes": cut.attributes, "set_in_evaluation": cut.set_in_evaluation}
+    return shared_with_forks(cut) | as_measured(cut.profile) | effects
+
+
+def trial_spec(
+    recipe: Recipe, cut: AdmittedCut, partition_rows: Sequence[int], plan: TrialPlan | None = None
+) -> TrialSpec:
+    """Describe how a trial trains that is cut so; it has yet no number, states, and end of its own.
+
+    Args:
+        partition_rows: the training rows of each partition.
+        plan: how it trains in place of the recipe's schedule.
+    """
+    batch_size, accumulate = recipe.batch_size, recipe.accumulate
+    return TrialSpec(
+        trial=0,
+        trial_id=trial_name(0),
+        params={},
+        seed=0,
+        **as_cut(cut),
+        batch_size=batch_size,
+        accumulate=accumulate,
+        replicas=recipe.replicas if isinstance(recipe.replicas, int) else 1,
+        tail=recipe.replicas == "tail",
+        steps=tuple(num_windows(rows, batch_size, accumulate) for rows in partition_rows),
+        shards=(("", ""),) * len(cut.layout.shards),
+        parameters=sum(p.numel() for p in recipe.model.parameters()),
+        schedule=recipe.schedule,
+        recompute=asked_recompute(recipe),
+        plan=plan,
+    )
 
 
 @dataclass(frozen=True)

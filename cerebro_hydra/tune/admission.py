@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from cerebro_hydra.available_memory import available_memory
-from cerebro_hydra.data.batches import num_windows
 from cerebro_hydra.data.preparation.prepared import value_ranges
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import traceback_text
@@ -31,7 +30,7 @@ from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.auto_plan import ALONE, Outlook
 from cerebro_hydra.planning.memory_bill import MemoryBill
-from cerebro_hydra.planning.trials import sizes_of
+from cerebro_hydra.planning.trials import as_cut, shared_with_forks, trial_spec
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -216,16 +215,13 @@ class Admission:
                     "batch_size, with accumulate"
                 )
             profile = self._profiler.with_all_room(cut.profile, recipe.accumulate)
+            cut = replace(cut, profile=profile)  # the one admitted may serve other trials
             states = [relaid_state(folder, spec.trial, v, cut.layout) for v in asked.states]
         finer = replace(
             spec,
-            **_structure(cut),
+            **as_cut(cut),
             shards=states[0].digests,
             recompute=True,
-            attributes=cut.attributes,
-            set_in_evaluation=cut.set_in_evaluation,
-            tasks=profile.tasks.to_json() if profile.tasks is not None else None,
-            sizes=sizes_of(profile),
             finer=asked.inherited and spec.finer,
             stages=(),
             plan=None,
@@ -294,7 +290,7 @@ class Admission:
             self._memory_bill.check_replicas(recipe, len(self._examples.partition_rows))
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
-            elif any(getattr(parent, n) != v for n, v in _structure(admission).items()):
+            elif any(getattr(parent, n) != v for n, v in shared_with_forks(admission).items()):
                 raise ConfigurationError(
                     f"{params} makes another model or optimizer than {dict(parent.params)}, whose "
                     f"trial it forks; give forks of {parent.trial_id} parameters that change "
@@ -304,43 +300,27 @@ class Admission:
         if parent is None and self._folder is not None:  # a fork begins with its parent's state
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
             self._folder.write_state(trial, 0, {"trial": trial, "state": 0, "shards": entries})
-        profile = admission.profile
         if finer_tasks is not None:
-            profile = replace(profile, tasks=finer_tasks)
-        spec = TrialSpec(
+            profile = replace(admission.profile, tasks=finer_tasks)
+            admission = replace(admission, profile=profile)
+        spec = replace(
+            trial_spec(recipe, admission, self._examples.partition_rows, plan),
             trial=trial,
             trial_id=trial_name(trial),
             params=dict(params),
             seed=seed,
-            **_structure(admission),
-            batch_size=recipe.batch_size,
-            accumulate=recipe.accumulate,
-            replicas=recipe.replicas if isinstance(recipe.replicas, int) else 1,
-            tail=recipe.replicas == "tail",
-            steps=tuple(
-                num_windows(rows, recipe.batch_size, recipe.accumulate)
-                for rows in self._examples.partition_rows
-            ),
             shards=shards,
             patience=recipe.early_stopping,
             keep=self._kept_by(recipe),
             custom_metrics=tuple(metric.name for metric in recipe.state_metrics),
-            parameters=sum(p.numel() for p in recipe.model.parameters()),
-            schedule=recipe.schedule,
-            recompute=asked_recompute(recipe),
-            tasks=profile.tasks.to_json() if profile.tasks is not None else None,
-            sizes=sizes_of(profile),
             finer=finer,
-            attributes=admission.attributes,
-            set_in_evaluation=admission.set_in_evaluation,
             staleness=pipeline.staleness,
             stages=pipeline.stages,
-            plan=plan,
         )
         stages = ""
         if self._profiler is not None:
             with refusing():
-                stages = self._memory_bill.check(spec, profile)
+                stages = self._memory_bill.check(spec, admission.profile)
         if self._folder is not None:
             self._folder.write_trial(spec)
         self._report_cut(spec, admission.report, stages)
@@ -428,15 +408,6 @@ class Admission:
         pipeline = spec.schedule, spec.stages, spec.staleness, spec.accumulate, spec.plan
         told = "\n".join(filter(None, [f"{spec.trial_id}: {report.text()}", stages]))
         self._report_once((shape, *pipeline), told)
-
-
-def _structure(cut: AdmittedCut) -> dict[str, Any]:
-    """Return what two trials have in common if the state of one can be that of the other."""
-    return {
-        "cut": cut.spec.to_json(),
-        "template": cut.template.to_json(),
-        "nbytes": cut.layout.nbytes,
-    }
 
 
 def _as_many(recipe: Recipe, parent: TrialSpec) -> bool:

@@ -18,7 +18,7 @@ from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.choice import Choice, SearchJudge, choose, ways
 from cerebro_hydra.planning.simulated import Place
-from cerebro_hydra.planning.trials import PlannedTrial, sizes_of
+from cerebro_hydra.planning.trials import PlannedTrial, as_measured
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
@@ -38,8 +38,8 @@ def trial(units: int, seconds: float = 1.0, **fields: Any) -> PlannedTrial:
     shard = ShardBytes(0, STATE * UNITS // units, 0, False)
     profile = TrialProfile((shard,) * units, (), False, tasks)
     spec = replace(
-        spec_of(0, measured=True), cut={"mode": "export", "at": [str(k) for k in range(1, units)]},
-        accumulate=WINDOW, sizes=sizes_of(profile), tasks=tasks.to_json(),
+        spec_of(0, by_shard=True), cut={"mode": "export", "at": [str(k) for k in range(1, units)]},
+        accumulate=WINDOW, **as_measured(profile),
         shards=(("", ""),) * units, nbytes=STATE * UNITS,
     )  # fmt: skip
     return PlannedTrial(replace(spec, **fields), admission=0.0)
@@ -138,7 +138,7 @@ def test_a_worker_that_can_not_follow_a_plan_trains_as_without_one() -> None:
 
 
 def test_a_document_with_a_plan_is_read_as_written_and_one_that_changes_bits_is_refused() -> None:
-    spec = replace(spec_of(0, measured=False), plan=TrialPlan("gpipe", True, 2))
+    spec = replace(spec_of(0, by_shard=False), plan=TrialPlan("gpipe", True, 2))
     document = json.loads(json.dumps(spec.to_json()))
     assert TrialSpec.from_json(document, "trial.json") == TrialSpec.from_json(document, "t")
     assert TrialSpec.from_json(document, "trial.json").plan == spec.plan

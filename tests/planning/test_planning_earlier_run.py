@@ -21,7 +21,7 @@ from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation
 from cerebro_hydra.planning import simulated
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.planning.plan import Plan, Question, plan_again
-from cerebro_hydra.planning.trials import sizes_of
+from cerebro_hydra.planning.trials import as_measured
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
@@ -34,15 +34,14 @@ FROZEN, TRAINABLE = 600, 400
 NEEDS = (ShardSpec(0, 100, 10, 0.5, 1.0, 0.1),) * 2
 
 
-def spec_of(trial: int, measured: bool) -> TrialSpec:
-    tasks = TaskProfile(NEEDS, NEEDS, NEEDS, (), 8)
+def spec_of(trial: int, by_shard: bool) -> TrialSpec:
+    tasks = TaskProfile(NEEDS, NEEDS, NEEDS, (), 8) if by_shard else None
     profile = TrialProfile((ShardBytes(FROZEN, TRAINABLE, 200, False),) * 2, (), False, tasks)
     return TrialSpec(
         trial=trial, trial_id=f"trial-{trial:03d}", seed=trial, cut={"mode": "modules"},
         template={}, params={"lr": 0.1}, nbytes=2 * (FROZEN + TRAINABLE), batch_size=1,
         accumulate=1, steps=(1, 1), shards=(("f" * 32, f"{trial:032x}"),) * 2,
-        sizes=json.loads(json.dumps(sizes_of(profile))),
-        tasks=json.loads(json.dumps(tasks.to_json())) if measured else None,
+        **json.loads(json.dumps(as_measured(profile))),
     )  # fmt: skip
 
 
@@ -55,10 +54,10 @@ def document() -> RunDocument:
     )  # fmt: skip
 
 
-def folder_of(path: Path, measured: bool = False) -> RunFolder:
+def folder_of(path: Path, by_shard: bool = False) -> RunFolder:
     """The folder of a run whose tasks took what the constants say."""
     folder = RunFolder(LocalStore(str(path)), document().run_id)
-    specs = [spec_of(trial, measured) for trial in range(TRIALS)]
+    specs = [spec_of(trial, by_shard) for trial in range(TRIALS)]
     folder.write_json("run.json", document().to_json())
     for spec in specs:
         folder.write_trial(spec)
@@ -96,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return folder_of(tmp_path_factory.mktemp("store"), measured=True)
+    return folder_of(tmp_path_factory.mktemp("store"), by_shard=True)
 
 
 def test_a_run_is_predicted_by_its_own_events(folder: RunFolder) -> None:
@@ -165,7 +164,7 @@ def test_the_command_prints_the_table(
 def test_a_run_that_went_through_no_epoch_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(LocalStore(str(tmp_path)), document().run_id)
     folder.write_json("run.json", document().to_json())
-    folder.write_trial(spec := spec_of(0, measured=False))
+    folder.write_trial(spec := spec_of(0, by_shard=False))
     lines = [Decision(0, 1.0, TrialAdded(trial_config(spec), 1), ()).to_json()]
     folder.write_segment(0, [{"run_id": folder.run_id, "config": {}}, *lines])
     with pytest.raises(ConfigurationError, match="has not gone through all of its partitions"):

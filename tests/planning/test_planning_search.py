@@ -67,7 +67,7 @@ def test_replicas_are_planned_with_what_they_exchange(tmp_path: Path) -> None:
 
 
 def test_a_run_of_other_models_is_refused_by_name(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "other", measured=True)
+    folder = folder_of(tmp_path / "other", by_shard=True)
     search = grid(LocalBackend(1), tmp_path, feed_forward, {"lr": [0.1], "shards": [1]})
     with pytest.raises(ConfigurationError, match=f"from_run is '{folder.run_id}', none of whose"):
         search.plan(ROWS, from_run=folder.path)
