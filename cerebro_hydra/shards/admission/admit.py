@@ -137,7 +137,7 @@ def admit(
         examples: real batches (features, targets), one for each batch size that trains.
         profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
         least_shards: what `shards="auto"` tries to have at least.
-        evaluated_rows: the batch sizes of evaluations, for a model whose graph fixes the rows.
+        evaluated_rows: the batch sizes of evaluations, which may be larger than all that train.
 
     Raises:
         ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
@@ -169,7 +169,8 @@ def _admit(
         cut_model = cache.get(recipe.model, spec, sample)
         layout = TrialLayout.make(recipe, cut_model, template)
         try:
-            return profiler.profile(recipe, cut_model, layout, template, largest)
+            most = max(evaluated_rows, default=0)
+            return profiler.profile(recipe, cut_model, layout, template, largest, most)
         except Exception as error:
             if not is_of_cond(error):
                 raise

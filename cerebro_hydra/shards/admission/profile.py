@@ -24,7 +24,7 @@ from cerebro_hydra.shards.admission.task_profile import CrossingBytes, Needs, Ta
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
-from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example
+from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example, example_of_rows
 from cerebro_hydra.shards.cut.values import AttributeValues
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
@@ -74,6 +74,7 @@ def profile(
     *,
     keep: bool = True,
     recompute: bool = True,
+    evaluated_rows: int = 0,
 ) -> TaskProfile:
     """Measure steps of state 0 on one batch: with all shards in memory, and with one at a time.
 
@@ -83,6 +84,7 @@ def profile(
     Args:
         keep, recompute: the ways of training to measure. If only one of them is possible, that one
             is.
+        evaluated_rows: those of the largest batch of an evaluation, which may have more.
 
     Raises:
         NonFiniteLoss: the loss is NaN or infinite.
@@ -104,6 +106,7 @@ def profile(
         else:
             again, moving = _recomputed(measured, or_not=keep) if recompute else (None, None)
             kept, left, crossing = _kept(measured) if keep else (None, None, None)
+        measured = measured._replace(example=example_of_rows(example, evaluated_rows))
         evaluation, evaluated = _evaluated(measured), _left_by_evaluation(measured)
         batch = sum(each.nbytes for each in _microbatch(recipe, example).inputs)
     finally:
@@ -540,8 +543,12 @@ class TaskProfiler:
         layout: TrialLayout,
         template: StateTemplate,
         example: Example,
+        evaluated_rows: int = 0,
     ) -> TrialProfile:
         """Return the profile of a trial for its largest batch, which is the example.
+
+        Args:
+            evaluated_rows: those of the largest batch of an evaluation.
 
         Raises:
             ConfigurationError: the model can't be run shard by shard, as it would have to be.
@@ -557,6 +564,7 @@ class TaskProfiler:
                     lambda: profile(
                         recipe, cut_model, layout, example,
                         keep=keep, recompute=asked is not False,
+                        evaluated_rows=evaluated_rows,
                     )
                 )  # fmt: skip
 
@@ -564,7 +572,7 @@ class TaskProfiler:
         what = (
             key,
             cut_model.spec,
-            len(example[0][0]),
+            (len(example[0][0]), evaluated_rows),
             type(recipe.optimizer),
             json.dumps(template.to_json()),
             (recipe.accumulate > 1, recipe.clip_grad_norm is None, recipe.recompute),

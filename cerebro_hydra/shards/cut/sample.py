@@ -51,8 +51,20 @@ class Sample:
 
     def of_rows(self, rows: int) -> Self:
         """Return a sample with this number of rows, made of this one's."""
-        inputs = tuple(x[torch.arange(rows) % len(x)] if x.dim() else x for x in self.inputs)
-        return replace(self, inputs=inputs)
+        return replace(self, inputs=_of_rows(self.inputs, rows))
+
+
+def example_of_rows(example: Example, rows: int) -> Example:
+    """Return a batch of at least this number of rows, those of an example over and over again."""
+    features, targets = example
+    have = len((targets or features)[0])
+    if rows <= have:
+        return example
+    return _of_rows(features, rows), _of_rows(targets, rows)
+
+
+def _of_rows(tensors: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
+    return tuple(x[torch.arange(rows) % len(x)] if x.dim() else x for x in tensors)
 
 
 def copy_example(example: Example) -> Example:

@@ -11,12 +11,14 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
+from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.profile import TaskProfiler, profile
 from cerebro_hydra.shards.admission.task_profile import TaskProfile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
+from cerebro_hydra.shards.cut.sample import Example
 from tests.end_to_end.trials.hooked_models import foreseeing
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
@@ -194,6 +196,25 @@ def test_an_automatic_cut_fits_with_its_double_buffer_where_fewer_shards_do_not(
 def test_a_device_without_room_for_two_shards_holds_one_at_a_time():
     cut = admitted(100_000)
     assert need_of(cut, 100_000, buffers=1) <= 100_000 < need_of(cut, 100_000, buffers=2)
+
+
+def test_an_evaluation_has_room_for_a_batch_that_is_larger_than_all_that_train():
+    rows, pipeline = FEW_ROWS + 33, Pipeline("gpipe", 2, None)
+    larger = ((torch.randn(rows, SMALL_WIDTH),), (torch.zeros(rows, dtype=torch.long),))
+
+    def admitted(example: Example, *evaluated: int) -> tuple[VisitSpec, VisitSpec]:
+        made = recipe(shards=2, schedule="gpipe")
+        cut = admit(made, [example], 3, None, TaskProfiler(None, devices=2), 1, evaluated)
+        evaluation = cut.profile.evaluation(0, 2, pipeline)
+        return cut.profile.training(0, 1, 1, True, pipeline), evaluation
+
+    trained, evaluated = admitted(EXAMPLE, FEW_ROWS, rows)
+    alone, least = admitted(EXAMPLE)
+    _, most = admitted(larger)
+    assert trained.boundary_bytes == alone.boundary_bytes
+    assert least.boundary_bytes < evaluated.boundary_bytes == most.boundary_bytes
+    needs = [[shard.activations for shard in each.shards] for each in (least, evaluated, most)]
+    assert needs[0] < needs[1] == needs[2]
 
 
 def test_a_unit_that_no_device_can_hold_is_named():
