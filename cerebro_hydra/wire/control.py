@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -31,15 +32,47 @@ from cerebro_hydra.wire.connection import (
     encode,
 )
 from cerebro_hydra.wire.credentials import Credentials
-from cerebro_hydra.wire.heartbeat import HEARTBEAT_SECONDS, SILENCE_SECONDS, Heartbeat
 from cerebro_hydra.wire.messages import RUN_OVER, ControlFailed, RunOver
 
 _log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between two heartbeats, which each end sends."""
+
+SILENCE_SECONDS = 10.0
+"""Seconds without a byte from the other end after which it is given up: it hangs, or is cut off."""
 
 _LONGEST_HELLO = 1 << 20  # bytes of the first line of either end
 
 CLOSE_SECONDS = 1.0
 """Seconds that agents have to hang up when the driver closes; they were told to stop before."""
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """Counts the beats of this end since the other one showed life.
+
+    Beats are counted, not seconds: a pause of this process is no silence of the other end.
+
+    Args:
+        seconds: between two beats.
+        silence: seconds after which the other end is given up.
+    """
+
+    seconds: float = HEARTBEAT_SECONDS
+    silence: float = SILENCE_SECONDS
+    _missed: int = field(default=0, init=False)
+
+    def hear(self) -> None:
+        """Note a sign of life; any byte is one."""
+        self._missed = 0
+
+    def beat(self) -> bool:
+        """Count a beat; return False, and count none, if the other end was silent for too long."""
+        if self._missed * self.seconds >= self.silence:
+            return False
+        self._missed += 1
+        return True
 
 
 class ControlClient:

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from cerebro_hydra.plan.costs.model import CostModel, Kind
+from cerebro_hydra.plan.costs.model import CostModel, Kind, Spread
 from cerebro_hydra.plan.costs.moves import MoveRates, wire_of
-from cerebro_hydra.plan.costs.spread import Spread
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 

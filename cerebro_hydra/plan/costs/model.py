@@ -6,14 +6,55 @@ corrects it: `measured` in ``plan/costs/measured.py`` makes a model of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates
-from cerebro_hydra.plan.costs.spread import NOTHING, Spread
 
 Kind = Literal["train", "evaluate"]
+
+LOW, HIGH = 0.1, 0.9
+"""The quantiles that a spread tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Holds mean, median and two quantiles of what was measured; all are 0 if nothing was.
+
+    Args:
+        count: how often it was measured.
+    """
+
+    mean: float = 0.0
+    median: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def of(cls, measured: Iterable[float], weights: Iterable[float] | None = None) -> Spread:
+        """Return the spread of what was measured; weights count in the mean alone."""
+        values = list(measured)
+        if not values:
+            return NOTHING
+        parts = [1.0] * len(values) if weights is None else list(weights)
+        mean = sum(v * w for v, w in zip(values, parts, strict=True)) / sum(parts)
+        values.sort()
+        low, median, high = (_quantile(values, share) for share in (LOW, 0.5, HIGH))
+        return cls(mean, median, low, high, len(values))
+
+
+NOTHING = Spread()
+"""That of what was never measured."""
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """Return a quantile of sorted values, between two of them where it lies there."""
+    place = share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (values[above] - values[below]) * (place - below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +104,8 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Describe the model in JSON; unlimited speeds are null."""
-        spreads = {
-            name: _told(getattr(self, name))
-            for name in (
-                "start",
-                "later",
-                "devices",
-                "admission",
-                "admission_again",
-                "build",
-                "turn",
-            )
-        }
-        pace = [[*key, _told(spread)] for key, spread in sorted(self.pace.items())]
+        spreads = {name: asdict(getattr(self, name)) for name in _SPREADS}
+        pace = [[*key, asdict(spread)] for key, spread in sorted(self.pace.items())]
         rates = {
             name: None if (rate := getattr(self.rates, name)) == float("inf") else rate
             for name in ("device", "disk", "wire", "latency", "dispatch")
@@ -84,13 +114,3 @@ class CostModel:
 
 
 _SPREADS = ("start", "later", "devices", "admission", "admission_again", "build", "turn")
-
-
-def _told(spread: Spread) -> dict[str, float]:
-    return {
-        "mean": spread.mean,
-        "median": spread.median,
-        "low": spread.low,
-        "high": spread.high,
-        "count": spread.count,
-    }

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.plan.costs.measured import Decided, measured
-from cerebro_hydra.plan.costs.model import CostModel
+from cerebro_hydra.plan.costs.model import NOTHING, CostModel, Spread
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates, wire_of
-from cerebro_hydra.plan.costs.spread import NOTHING, Spread
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Hop
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation
