@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cerebro_hydra.plan.messages.actions import parse_action
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pipedream import pipedream_graph
@@ -19,6 +18,7 @@ from cerebro_hydra.plan.schedules.registry import SCHEDULES
 from cerebro_hydra.plan.schedules.two_buffers import two_buffers_graph
 from cerebro_hydra.plan.simulate.worker import DoneAction, WorkerTimeline
 from tests.observe.task_picture import task_picture
+from tests.plan.action_text import parse_action
 from tests.plan.schedules.test_plan_gpipe import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -362,7 +362,7 @@ class World:
                             self.store[each.trial, state.state] = laid(content, each.shards)
         self.handle(ev.RunResumed())
         if isinstance(self.search, ClosedSearch):
-            for event in self.search.events_after(self.state):
+            for event in _extended(self.search, self.state):
                 self.handle(event)
         everything = range(self.config.partitions)
         self.workers = [tuple(everything)[worker::workers] for worker in range(workers)]
@@ -390,3 +390,17 @@ class World:
             assert steps, f"nothing can happen: {self.stories()}"
             steps[(random.getrandbits(20) if number is None else number) % len(steps)]()
         raise AssertionError("the run does not end")
+
+
+def _extended(search: ClosedSearch, state: HopState) -> list[ev.Event]:
+    """Return the events that make a run one of a search: new trials, and larger budgets."""
+    news: list[ev.Event] = []
+    for trial in search.trials:
+        known = state.trials.get(trial.trial)
+        if known is None:
+            news.append(ev.TrialAdded(trial, search.epochs))
+        elif known.budget < search.epochs:
+            news.append(ev.BudgetExtended(trial.trial, search.epochs))
+    if not state.tables.search_closed:
+        return [*news, ev.SearchClosed()]
+    return [ev.SearchReopened(), *news, ev.SearchClosed()] if news else []

@@ -22,10 +22,8 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import (
-    BudgetExtended,
     Event,
     SearchClosed,
-    SearchReopened,
     TrialAdded,
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
@@ -466,16 +464,3 @@ class ClosedSearch:
     ) -> Sequence[tuple[float, Event]]:
         """Decide nothing: all was known at the begin."""
         return ()
-
-    def events_after(self, state: HopState) -> list[Event]:
-        """Return the events that make a run one of this search: new trials, and larger budgets."""
-        news: list[Event] = []
-        for trial in self.trials:
-            known = state.trials.get(trial.trial)
-            if known is None:
-                news.append(TrialAdded(trial, self.epochs))
-            elif known.budget < self.epochs:
-                news.append(BudgetExtended(trial.trial, self.epochs))
-        if not state.tables.search_closed:
-            return [*news, SearchClosed()]
-        return [SearchReopened(), *news, SearchClosed()] if news else []

@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.messages.actions import (
-    HOST,
-    Action,
-    ActionKind,
-    Part,
-    format_actions,
-    parse_action,
-    parse_actions,
-)
+from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind, Part
 from cerebro_hydra.plan.schedules.graph import TaskGraph
+from tests.plan.action_text import format_actions, parse_action, parse_actions
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEDULES = {

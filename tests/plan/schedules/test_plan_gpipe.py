@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
-from cerebro_hydra.plan.messages.actions import Action, ActionKind, format_actions, parse_actions
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceLost,
@@ -29,6 +29,7 @@ from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
+from tests.plan.action_text import format_actions, parse_actions
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 GOLDEN = Path(__file__).parents[1] / "messages" / "golden"

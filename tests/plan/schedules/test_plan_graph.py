@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.messages.actions import Action, parse_action, parse_actions
+from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.validate import MemoryCheck, validate_memory, validate_order
+from tests.plan.action_text import parse_action, parse_actions
 
 
 def needs(graph: TaskGraph, text: str) -> list[str]:

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import InvalidSchedule
-from cerebro_hydra.plan.messages.actions import Action, parse_actions
+from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import FLUSHED, Schedule
 from cerebro_hydra.plan.schedules.sequential import sequential
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from tests.examples import examples
+from tests.plan.action_text import parse_actions
 
 TIES: dict[int, list[list[tuple[int, ...]]]] = {
     1: [[]],

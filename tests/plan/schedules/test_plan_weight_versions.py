@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError, InvalidSchedule
-from cerebro_hydra.plan.messages.actions import Action, ActionKind, parse_actions
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pipedream import pipedream_graph
@@ -22,6 +22,7 @@ from cerebro_hydra.plan.schedules.validate import validate_order, versions_held
 from cerebro_hydra.plan.simulate.worker import WorkerTimeline
 from cerebro_hydra.plan.sizing import stages as sizes
 from tests.examples import examples
+from tests.plan.action_text import parse_actions
 from tests.plan.schedules.test_plan_gpipe import simulate
 from tests.plan.schedules.test_plan_schedules import done_in_turn
 
