@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from cerebro_hydra.plan.messages.events import EvaluationDone, SubEpochDone
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import PICKS, Ahead, Candidate, unforeseen
 from cerebro_hydra.plan.sizing.pipeline import ALONE
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage.names import trial_name
@@ -143,8 +142,6 @@ class VisitPlanner:
         self._budget = resources.device_memory
         self.resident = resources.computes_in_place
         self._sparing: set[int] = set()  # trials that have run out of memory
-        self._pick = PICKS[resources.pick]
-        self._audits: set[int] = set()  # the visits that audit another one
 
     @classmethod
     def of(cls, manifest: Manifest, resources: WorkerResources) -> VisitPlanner:
@@ -179,11 +176,6 @@ class VisitPlanner:
         """Return whether the devices' memory has a limit."""
         return self._budget is not None
 
-    def rule(self, candidates: Sequence[Candidate], ahead: Ahead) -> Candidate | None:
-        """Pick as the backend says, but audits first, because the visits that they audit wait."""
-        audits = [each for each in candidates if each.visit in self._audits]
-        return self._pick(audits, unforeseen) if audits else self._pick(candidates, ahead)
-
     def visit_spec(self, number: int, task: Task, profile: TrialProfile) -> VisitSpec:
         """Describe a task as a visit."""
         source = StateName(task.trial, task.source.state)
@@ -209,15 +201,11 @@ class VisitPlanner:
         self, number: int, audited: VisitSpec, window: int, profile: TrialProfile
     ) -> VisitSpec:
         """Describe the visit that takes a step of another one again."""
-        self._audits.add(number)
         graph = audited.graph
         microbatches = graph.window_of(window * graph.window)
         spec = self._uncut(number, len(microbatches), graph.window, profile)
-        return spec if window else replace(spec, source=audited.source)  # else it has copies
-
-    def end_audit(self, number: int) -> None:
-        """Note that an audit is over."""
-        self._audits.discard(number)
+        source = None if window else audited.source  # else it has copies
+        return replace(spec, source=source, audits=True)
 
     def _uncut(
         self, number: int, microbatches: int, window: int, profile: TrialProfile

@@ -51,6 +51,7 @@ from cerebro_hydra.plan.messages.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.plan.queues.worker import WorkerState
+from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.shards.heap import share_heap
@@ -121,11 +122,10 @@ class _Agent:
         self._released = released
         self._folder = spec.open_folder()
         self._resources = resources = start.resources
-        planner = VisitPlanner.of(spec.manifest, resources)
         queues = WorkerState(
             [resources.device_memory] * resources.devices,
             resources.queued_memory,
-            planner.rule,
+            PICKS[resources.pick],
             double_buffering=not resources.computes_in_place,
         )
         if not resources.computes_in_place:
@@ -199,7 +199,7 @@ class _Agent:
             },
         )
         setup = _AgentSetup(spec, start, factory, own, slabs)
-        self._trainer = self._queue_trainer(setup, planner)
+        self._trainer = self._queue_trainer(setup)
         self._checkpoints = CheckpointWriter(
             self._incarnation, self._folder, self._shard_store, self._control.send, self._report
         )
@@ -214,12 +214,12 @@ class _Agent:
         )
         self._ready.set()
 
-    def _queue_trainer(self, given: _AgentSetup, planner: VisitPlanner) -> QueueTrainer:
+    def _queue_trainer(self, given: _AgentSetup) -> QueueTrainer:
         document = given.spec.document
         begin = (lambda attempt: None) if given.slabs is None else self._begin
         trainer = QueueTrainer(
             self._device_starts(given),
-            planner,
+            VisitPlanner.of(given.spec.manifest, self._resources),
             self._shard_store,
             self._fetch_manager,
             Outbox(self._incarnation, self._report, self._control.send, begin, self._fail),

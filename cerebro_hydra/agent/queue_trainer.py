@@ -536,7 +536,6 @@ class QueueTrainer:
         self._stop(visit)
         self._look()
         self._end_audit(visit)
-        self._planner.end_audit(visit.number)
 
     def _leave(self, visit: Visit) -> None:
         """Let others in, because a visit is over."""

@@ -9,7 +9,7 @@ from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.ledger import Ledger
 from cerebro_hydra.plan.queues.visit import Unit, Visit
 from cerebro_hydra.plan.schedules.outlook import MOST_MOVING, MOST_UNITS, Chain, Outlook
-from cerebro_hydra.plan.schedules.pick import Candidate, Rule
+from cerebro_hydra.plan.schedules.pick import Candidate, Rule, unforeseen
 
 
 class Chooser:
@@ -34,7 +34,9 @@ class Chooser:
         self._homes_bytes = 0
 
     def reserve(self, queue: DeviceQueue, visits: Iterable[Visit], now: float) -> int | None:
-        """Reserve the unit that the rule picks of some visits, and return its visit's number.
+        """Reserve the unit that the rule picks of some visits, or of those that audit others.
+
+        Return the number of its visit.
 
         Args:
             now: the moment, by the clocks of the devices.
@@ -54,7 +56,10 @@ class Chooser:
             candidates.append(Candidate(number, visit.arrival, visit.remaining, since, own))
         if not candidates:
             return None
-        picked = self._rule(candidates, lambda: self._outlook(queue, units, now))
+        if audits := [each for each in candidates if self._visits[each.visit].spec.audits]:
+            picked = self._rule(audits, unforeseen)
+        else:
+            picked = self._rule(candidates, lambda: self._outlook(queue, units, now))
         if picked is None:
             return None
         visit, unit = self._visits[picked.visit], units[picked.visit]

@@ -141,6 +141,7 @@ class VisitSpec:
         source: the trial and the state that it begins with, if that is kept (``Ledger.keep``).
         whole: every task needs the whole state of its shard, as where it lies in place, or where
             the uncut model takes a step in one of them.
+        audits: another visit waits for this one, which takes a step of it again and comes first.
 
     Raises:
         ValueError: microbatches of a cut by modules can't be pipelined, or the places are not
@@ -160,6 +161,7 @@ class VisitSpec:
     unit_seconds: float = UNIT_SECONDS
     source: StateName | None = None
     whole: bool = False
+    audits: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a schedule that the cut can't follow."""

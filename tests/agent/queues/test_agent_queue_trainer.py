@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import Answer
 from cerebro_hydra.plan.queues.log import MOST_SPANS
-from cerebro_hydra.plan.schedules.pick import Candidate, unforeseen
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -313,30 +311,11 @@ def test_a_device_that_can_not_be_started_ends_the_agent(
     assert "CUDA is not there" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------- how a worker chooses
-
-
-OLDEST = Candidate(0, 0, remaining=1.0, waiting_since=0, own=False)
-LONGEST = Candidate(1, 1, remaining=9.0, waiting_since=0, own=False)
-AUDIT = Candidate(2, 2, remaining=0.5, waiting_since=0, own=False)
-
-
-@pytest.mark.parametrize(("pick", "picked"), [("oldest_first", OLDEST), ("sharp", LONGEST)])
-def test_a_worker_chooses_as_its_backend_says_whatever_trials_come(
-    pick: str, picked: Candidate
-) -> None:
-    planner = VisitPlanner(lambda split, partition: 1, WorkerResources(pick=pick))
-    trial: Any = SimpleNamespace(trial=0, schedule="sharp")  # as a document of another version
-    planner.learn(trial)
-    assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == picked
-
-
-@pytest.mark.parametrize("pick", ["oldest_first", "sharp"])
-def test_an_audit_comes_first_because_a_run_waits_for_it(pick: str) -> None:
-    planner = VisitPlanner(lambda split, partition: 1, WorkerResources(pick=pick))
+def test_an_audit_is_described_as_one_which_comes_first() -> None:
+    planner = VisitPlanner(lambda split, partition: 1, WorkerResources())
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
-    planner.audit_spec(AUDIT.visit, profile.training(OLDEST.visit, 1, 1, True), 0, profile)
-    assert planner.rule([LONGEST, OLDEST, AUDIT], unforeseen) == AUDIT
+    audited = profile.training(0, 1, 1, True)
+    assert not audited.audits and planner.audit_spec(1, audited, 0, profile).audits
 
 
 # ---------------------------------------------------------------------- what units wait for

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,14 @@ def lane(timeline: WorkerTimeline, device: int) -> str:
     """Return when a device's forwards and backwards began."""
     computed = [d for d in timeline.done if d.action.kind in (F, B) and d.action.device == device]
     return " ".join(f"{str(d.action).partition('@')[0]}@{d.begin:g}" for d in computed)
+
+
+@pytest.mark.parametrize("rule", [oldest_first, sharp])
+def test_an_audit_comes_first_because_a_visit_waits_for_it(rule: Rule) -> None:
+    audit = replace(run_of(2, 1, 1), audits=True)
+    timeline = simulate([run_of(0, 2, 2), run_of(1, 2, 9), audit], 1, 0.5, rule=rule)
+    computed = [done.action.trial for done in timeline.done if done.action.kind in (F, B)]
+    assert computed[:2] == [2, 2]
 
 
 def test_golden_table_of_three_trials_on_two_devices() -> None:
