@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates
@@ -106,10 +107,7 @@ class CostModel:
         """Describe the model in JSON; unlimited speeds are null."""
         spreads = {name: asdict(getattr(self, name)) for name in _SPREADS}
         pace = [[*key, asdict(spread)] for key, spread in sorted(self.pace.items())]
-        rates = {
-            name: None if (rate := getattr(self.rates, name)) == float("inf") else rate
-            for name in ("device", "disk", "wire", "latency", "dispatch")
-        }
+        rates = {name: None if rate == inf else rate for name, rate in asdict(self.rates).items()}
         return {"rates": rates, **spreads, "pace": pace, "lag": self.lag}
 
 
