@@ -225,7 +225,9 @@ class SideEffects:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._held = HeldState(recipe)
+        self.logged = HeldState(recipe).only_logged()
+        """What is kept only for a log, at which nothing looks; see `only_logged`."""
+        self._held = HeldState(recipe, logged=self.logged)
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
@@ -244,8 +246,10 @@ class SideEffects:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Return these marks, and those of what is shared, after evaluations as well."""
-        return (*self.changes, *KnownChanges.shared_marks(self._readings[0], self._latest))
+        """Return these marks, and those of what is shared, after evaluations as well, or logged."""
+        shared = KnownChanges.shared_marks(self._readings[0], self._latest)
+        logged = (KnownChanges.LOGGED + each for each in sorted(self.logged))
+        return (*self.changes, *shared, *logged)
 
     def check_kept(self) -> None:
         """Refuse an optimizer or an LR scheduler that counts, and tensors kept on parameters.

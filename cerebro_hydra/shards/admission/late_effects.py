@@ -51,7 +51,8 @@ class LateEffects:
             for shard in trial.layout.shards
             for entry in (*shard.frozen.entries, *shard.trainable.entries)
         )
-        self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
+        buffers = {name for kind, name in kinds if kind == "buffer"}
+        self._held = HeldState(trial.recipe, buffers, self._known.logged)
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading] | None = None
         self._step: tuple[int, Reading] | None = None

@@ -1,0 +1,1 @@
+"""What the user's code does with what it keeps."""
