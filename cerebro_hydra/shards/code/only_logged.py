@@ -50,7 +50,8 @@ _PURE = {
     "item", "tolist", "numel", "size", "dim", "mean", "sum", "norm", "max", "min", "std", "abs",
     "detach", "cpu", "float", "count", "any", "all", "keys", "values", "items", "format",
     "join", "time", "perf_counter", "monotonic", "process_time", "now", "most_common", "isnan",
-    "isfinite", "isinf", "sqrt", "isEnabledFor", "total_seconds",
+    "isfinite", "isinf", "argmax", "argmin", "median", "var", "eq", "ne", "split", "strip",
+    "startswith", "endswith", "lower", "upper", "sqrt", "isEnabledFor", "total_seconds",
 }  # fmt: skip
 _FRESH = {
     "item", "tolist", "time", "perf_counter", "monotonic", "process_time", "now", "Counter",

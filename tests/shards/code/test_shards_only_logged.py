@@ -82,6 +82,12 @@ CONTAINERS = {
     "a Counter that is updated": ("collections.Counter()", "self.kept.update(x.tolist())"),
     "lists": ("defaultdict(list)", "self.kept['a'].append(time.time())"),
     "a dict": ("{}", "self.kept['last'] = x.mean().item()"),
+    "a flag": (
+        "{'warned': False}",
+        "if not self.kept['warned'] and (x.argmax(1) == 1).float().mean() > 0.5:\n"
+        "    self.kept['warned'] = True\n"
+        "    log.warning('many')",
+    ),
     "a tensor": ("torch.zeros(2)", "self.kept += x.sum(0)"),
     "numbers": ("itertools.count()", "log.info('%d', next(self.kept))"),
 }
