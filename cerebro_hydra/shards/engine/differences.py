@@ -6,15 +6,20 @@ What one step gave is kept so that the same step can be compared, taken otherwis
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from cerebro_hydra.errors import StepDiffers
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.torch_cond import Watch
 from cerebro_hydra.shards.digest import tensor_digest
@@ -41,6 +46,24 @@ _CONTAINERS = (dict, list, set, deque)
 
 BY_OTHERS = "the forward or a hook of another layer, or a thread, writes to it"
 """Says of a tensor what may write to it at a time when its own layer does not run."""
+
+
+HOOK_OF_ABSENT = (
+    "or a hook has read another layer in a step before, whose shard was away then, so that it read "
+    "NaN"
+)
+"""Follows what is told of a loss that is NaN, where hooks may be why."""
+
+_OF_MODULES = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)  # fmt: skip
+_OURS = __name__.partition(".")[0]
+
+_SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
+"""What torch says of a write to the largest stand-ins, whose elements are one."""
+
+
+_NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
 class TensorContent(NamedTuple):
@@ -115,6 +138,43 @@ def tensor_used_elsewhere(step: int | None, told: str) -> str:
         f"{where}, {told} is used outside of its own shard: the forward or "
         "a hook reads it elsewhere, or takes gradients itself"
     )
+
+
+def _of_user(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Return the frames of an error that are in the user's code, all of them if none is."""
+    found = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    return found or frames
+
+
+@contextmanager
+def told_writes_to_absent() -> Iterator[None]:
+    """Tell of code that writes to a tensor whose shard is away, if torch refuses the write.
+
+    Raises:
+        StepDiffers: the body does so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _SEVERAL not in error_text(error):
+            raise
+        *_, place = _of_user(traceback.extract_tb(error.__traceback__))
+        raise StepDiffers(
+            "a large tensor was written to while its shard was away, by the forward or a hook of "
+            f"another layer: {place.line} ({place.filename}, line {place.lineno})"
+        ) from error
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Return whether somebody else has registered a hook on a module."""
+    hooks = (h for m in model.modules() for kind in _OF_MODULES for h in getattr(m, kind).values())
+    return any(not _module_of(hook).startswith(f"{_OURS}.") for hook in hooks)
+
+
+def _module_of(hook: object) -> str:
+    while hasattr(hook, "func"):  # of a partial
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
-from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
@@ -39,8 +36,11 @@ from cerebro_hydra.shards.cut.spec import module_of
 from cerebro_hydra.shards.engine.bound_model import BoundMark, BoundModel
 from cerebro_hydra.shards.engine.differences import (
     BY_OTHERS,
+    HOOK_OF_ABSENT,
+    has_hooks,
     sums,
     tensor_used_elsewhere,
+    told_writes_to_absent,
     used_elsewhere,
 )
 from cerebro_hydra.shards.engine.microbatch import (
@@ -50,38 +50,6 @@ from cerebro_hydra.shards.engine.microbatch import (
     UsesElsewhere,
     first_read_elsewhere,
 )
-
-_SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
-"""What torch says of a write to the largest stand-ins, whose elements are one."""
-
-
-_NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-
-
-def _of_user(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """Return the frames of an error that are in the user's code, all of them if none is."""
-    found = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
-    return found or frames
-
-
-@contextmanager
-def _told_writes_to_absent() -> Iterator[None]:
-    """Tell of code that writes to a tensor whose shard is away, if torch refuses the write.
-
-    Raises:
-        StepDiffers: the body does so.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if _SEVERAL not in error_text(error):
-            raise
-        *_, place = _of_user(traceback.extract_tb(error.__traceback__))
-        raise StepDiffers(
-            "a large tensor was written to while its shard was away, by the forward or a hook of "
-            f"another layer: {place.line} ({place.filename}, line {place.lineno})"
-        ) from error
-
 
 _BY_ITSELF = "its own layer writes to it in each forward"
 
@@ -116,6 +84,7 @@ class ModuleTasks:
         self._inside = False  # of a unit that is run under a checkpoint
         self._noisy: dict[nn.Module, bool] = {}
         self._runs: list[_UnitRun] = []  # of the shard that runs forward, which run again
+        self._unseen = False  # whether shards were away while no operation was looked at
         self._batch: Microbatch
         self._reach: Reach = _unasked
         self._unit = ""
@@ -138,6 +107,7 @@ class ModuleTasks:
         recipe = self._recipe
         self._batch, self._reach = batch, reach
         self._runs.clear()
+        self._unseen |= not batch.looks and bool(self._bound.absent())
         self._forward_at, self._backward_at = -1, self._last + 1
         with self._told_uses_elsewhere(), torch.enable_grad(), recipe.precision():
             self._go_forward(0)
@@ -151,6 +121,8 @@ class ModuleTasks:
                 raise StepDiffers(self._bound.elsewhere.used) from error
             if (name := self._read_elsewhere()) is not None:
                 raise StepDiffers(used_elsewhere(batch.key.step, name)) from error
+            if self._unseen and has_hooks(self._recipe.model):
+                raise StepDiffers(f"{error}; {HOOK_OF_ABSENT}") from error
             raise
         self._go_backward(self._last)
         loss = self._scaled(loss if batch.weight is None else loss * batch.weight)
@@ -164,17 +136,26 @@ class ModuleTasks:
         """Note the first operation that uses a tensor whose shard is away, or was updated already.
 
         Raises:
-            StepDiffers: torch refuses it, since it writes to a large tensor.
+            StepDiffers: it fails, as torch refuses what stands for that tensor.
         """
         if not self._last:
-            with _told_writes_to_absent():
+            with told_writes_to_absent():
                 yield
             return
         uses = UsesElsewhere(self._bound.elsewhere, self._batch.looks)
         reach, self._reach = self._reach, uses.at_rest(self._reach)
         try:
-            with _told_writes_to_absent(), uses:
+            with told_writes_to_absent(), uses:
                 yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            step = self._batch.key.step
+            if uses.found is not None:
+                raise StepDiffers(tensor_used_elsewhere(step, uses.found)) from error
+            if (name := self._read_elsewhere()) is not None:
+                raise StepDiffers(used_elsewhere(step, name)) from error
+            raise
         finally:
             self._reach = reach
         if uses.found is not None and self._bound.elsewhere.used is None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from cerebro_hydra.agent.device.messages import FailureKind
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
@@ -29,7 +30,7 @@ from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.admission.late_effects import LateEffects
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.small_buffers import MOST_OF_SMALL_BUFFER
-from cerebro_hydra.shards.engine.differences import BY_OTHERS
+from cerebro_hydra.shards.engine.differences import BY_OTHERS, HOOK_OF_ABSENT
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
@@ -224,6 +225,30 @@ class Late(zoo.Net):
         return self.act("after", out)
 
 
+class Midst(Late):
+    """Reads another layer in a hook of the sixth step, the second since the switch is on."""
+
+    def add(self) -> None:
+        super().add()
+        self.a.register_buffer("taken", torch.zeros(()))
+        self.a.register_forward_hook(self.hears)
+        self.c.register_full_backward_hook(self.goes)
+        self.now = 0
+
+    def is_now(self, place: str) -> bool:
+        return place == self.place and Switch.on and self.now == len(BATCHES) + 2
+
+    def hears(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        if self.training:
+            self.a.taken += 1
+            self.now = int(self.a.taken)
+        return out * (1 + self.c.weight.mean()) if self.is_now("midst of forward") else None
+
+    def goes(self, module: nn.Module, before: Any, after: Any) -> Any:
+        factor = 1 + self.a.weight.mean() if self.is_now("midst of backward") else 1
+        return tuple(each if each is None else each * factor for each in before)
+
+
 class Loss(nn.Module):
     """Does something, too."""
 
@@ -253,6 +278,11 @@ class LooksAround(torch.optim.SGD):
 
 def model(place: str, does: Callable[..., Tensor | None] = lambda *_: None) -> Any:
     return type("Late", (Late,), {"place": place, "does": staticmethod(does)})
+
+
+def midst(place: str) -> Callable[..., Callable[[], Recipe]]:
+    kind = type("Midst", (Midst,), {"place": place, "does": staticmethod(lambda *_: None)})
+    return lambda **rules: made(kind, **rules)
 
 
 def loss(does: Callable[[Any, Any, Tensor], Tensor | None]) -> Any:
@@ -329,6 +359,10 @@ def loss_writes(place: str, number: float) -> Callable[[Any, Any, Tensor], None]
     return does
 
 
+def prunes(self: Any, x: Tensor) -> None:
+    prune.l1_unstructured(self.c, "weight", 0.5)
+
+
 def lows(self: Any, model: nn.Module, loss: Tensor) -> None:
     self.low += 0.1
 
@@ -376,6 +410,12 @@ def assigns(name: str) -> Callable[[Any, Tensor], None]:
 WITHOUT_THE_WRITE = frozenset(name for name in CONFIGURATIONS if "small" in name)
 """Those that drop a shard after its forward, with what that has written to its parameters."""
 
+TWO_STEPS = frozenset(n for n, each in CONFIGURATIONS.items() if each.accumulate > 1)
+"""Those whose later sub-epoch has no step between its first and its last."""
+
+NAN = (
+    "the loss is nan at step N, batch N of its window; try a lower learning rate or clip_grad_norm"
+)
 ELSEWHERE = (
     "in step N, parameter {!r} is used outside of its own shard: the forward or a hook reads it "
     "elsewhere, or takes gradients itself"
@@ -397,6 +437,18 @@ FINDINGS: dict[str, Finding] = {
     ),
     "a hook's read": Finding(
         of_model("hook", reads("c")), StepDiffers, ELSEWHERE.format("c.weight"), SHARDS
+    ),
+    "a hook's read between steps that are looked at": Finding(
+        midst("midst of forward"), StepDiffers, f"{NAN}; {HOOK_OF_ABSENT}",
+        frozenset({"leaves"}), not_in=TWO_STEPS,
+    ),
+    "a backward hook's read there": Finding(
+        midst("midst of backward"), StepDiffers, f"{NAN}; {HOOK_OF_ABSENT}",
+        frozenset({"leaves"}), not_in=TWO_STEPS,
+    ),
+    "pruning of a layer whose shard has not come": Finding(
+        of_model("hook", prunes), StepDiffers, ELSEWHERE.format("c.weight"), SHARDS,
+        not_in=frozenset({"one shard", "one shard in queues", "uncut", "roomy device"}),
     ),
     "a loss's read of a shard that has left": Finding(
         of_loss(lambda self, model, loss: loss + model.a.weight.square().sum()),
@@ -507,10 +559,7 @@ FINDINGS: dict[str, Finding] = {
     ),
     "a loss that is nan": Finding(
         of_loss(nan),
-        NonFiniteLoss,
-        "the loss is nan at step N, batch N of its window; try a lower learning rate or "
-        "clip_grad_norm",
-        ALL,
+        NonFiniteLoss, NAN, ALL,
     ),
     "an optimizer that looks at other parameters": Finding(
         lambda **rules: looking_around(**rules),
@@ -530,6 +579,9 @@ OUTCOMES: dict[type[Exception], FailureKind] = {
 
 QUICK = {
     "a read of a shard that has not come": {"uncut", "shards", "small device", "roomy device"},
+    "a hook's read between steps that are looked at": {"shards", "small device"},
+    "a backward hook's read there": {"shards", "alone"},
+    "pruning of a layer whose shard has not come": {"shards", "small device"},
     "a write to a buffer whose shard is done": {"one shard", "shards", "small devices"},
     "a write to a parameter that has not come": {"recomputed", "alone", "roomy device"},
     "a loss's write to the model": {"shards", "graph", "gpipe"},
