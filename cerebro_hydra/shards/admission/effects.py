@@ -27,6 +27,8 @@ from cerebro_hydra.shards.admission.held_state import (
 from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
+    OF_CLASS,
+    OF_GLOBAL,
     KnownChanges,
     Reading,
     changed,
@@ -328,7 +330,7 @@ class SideEffects:
         read = self._held.read_all()
         self._latest = read.found
         dicts = {name: (d, self._keys.get(name, ())) for name, d in read.dicts.items()}
-        caches = FilledCaches(read.caches, dicts)
+        caches = FilledCaches(tuple(read.caches.values()), dicts)
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
@@ -484,6 +486,11 @@ def remedy(path: str) -> str:
         return "keep it in the optimizer's state, or register it as a buffer of the model"
     if OF_SCHEDULER in name:
         return "let the learning rate depend on what the scheduler gives, such as the epoch"
+    if name.startswith(OF_GLOBAL) or OF_CLASS in name:
+        return (
+            "if it is constant, make it where its module is imported or in the model's "
+            "constructor; else register it as a buffer of the model"
+        )
     if name.startswith(("the class", "the object", "parameter ")):
         return "build the model with it, and let a registered buffer say when it acts"
     return "register it as a buffer of the model, or let every forward set it anew"

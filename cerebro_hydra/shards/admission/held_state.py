@@ -97,6 +97,12 @@ class HeldState:
         reader.read_code()
         return reader
 
+    def read_value(self, value: Any) -> Reading:
+        """Return what a value holds."""
+        reader = self._reader()
+        reader.read("a value", value)
+        return reader.found
+
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""
         return self._read_metrics().found

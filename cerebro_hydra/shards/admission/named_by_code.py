@@ -30,6 +30,7 @@ import torch
 from cerebro_hydra.shards.admission.readings import containers_of
 from cerebro_hydra.shards.code.only_logged import SourceFile
 
+_PLAIN = {int, float, bool, str, bytes, type(None), torch.dtype, torch.device}
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
@@ -228,6 +229,47 @@ def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
         return pairs if len(pairs) == size and all(key in kept for key, _ in pairs) else []
     except TypeError:  # what stands there is no key
         return []
+
+
+def knows_only_arguments(function: Any, known: frozenset[int] = frozenset()) -> bool:
+    """Return whether a function names nothing that holds a state, but installed code and numbers.
+
+    Args:
+        known: the ids of functions that call it.
+    """
+    function = inspect.unwrap(function)
+    if id(function) in known or isinstance(function, type | types.BuiltinFunctionType):
+        return True
+    if isinstance(function, types.ModuleType):
+        return not is_own(function.__name__)
+    if not isinstance(function, types.FunctionType):
+        return type(function) in _PLAIN
+    if not is_own(function.__globals__.get("__name__")):
+        return True
+    if function.__closure__ or function.__kwdefaults__ or vars(function):
+        return False
+    values = [function.__globals__.get(name) for name in global_names(function.__code__)]
+    values += function.__defaults__ or ()
+    return all(knows_only_arguments(each, known | {id(function)}) for each in values)
+
+
+def calls_of(cache: Cache[Any]) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]] | None:
+    """Return the arguments and the result of each call that a cached function keeps.
+
+    None if some arguments are no numbers, texts or the like, or can't be told.
+    """
+    kept, found = kept_results(cache), []
+    if cache.cache_parameters()["typed"] or len(kept) != cache.cache_info().currsize:
+        return None
+    for key, result in kept:
+        parts = list(key) if isinstance(key, tuple | list) else [key]
+        place = next((n for n, each in enumerate(parts) if type(each) is object), len(parts))
+        named = parts[place + 1 :]
+        if not all(type(each) in _PLAIN for each in parts[:place] + named):
+            return None
+        keywords = dict(zip(named[::2], named[1::2], strict=True))
+        found.append((tuple(parts[:place]), keywords, result))
+    return found
 
 
 class FilledCaches:

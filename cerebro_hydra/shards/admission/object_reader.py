@@ -131,7 +131,7 @@ class ObjectReader:
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
-        self.caches: list[Cache[Any]] = []  # the user's own functions with one
+        self.caches: dict[str, Cache[Any]] = {}  # the user's own functions with one, by their paths
         self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # of the process, by their paths
 
     def read(self, path: str, value: Any) -> None:
@@ -314,7 +314,7 @@ class ObjectReader:
         self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
         module, name = str(getattr(value, "__module__", "")), value.__wrapped__.__name__
         if is_own(module) and logging_function(module, name) not in self._logged:
-            self.caches.append(value)
+            self.caches[path] = value
             self.found[f"{path}{CACHED}"] = "filled" if value.cache_info().currsize else NOTHING
             kept = [(self._key(k), each) for k, each in kept_results(value) if self._has_name(k)]
             for name, each in sorted(kept, key=operator.itemgetter(0))[:_LONGEST]:
