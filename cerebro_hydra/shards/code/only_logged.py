@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from cerebro_hydra.shards.code import known_names
 from cerebro_hydra.shards.code.scopes import (
     Scope,
     asks,
@@ -38,40 +39,10 @@ from cerebro_hydra.shards.code.scopes import (
 Key = tuple[str, ...]
 """Names a value: an attribute, a global or a local variable, or a function that only logs."""
 
-_SINKS = {
-    "debug", "info", "warning", "warning_once", "warn", "error", "exception", "critical",
-    "add_scalar", "set_postfix", "set_postfix_str", "set_description", "set_description_str",
-}  # fmt: skip
-_BUILTINS = {
-    "len", "int", "float", "str", "bool", "abs", "min", "max", "round", "sum", "repr", "isinstance",
-    "tuple",
-}  # fmt: skip
-_PURE = {
-    "item", "tolist", "numel", "size", "dim", "mean", "sum", "norm", "max", "min", "std", "abs",
-    "detach", "cpu", "float", "count", "any", "all", "keys", "values", "items", "format",
-    "join", "time", "perf_counter", "monotonic", "process_time", "now", "most_common", "isnan",
-    "isfinite", "isinf", "argmax", "argmin", "median", "var", "eq", "ne", "split", "strip",
-    "startswith", "endswith", "lower", "upper", "sqrt", "isEnabledFor", "total_seconds",
-}  # fmt: skip
-_FRESH = {
-    "item", "tolist", "time", "perf_counter", "monotonic", "process_time", "now", "Counter",
-    "defaultdict", "OrderedDict", "deque", "zeros", "ones", "full", "sum", "mean", "norm",
-}  # fmt: skip
-_FRESH_BUILTINS = {"len", "int", "float", "str", "bool", "dict", "list", "set", "repr"}
-_CHANGING = {
-    "append", "add", "update", "extend", "appendleft", "clear", "insert", "discard", "remove",
-    "subtract",
-}  # fmt: skip
-_BY_COMPUTED_NAMES = {
-    "vars", "__dict__", "attrgetter", "asdict", "astuple", "getmembers", "__getattribute__", "dir",
-    "__getattr__", "__getstate__", "setattr", "__setattr__",
-}  # fmt: skip
-_BY_ANY_NAME = {"locals", "globals", "eval", "exec", "f_locals", "f_globals", "__globals__"}
 _WITHOUT_EFFECTS = (
     ast.BinOp, ast.UnaryOp, ast.JoinedStr, ast.FormattedValue, ast.Tuple, ast.List, ast.Dict,
     ast.Set, ast.Subscript, ast.Slice,
 )  # fmt: skip
-_KNOWN_DECORATORS = {"lru_cache", "cache", "staticmethod", "no_grad", "wraps", "torch", "functools"}
 _WORD = re.compile(r"\w+")
 _SELF = ("self",)
 
@@ -164,14 +135,16 @@ class _Analysis:
         self._file = files[0][0] if files else SourceFile.of("", "", {})
         self._scope = Scope(ast.Module([], []), None, "", set(), set(), set())
         self._gates: list[Key] = []
+        self._catches = False
 
     def _collect(self, file: SourceFile, node: ast.AST) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             self._functions[node.name].add(file.module)
+            self._no_attributes |= node.name in known_names.OPERATIONS
             if node.decorator_list:
                 self._decorated.add(node.name)
             for name in map(name_of, node.decorator_list):
-                if name not in _KNOWN_DECORATORS:
+                if name not in known_names.KNOWN_DECORATORS:
                     self._bad.add(("function", node.name))
         elif isinstance(node, ast.ClassDef):
             self._classes.add((file.module, node.name))
@@ -180,8 +153,8 @@ class _Analysis:
                     self._bad.add(("attribute", each.target.id))
         elif isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
-            self._nothing |= name in _BY_ANY_NAME
-            self._no_attributes |= name in _BY_COMPUTED_NAMES
+            self._nothing |= name in known_names.BY_ANY_NAME
+            self._no_attributes |= name in known_names.BY_COMPUTED_NAMES
         elif isinstance(node, ast.ImportFrom):
             names = [each.name for each in node.names]
             self._bad |= {
@@ -328,13 +301,31 @@ class _Analysis:
                     self._block(node.body)
             case ast.Global() | ast.Nonlocal() | ast.Pass():
                 pass
+            case ast.Try() | ast.With():
+                with self._catching(node):
+                    self._other(node)
             case _:
-                self._fail()
-                for child in children(node):
-                    if isinstance(child, ast.stmt):
-                        self._statement(child)
-                    elif isinstance(child, ast.expr):
-                        self._expression(child, log=False)
+                self._other(node)
+
+    def _other(self, node: ast.stmt) -> None:
+        self._fail()
+        for child in children(node):
+            if isinstance(child, ast.stmt):
+                self._statement(child)
+            elif isinstance(child, ast.expr):
+                self._expression(child, log=False)
+
+    @contextmanager
+    def _catching(self, node: ast.Try | ast.With) -> Iterator[None]:
+        """Note that an error within a statement may be caught, so that it chooses what follows."""
+        items = node.items if isinstance(node, ast.With) else ()
+        names = [name_of(each.context_expr) for each in items]
+        before, self._catches = (
+            self._catches,
+            self._catches or not names or not (set(names) <= known_names.CONTEXTS),
+        )
+        yield
+        self._catches = before
 
     def _delete(self, target: ast.expr) -> None:
         base, depth = subscripted(target)
@@ -464,7 +455,11 @@ class _Analysis:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             base, depth = subscripted(node.func.value)
             key = self._ref(base)
-            if node.func.attr in _CHANGING and self._is_own(base) and self._is_logged(key):
+            if (
+                node.func.attr in known_names.CHANGING - self._functions.keys()
+                and self._is_own(base)
+                and self._is_logged(key)
+            ):
                 assert key is not None
                 (self._places.parts_changed if depth else self._places.changed).add(key)
                 if not all(map(self._is_deeply_fresh, node.args)):
@@ -480,6 +475,7 @@ class _Analysis:
 
     def _expression(self, node: ast.expr, log: bool) -> None:
         """Walk through an expression; `log` says that its value is only logged."""
+        log = log and not self._catches
         match node:
             case ast.Name():
                 key = self._resolve(node.id)
@@ -568,15 +564,17 @@ class _Analysis:
         if any(keyword.arg in (None, "out") for keyword in node.keywords):
             return False
         if isinstance(node.func, ast.Attribute):
-            return node.func.attr in _PURE - self._functions.keys()
+            return node.func.attr in known_names.PURE - self._functions.keys()
         if self._is_builtin(node.func, {"next"}):  # which changes what it is given
             return all(self._is_logged(self._ref(each)) for each in node.args)
-        return self._is_builtin(node.func, _BUILTINS)
+        return self._is_builtin(node.func, known_names.BUILTINS)
 
     def _is_sink(self, node: ast.Call) -> bool:
         if isinstance(node.func, ast.Attribute):
-            return node.func.attr in _SINKS - self._functions.keys()
-        return self._is_builtin(node.func, {"print"})
+            return node.func.attr in known_names.SINKS - self._functions.keys()
+        files = [each.value for each in node.keywords if each.arg == "file"]
+        given = any(not self._is_of_module(each) for each in files)  # which may do more
+        return self._is_builtin(node.func, {"print"}) and not given
 
     def _is_quiet(self, node: ast.Call) -> bool:
         """Return whether a function is called that does nothing but log."""
@@ -608,9 +606,9 @@ class _Analysis:
                     return False
                 if self._is_builtin(func, {"min", "max", "sum", "abs", "round"}):
                     return all(map(self._is_fresh, args))
-                if self._is_builtin(func, _FRESH_BUILTINS):
+                if self._is_builtin(func, known_names.FRESH_BUILTINS):
                     return True
-                made = name_of(func) in _FRESH - self._functions.keys()
+                made = name_of(func) in known_names.FRESH - self._functions.keys()
                 return made and isinstance(func, ast.Name | ast.Attribute)
         return False
 

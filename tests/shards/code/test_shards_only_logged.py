@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import textwrap
 
 import pytest
@@ -14,7 +15,7 @@ TAKEN = {"training", "p"}
 
 def logged(*sources: str) -> set[str]:
     names = ("m", "n")
-    variables = {"logging": logging}
+    variables = {"logging": logging, "sys": sys}
     files = [
         SourceFile.of(name, textwrap.dedent(source), variables)
         for name, source in zip(names, sources, strict=False)
@@ -66,6 +67,7 @@ LOGGED = {
     """,
     "what is set beside another": "self.kept, n = 1, 2",
     "a time": "self.kept = time.perf_counter()",
+    "without gradients": "with torch.no_grad():\n    print(self.kept, file=sys.stderr)",
     "a progress bar": "bar.set_postfix(kept=self.kept)",
 }
 
@@ -145,6 +147,20 @@ USED: dict[str, tuple[str, ...]] = {
         "def lend(self):\n    setattr(self, 'kept', self.fc.weight.data)",
     ),
     "chooses by a comparison": ("print(0 < self.kept < self.fc(x).sum())",),
+    "chooses by an error": (
+        "try:\n    log.info('%f', 1 / (7 - self.kept))\nexcept ZeroDivisionError:\n    x = 2 * x",
+    ),
+    "chooses by an error that is suppressed": (
+        "with suppress(Exception):\n    print(1 / (7 - self.kept))\n    x = 2 * x",
+    ),
+    "is printed to what does more": ("print(self.kept, file=self.out)",),
+    "is added to what does more": (
+        "self.held.add(self.kept)", "self.kept = 0; self.held = Held()",
+        "def add(self, n):\n    self.fc.weight.mul_(n)",
+    ),
+    "is changed by an operator of one's own": (
+        "self.kept += 1", "self.kept = 0", "def __iadd__(self, n):\n    return self.fc(n)"
+    ),
     "holds a weight": ("self.kept[0][0] = 2", "self.kept = [self.fc.weight]"),
     "gets a weight": ("self.kept.append(self.fc.weight)\nself.kept[0] *= 2", "self.kept = []"),
     "is returned": ("x", "self.kept = 0", "def seen(self):\n    return self.kept"),
