@@ -363,10 +363,15 @@ def check_undisturbed(world: World, but: Collection[int] = ()) -> None:
     check_equal(world, calm, but)
 
 
-def together(world: World, index: int) -> list[tuple[int, ...]]:
-    """Return the partitions of each visit of a trial, whatever the order of its visits."""
-    base = world.state.trials[index].base
-    return sorted(c.partitions for c in surviving_commits(world.instructions, index, base))
+def together(world: World, index: int) -> tuple[list[tuple[int, tuple[int, ...]]], dict[int, int]]:
+    """Return what a trial trained over together: by visit, whatever their order in an epoch.
+
+    The replicas of a tail are told beside them: they order visits, even where one worker has all.
+    """
+    trial = world.state.trials[index]
+    visits = surviving_commits(world.instructions, index, trial.base)
+    tail = {epoch: replicas for epoch, replicas in trial.tail.items() if replicas > 1}
+    return sorted((each.epoch, each.partitions) for each in visits), tail
 
 
 def check_equal(world: World, other: World, but: Collection[int] = ()) -> None:
