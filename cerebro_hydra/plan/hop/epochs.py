@@ -450,7 +450,6 @@ class TrialCourse:
         self._forget_merge(index, trial)
         trial.forget_evaluation()
         self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
-        self._tables.begin_tail(index)
         told: Instructions = [EndEpoch(index, epoch, metrics)]
         if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (
@@ -458,6 +457,7 @@ class TrialCourse:
                 f"choose one of {sorted(metrics)}"
             )
             return told + self.fail(index, reason)
+        self._tables.begin_tail(index)
         match trial.goal:
             case PauseGoal():
                 self._tables.aim(index, PauseGoal(epoch + 1))

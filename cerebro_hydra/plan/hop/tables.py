@@ -184,9 +184,10 @@ class RunTables:
         if not trial.config.tail or trial.uncut or epoch in trial.tail:
             return
         more = not self.search_closed or self.candidates or any(self.forks.values())
-        plain = more or epoch >= trial.budget or self.suspended
+        ends = epoch >= trial.budget or outcome(self.config, trial, self.search_closed) is not None
+        plain = more or ends or self.suspended
         live = (self.in_training | self.with_status(*AWAY) | 1 << number).bit_count()
-        workers = len(self.workers.by_worker)
+        workers = sum(1 for agent in self.workers if agent.partitions)  # some may have none
         trial.tail[epoch] = 1 if plain else max(1, min(workers // live, self.config.partitions))
         if (replicas := trial.tail[epoch]) > 1:
             self.log(

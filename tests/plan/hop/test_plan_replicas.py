@@ -151,6 +151,31 @@ def test_no_trial_is_left_over_because_its_run_is_suspended() -> None:
     assert run.state.trials[merges[0].trial].tail == {1: 1}, "the other one goes on with it"
 
 
+def test_a_worker_without_a_partition_is_none_that_a_tail_could_take() -> None:
+    """A run that is resumed may have more workers than partitions."""
+    run = open_search(2)
+    for worker in (2, 3):
+        run(ev.WorkerJoined(worker, "abcd"[worker], ()))
+    for number in range(2):
+        run(ev.TrialAdded(trial(number, tail=True), 3))
+    run(ev.SearchClosed())
+    while not run.state.trials[0].history:
+        train_one(run)
+    assert run.state.trials[0].tail == {1: 1}, "two workers can train, and so many trials are left"
+
+
+def test_a_trial_that_has_stopped_early_begins_no_tail() -> None:
+    run = open_search(2, metric="train_loss")
+    run(ev.TrialAdded(trial(0, tail=True, patience=1, keep="best"), 5))
+    run(ev.SearchClosed())
+    while run.running:
+        train_one(run)
+    state = run.state.trials[0]
+    assert len(state.history) == 2 < state.budget, "the loss stayed as it was"
+    assert state.tail == {1: 2, 2: 1}
+    assert "epoch 3 has" not in run.state.story(0)
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_trial_that_an_audit_has_sent_back_has_no_tail(epoch: int) -> None:
     run = open_search(2)
