@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.grad_scaling import GradScaling
 from cerebro_hydra.shards.cut.model import CutModel
@@ -48,6 +49,7 @@ class Barrier:
     def __init__(self, recipe: Recipe, cut_model: CutModel) -> None:
         self._needed, self._scales = recipe.barrier, recipe.scaler is not None
         self._limit, self._largest = recipe.clip_grad_norm, recipe.clip_grad_value
+        self._sums_dense = recipe.replicas != 1
         self._device = recipe.device
         self._dtypes = {p.name: p.dtype for p in cut_model.params}  # in their order
         self._num_shards = cut_model.num_shards
@@ -122,8 +124,10 @@ class Barrier:
 
     def _measure(self, params: Mapping[str, Tensor], scaling: GradScaling | None) -> _Measured:
         found = torch.zeros((), device=self._device)
+        if self._sums_dense:
+            _check_dense(params)
         if scaling is None:
-            return _Measured(grad_norms(params), found)
+            return _Measured({} if self._limit is None else grad_norms(params), found)
         norms: dict[str, Tensor] = {}
         for grads in _grads_by_dtype(params):
             if self._limit is None:
@@ -132,6 +136,16 @@ class Barrier:
             for name, gradient in grads.items():  # one after the other, for each is copied
                 norms |= _norms({name: scaling.unscaled(gradient, found)})
         return _Measured(norms, found)
+
+
+def _check_dense(params: Mapping[str, Tensor]) -> None:
+    """Refuse what replicas can't sum, at admission, which has no other ranks."""
+    for name, parameter in params.items():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigurationError(
+                f"the gradient of parameter {name!r} is sparse, and replicas sum dense ones; set "
+                "sparse=False in its embedding, or leave replicas out"
+            )
 
 
 def grad_norms(params: Mapping[str, Tensor]) -> dict[str, Tensor]:

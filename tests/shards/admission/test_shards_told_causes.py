@@ -127,6 +127,14 @@ TOLD: dict[str, tuple[Make, str]] = {
         sparse_with(plain_sgd, clip_grad_norm=1.0),
         "clipping failed on .*; set sparse=False in the embedding, or leave clipping out",
     ),
+    "a sparse gradient of replicas": (
+        sparse_with(plain_sgd, replicas=2),
+        r"gradient of parameter 'embed\.weight' is sparse, and replicas .*, or leave replicas out",
+    ),
+    "a sparse gradient of a tail": (
+        sparse_with(plain_sgd, replicas="tail"),
+        r"gradient of parameter 'embed\.weight' is sparse, and replicas .*, or leave replicas out",
+    ),
 }  # fmt: skip
 
 

@@ -197,3 +197,14 @@ def test_shards_clip_by_the_norm_that_torch_finds_whatever_the_types_of_gradient
     for name, p in layers.items():
         assert p.grad is not None
         assert torch.equal(p.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_replicas_take_norms_only_where_one_clips(clip: float | None) -> None:
+    recipe = mlp_recipe(replicas=2, shards=1, clip_grad_norm=clip)()
+    trial = start(recipe, zoo.singly(zoo.vectors(8, 5)))
+    params = dict(recipe.model.named_parameters())
+    for each in params.values():
+        each.grad = torch.ones_like(each)
+    norms = barrier.Barrier(recipe, trial.cut_model).facts(params, None).norms
+    assert norms.keys() == (params.keys() if clip else set())
