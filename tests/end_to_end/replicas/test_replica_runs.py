@@ -83,3 +83,21 @@ def test_replicas_on_spark_outlive_one_of_them(spark: Any, tmp_path: Path) -> No
     assert len(tape.of(WorkerLost)) == 2
     assert {each.partitions for each in tape.of(Commit)} == {(0, 1)}
     assert_replays(result)
+
+
+@pytest.mark.long
+@pytest.mark.spark(group=1)
+def test_the_last_trial_takes_all_workers_of_spark_and_replays(spark: Any, tmp_path: Path) -> None:
+    """A replica is killed in an epoch of the tail, which is begun again with as many."""
+    tape = kill_a_replica(1)
+    backend = SparkBackend(spark_context=spark.sparkContext, num_workers=3)
+    space = {"epochs": [3], "replicas": ["tail"], "accumulate": [2], "ema": [0.9], "clip": [0.5]}
+    options = {"num_epochs": 3, "validation": 0.3, "observers": [tape]}
+    data = frame_of(spark, classes(131))
+    result = grid(backend, tmp_path, normalized, space, **options).fit(data)
+    assert statuses(result) == ["finished"]
+    first, later = tape.of(Commit)[:3], tape.of(Commit)[3:]
+    assert sorted(each.partitions for each in first) == [(0,), (1,), (2,)]
+    assert [each.partitions for each in later] == [(0, 1, 2)] * 2
+    assert len(tape.of(WorkerLost)) == 1
+    assert_replays(result)
