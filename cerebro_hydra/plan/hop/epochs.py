@@ -71,6 +71,16 @@ NOT_REPRODUCIBLE = (
     "counters, and for random numbers that are not torch's"
 )
 
+REPLICAS_IN_ONE_PIECE = (
+    "a step of training in shards differs from the same step in plain PyTorch: {}. The trial would "
+    "be trained in one piece, which replicas are not; take shards=1, or leave replicas out"
+)
+
+FORKED_IN_ONE_PIECE = (
+    "trial {} is trained in one piece, because in shards a step of it differed, and replicas are "
+    "not; take shards=1, or no replicas for what may be forked from it"
+)
+
 NOT_SAVED = (
     "its result, state {}, could not be written to the run's folder: {}\n"
     "Its metrics are complete. Make room or mend the store before the next run"
@@ -157,6 +167,8 @@ class TrialCourse:
         self._tables.log(index, f"attempt {attempt.number}: audit failed: {difference}")
         if trial.uncut or len(trial.config.initial_digests) == 1:
             return self.fail(index, NOT_REPRODUCIBLE.format(difference))
+        if trial.config.replicas > 1:
+            return self.fail(index, REPLICAS_IN_ONE_PIECE.format(difference))
         told = self._attempts.abandon_all(trial)
         trial.uncut = True
         self._tables.enter(index, RESTARTING)
@@ -432,6 +444,8 @@ class TrialCourse:
         tables.aim(number, with_epochs(fork.goal, len(fork.history)))
         fork.uncut = trial.uncut
         tables.enter(number, WAITING)
+        if fork.uncut and fork.config.replicas > 1:
+            return self.fail(number, FORKED_IN_ONE_PIECE.format(index))
         if fork.config.initial_digests != trial.config.initial_digests:
             tables.enter(number, LackingMemory(PARENT_WAS_RECUT, inherited=True))
         tables.holders.fork(index, fork.base, number)

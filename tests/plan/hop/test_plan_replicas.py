@@ -12,7 +12,7 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.policy.view import View
-from tests.plan.driver import Driver, done, of, open_search, trial
+from tests.plan.driver import Driver, done, fork_of, of, open_search, trial
 
 
 def driver(replicas: int = 2, partitions: int = 2, **more) -> Driver:
@@ -191,6 +191,31 @@ def test_a_trial_that_an_audit_has_sent_back_has_no_tail(epoch: int) -> None:
     began = of(ins.StartSubEpoch, run.told[before:])
     assert {(each.uncut, each.replicas) for each in began} == {(True, ())}
     assert len(run.state.trials[0].history) == 3
+
+
+def test_replicas_of_which_an_audit_differs_fail_with_what_differs() -> None:
+    """A partition that is left over has no replicas, so its visit may be audited."""
+    run = driver(partitions=3)
+    train_one(run)
+    told = run(ev.AuditFailed(run.running["c"], "c", "at step 7"))
+    (end,) = of(ins.FinishTrial, told)
+    assert end.status == "failed"
+    assert "at step 7" in end.reason and "take shards=1, or leave replicas out" in end.reason
+    assert not of(ins.TrainUncut, told)
+
+
+def test_a_fork_with_replicas_of_a_trial_in_one_piece_fails_alone() -> None:
+    run = open_search()
+    run(ev.TrialAdded(trial(0), 1))
+    run(ev.AuditFailed(*reversed(next(iter(run.running.items()))), "at step 7"))
+    train_one(run)
+    train_one(run)
+    fork = replace(fork_of(0, 1), replicas=2)
+    (write,) = of(ins.Checkpoint, run(ev.TrialForked(fork, 0, 2, 2)))
+    (end,) = of(ins.FinishTrial, run(ev.Checkpointed(0, 2, write.incarnation)))
+    assert (end.trial, end.status) == (1, "failed")
+    assert "trial 0 is trained in one piece" in end.reason
+    assert not run.running and not run.state.trials[0].over
 
 
 def train_one(run: Driver) -> None:
