@@ -104,6 +104,18 @@ class MemoryBill:
         if not self._measures_all:
             self._resources.check_replicas(recipe.replicas, partitions, self._num_workers)
 
+    def require_workers(self, recipe: Recipe, partitions: int) -> None:
+        """Refuse to go on with fewer workers than a run was begun with, if replicas need more.
+
+        A new run has a worker for each partition, so there it is the trial that asks for too many.
+
+        Raises:
+            ConfigurationError: a trial could have its replicas if there were as many workers.
+        """
+        replicas = recipe.replicas if isinstance(recipe.replicas, int) else 1
+        if self._num_workers < replicas <= partitions:
+            self.check_replicas(recipe, partitions)
+
     def check(self, spec: TrialSpec, profile: TrialProfile) -> str:
         """Report what a trial needs; return what is to be told of its stages, "" if it has none.
 

@@ -318,6 +318,25 @@ def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
     assert admission.admit(1, {"lr": 0.2}, parent).spec.cut == parent.cut
 
 
+def test_replicas_for_which_a_resumed_run_lacks_workers_end_it_and_no_trial(
+    tmp_path: Path,
+) -> None:
+    """The data is in as many partitions as the run had workers."""
+
+    def factory(params: dict[str, Any]) -> Recipe:
+        return dataclasses.replace(tune_models.small({}), **params)
+
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    bill = MemoryBill(DEFAULT_RESOURCES, 2, print)
+    data = examples(tmp_path, 70, partitions=3)
+    admission = Admission(factory, COLUMNS, data, folder, 3, "loss", print, bill)
+    with pytest.raises(ConfigurationError, match=r"replicas is 3, and the backend has 2 worker"):
+        admission.admit(0, {"replicas": 3})
+    with pytest.raises(Refused, match="replicas is 4, and there are 3 partitions"):
+        admission.admit(1, {"replicas": 4})
+    assert admission.admit(2, {"replicas": 2}).spec.replicas == 2
+
+
 class Tied(nn.Module):
     """The last layer's weight is the first one's."""
 
