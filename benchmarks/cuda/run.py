@@ -167,7 +167,7 @@ class Worker:
         result = self._worker.result()
         if not isinstance(result, events.SubEpochDone):
             raise RuntimeError(f"the trial was not trained: {result}")
-        self._worker.trainer.drop(0, self._state - 1)
+        self._worker.fetches.drop(0, self._state - 1)
         return time.perf_counter() - begun
 
     def close(self) -> None:

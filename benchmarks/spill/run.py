@@ -180,7 +180,7 @@ class Worker:
         taken = time.process_time() - cpu, time.perf_counter() - begun
         if not isinstance(result, events.SubEpochDone):
             raise RuntimeError(f"the trial was not trained: {result}")
-        self._worker.trainer.drop(0, self._state - 1)
+        self._worker.fetches.drop(0, self._state - 1)
         return taken
 
     def parameters(self, shards: int) -> Iterator[tuple[str, Tensor]]:
