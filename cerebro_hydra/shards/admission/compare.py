@@ -158,7 +158,7 @@ class CutCheck:
             writes.check_shapes()
             written = writes.names()
             check_averaged(recipe, written)
-            of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer), effects.logged)
+            of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer))
             with refused_writes(trainer.evaluated_model()) as set_anew:
                 evaluated = tuple(
                     _evaluated(trainer, example, trial_seed, of_evaluation) for example in examples

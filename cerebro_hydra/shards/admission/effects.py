@@ -27,8 +27,6 @@ from cerebro_hydra.shards.admission.held_state import (
 from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
-    OF_CLASS,
-    OF_GLOBAL,
     KnownChanges,
     Reading,
     changed,
@@ -227,9 +225,7 @@ class SideEffects:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self.logged = HeldState(recipe).only_logged()
-        """What is kept only for a log, at which nothing looks; see `only_logged`."""
-        self._held = HeldState(recipe, logged=self.logged)
+        self._held = HeldState(recipe)
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
@@ -248,10 +244,8 @@ class SideEffects:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Return these marks, and those of what is shared, after evaluations as well, or logged."""
-        shared = KnownChanges.shared_marks(self._readings[0], self._latest)
-        logged = (KnownChanges.LOGGED + each for each in sorted(self.logged))
-        return (*self.changes, *shared, *logged)
+        """Return these marks, and those of what is shared, after evaluations as well."""
+        return (*self.changes, *KnownChanges.shared_marks(self._readings[0], self._latest))
 
     def check_kept(self) -> None:
         """Refuse an optimizer or an LR scheduler that counts, and tensors kept on parameters.
@@ -330,7 +324,7 @@ class SideEffects:
         read = self._held.read_all()
         self._latest = read.found
         dicts = {name: (d, self._keys.get(name, ())) for name, d in read.dicts.items()}
-        caches = FilledCaches(tuple(read.caches.values()), dicts)
+        caches = FilledCaches(read.caches, dicts)
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
@@ -486,11 +480,6 @@ def remedy(path: str) -> str:
         return "keep it in the optimizer's state, or register it as a buffer of the model"
     if OF_SCHEDULER in name:
         return "let the learning rate depend on what the scheduler gives, such as the epoch"
-    if name.startswith(OF_GLOBAL) or OF_CLASS in name:
-        return (
-            "if it is constant, make it where its module is imported or in the model's "
-            "constructor; else register it as a buffer of the model"
-        )
     if name.startswith(("the class", "the object", "parameter ")):
         return "build the model with it, and let a registered buffer say when it acts"
     return "register it as a buffer of the model, or let every forward set it anew"

@@ -44,13 +44,11 @@ class EvaluationEffects:
 
     Args:
         evaluated: the recipe with the model that is evaluated, which may be a moving average.
-        logged: what is kept only for a log.
     """
 
-    def __init__(self, recipe: Recipe, evaluated: Recipe, logged: Collection[str]) -> None:
+    def __init__(self, recipe: Recipe, evaluated: Recipe) -> None:
         self._recipe = recipe
-        self._held = HeldState(recipe, logged=logged)
-        self._held_by_evaluated = HeldState(evaluated, logged=logged)
+        self._held, self._held_by_evaluated = HeldState(recipe), HeldState(evaluated)
         self._before: Reading = {}
         self.latest: Reading = {}
         """What there was in the latest evaluation."""
@@ -181,8 +179,7 @@ class LateEvaluation:
         self._recipe = trial.recipe
         self._trained, self._known = KnownChanges(trained), set(evaluated)
         self._budget = budget
-        buffers = {each.name for each in trial.cut_model.buffers}
-        self._held = HeldState(trial.recipe, buffers, self._trained.logged)
+        self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
         self._draws = GlobalDraws()
         self._before: Reading | None = None

@@ -11,14 +11,14 @@ from torch import nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import members_of
-from cerebro_hydra.shards.admission.named_by_code import names_in_libraries, sources_of
 from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
     computed_attributes,
     slots_of,
 )
-from cerebro_hydra.shards.admission.readings import Reading
-from cerebro_hydra.shards.code.only_logged import only_logged
+from cerebro_hydra.shards.admission.readings import (
+    Reading,
+)
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
@@ -45,17 +45,11 @@ class HeldState:
     Args:
         recipe: with the model as it was built.
         buffers: the names of those that hop, None if all do that the model has now.
-        logged: what the user's code keeps only for a log, which is not read.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        buffers: Collection[str] | None = None,
-        logged: Collection[str] = (),
-    ) -> None:
+    def __init__(self, recipe: Recipe, buffers: Collection[str] | None = None) -> None:
         model = recipe.model
-        self._recipe, self._logged = recipe, logged
+        self._recipe = recipe
         self._root = f"the model ({type(model).__name__})"
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._built = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -65,16 +59,6 @@ class HeldState:
         held = (*model.modules(), *recipe.losses, *functions, *metrics)
         optimizers = members_of(recipe.optimizer)
         self._packages = {_package(each) for each in (*held, *optimizers)} - _LIBRARIES
-
-    def only_logged(self) -> frozenset[str]:
-        """Return what the user's code keeps only for a log, as far as its source is known."""
-        optimizer = self._recipe.optimizer
-        readers = self.read_all(), self._read_metrics(), self._read_optimizer(optimizer)
-        code = {id(each): each for reader in readers for each in reader.code}
-        if (files := sources_of(code.values())) is None:
-            return frozenset()
-        kinds = (nn.Module, torch.Tensor, *(c for c in code.values() if isinstance(c, type)))
-        return only_logged(files, _OF_TORCH | frozenset().union(*map(names_in_libraries, kinds)))
 
     def read(self) -> Reading:
         """Return what the model, its losses, collate and the LR scheduler's function hold."""
@@ -97,28 +81,16 @@ class HeldState:
         reader.read_code()
         return reader
 
-    def read_value(self, value: Any) -> Reading:
-        """Return what a value holds."""
-        reader = self._reader()
-        reader.read("a value", value)
-        return reader.found
-
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""
-        return self._read_metrics().found
-
-    def _read_metrics(self) -> ObjectReader:
         reader = self._reader()
         for metric in self._recipe.metric_list:
             reader.read(f"a value{OF_METRIC}{metric.name!r}", metric.function)
         reader.read_code()
-        return reader
+        return reader.found
 
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
         """Return what an optimizer holds beside its param groups and state, its hooks as well."""
-        return self._read_optimizer(optimizer).found
-
-    def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> ObjectReader:
         reader, members = self._reader(optimizer), members_of(optimizer)
         for number, each in enumerate(members):
             kind = type(each).__name__
@@ -127,15 +99,11 @@ class HeldState:
                 if name in _HOOKS_OF_STEPS:
                     when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
                     _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{told}", value)
-                elif not (
-                    name in NOT_CLONED
-                    or name.startswith("_optimizer_")
-                    or reader.is_logged(type(each), name)
-                ):
+                elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
                     reader.read(f"attribute {name!r}{OF_OPTIMIZER}{told}", value)
             reader.meet(type(each))
         reader.read_code()
-        return reader
+        return reader.found
 
     def _reader(self, optimizer: torch.optim.Optimizer | None = None) -> ObjectReader:
         """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
@@ -158,7 +126,7 @@ class HeldState:
         for name, tensor in (*self._parameters.items(), *model.named_buffers()):
             if tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 addresses[address] = f"the address of {name!r}"
-        return ObjectReader(leaves, self._packages, addresses, self._logged)
+        return ObjectReader(leaves, self._packages, addresses)
 
     def _read_model(self, reader: ObjectReader) -> None:
         model, seen = self._recipe.model, set()
@@ -173,8 +141,6 @@ class HeldState:
             reader.found[f"the class of {told}"] = f"{kind.__module__}.{kind.__qualname__}"
             self._read_tensors(reader, f"{place}." if place else "", module)
             for name, value in _own_attributes(module):
-                if reader.is_logged(kind, name):
-                    continue
                 if name in _HOOKS:
                     when = name.strip("_").removesuffix("_hooks").replace("_", " ")
                     _read_hooks(reader, f"{OF_HOOKS} {when} hook of {told}", value)
@@ -208,8 +174,6 @@ def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
         prefix = f"{place}." if place else ""
         reader.meet(type(module))
         for name, value in _own_attributes(module):
-            if reader.is_logged(type(module), name):
-                continue
             if name not in _HOOKS:
                 reader.read(f"attribute {prefix + name!r} of {which}", value)
             elif value:

@@ -10,19 +10,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch.optim import Optimizer
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.admission.effects import remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState
-from cerebro_hydra.shards.admission.named_by_code import calls_of, knows_only_arguments
-from cerebro_hydra.shards.admission.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.readings import (
-    CACHED,
     KnownChanges,
     Reading,
     changed,
@@ -33,8 +28,6 @@ from cerebro_hydra.shards.admission.readings import (
 )
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
-
-_MOST_CALLS, _ANY_SEED = 16, 5  # that are made again to be compared
 
 FREE_SECONDS = 0.005
 """Seconds of a processor that a reading takes for nothing, even if training is short."""
@@ -58,8 +51,7 @@ class LateEffects:
             for shard in trial.layout.shards
             for entry in (*shard.frozen.entries, *shard.trainable.entries)
         )
-        buffers = {name for kind, name in kinds if kind == "buffer"}
-        self._held = HeldState(trial.recipe, buffers, self._known.logged)
+        self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading] | None = None
         self._step: tuple[int, Reading] | None = None
@@ -87,15 +79,10 @@ class LateEffects:
         self._draws.check()
         if self._before is None:
             return
-        (before, of_optimizer), read = self._before, self._read_all()
-        after = read.found
+        (before, of_optimizer), after = self._before, self._read()
         found = changed(before, after)
         in_order = {path for path in found if before.get(path) == after.get(path)}
-        grown = {
-            path
-            for path in have_grown(found, before, after)
-            if self._known.may_grow(path) or self._is_of_its_keys(path, read)
-        }
+        grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
         found -= grown | {path for path in in_order if is_shared(path)}
         for optimizer in optimizers:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
@@ -122,34 +109,9 @@ class LateEffects:
         """Return everything that there is, value by value."""
         return {EFFECT + path: value for path, value in self._read().items()}
 
-    def _is_of_its_keys(self, path: str, read: ObjectReader) -> bool:
-        """Return whether a cached function gives again what its cache got first in a late step.
-
-        It names nothing that holds a state, and has other random numbers this time.
-        """
-        function = read.caches.get(path.removesuffix(CACHED)) if path.endswith(CACHED) else None
-        calls = function and calls_of(function)
-        if function is None or not calls or len(calls) > _MOST_CALLS:
-            return False
-        if not knows_only_arguments(function):
-            return False
-        for arguments, named, result in calls:
-            try:
-                with random_numbers_kept():
-                    torch.manual_seed(_ANY_SEED)
-                    again = function.__wrapped__(*arguments, **named)
-            except Exception:  # of the user's code
-                return False
-            if self._held.read_value(result) != self._held.read_value(again):
-                return False
-        return True
-
     def _read(self) -> Reading:
-        return self._read_all().found
-
-    def _read_all(self) -> ObjectReader:
         begun = time.thread_time()
-        found = self._held.read_all()
+        found = self._held.read()
         self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
         return found
 

@@ -1,36 +1,21 @@
-"""Finds what code names beside what it is given: global variables, functions of classes, caches.
-
-And where it was written, so that it can be read what the code does with them.
-"""
+"""Finds what code names beside what it is given: global variables, functions of classes, caches."""
 
 from __future__ import annotations
 
-import ast
 import dis
 import functools
 import gc
-import inspect
-import linecache
 import sys
 import sysconfig
 import types
-from collections.abc import (
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cerebro_hydra.shards.admission.readings import containers_of
-from cerebro_hydra.shards.code.only_logged import SourceFile
 
-_PLAIN = {int, float, bool, str, bytes, type(None), torch.dtype, torch.device}
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
@@ -118,94 +103,6 @@ def functions_of(value: Any) -> tuple[types.FunctionType, ...]:
     return tuple(each for each in found if isinstance(each, types.FunctionType))
 
 
-@functools.lru_cache(1000)
-def names_in_libraries(kind: type) -> frozenset[str]:
-    """Return the names that the code of a class's installed bases has or uses."""
-    names: set[str] = set()
-    for owner in kind.__mro__:
-        if not is_own(owner.__module__):
-            names |= vars(owner).keys()
-            for value in vars(owner).values():
-                for function in functions_of(value):
-                    names |= attribute_names(function.__code__)
-    return frozenset(names)
-
-
-def sources_of(code: Iterable[type | types.FunctionType]) -> list[SourceFile] | None:
-    """Return the files in which the user wrote some code, and those of what they import.
-
-    None if one is not to be had, or no longer has the code that runs.
-    """
-    functions: list[types.FunctionType] = []
-    for each in code:
-        if isinstance(each, types.FunctionType):
-            functions.append(each)
-            continue
-        for owner in (owner for owner in each.__mro__ if is_own(owner.__module__)):
-            made = hasattr(owner, "__dataclass_fields__")  # with methods that have no source
-            for name, value in vars(owner).items():
-                if not (made and name.startswith("__")):
-                    functions += functions_of(value)
-    found: dict[str, SourceFile] = {}
-    known: set[_CodeKey] = set()
-    functions = [f for f in map(inspect.unwrap, functions) if is_own(f.__globals__.get("__name__"))]
-    left = [(f.__code__.co_filename, f.__globals__["__name__"], f.__globals__) for f in functions]
-    while left:
-        path, module, variables = left.pop()
-        if path in found:
-            continue
-        text = "".join(linecache.getlines(path, variables))
-        try:
-            imported, written = _read_source(text, path, str(variables.get("__package__") or ""))
-        except SyntaxError:
-            return None
-        known |= written
-        found[path] = SourceFile.of(module, text, variables)
-        for name in imported:
-            place = getattr(sys.modules.get(name), "__file__", None)
-            if place is not None and is_own(name):
-                left.append((place, name, vars(sys.modules[name])))
-    runs = {_code_key(f.__code__) for f in functions if f.__code__.co_filename in found}
-    return list(found.values()) if runs <= known else None
-
-
-_CodeKey = tuple[str, str, int, bytes]
-
-
-def _code_key(code: types.CodeType) -> _CodeKey:
-    return code.co_filename, code.co_name, code.co_firstlineno, code.co_code
-
-
-@functools.lru_cache(256)
-def _read_source(text: str, path: str, package: str) -> tuple[frozenset[str], frozenset[_CodeKey]]:
-    """Return the modules that a file may import, wherever it does, and the code that is in it.
-
-    Raises:
-        SyntaxError: it is empty, or no Python.
-    """
-    if not text:
-        raise SyntaxError("there is no source")
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            imported.update(each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                module = ".".join([*parents[: len(parents) - node.level + 1], module]).strip(".")
-            imported |= {module, *(f"{module}.{each.name}" for each in node.names)}
-    compiled = compile(text, path, "exec", dont_inherit=True)
-    return frozenset(imported), frozenset(map(_code_key, _inner_code(compiled)))
-
-
-def _inner_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _inner_code(constant)
-
-
 Cache = functools._lru_cache_wrapper
 
 
@@ -229,47 +126,6 @@ def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
         return pairs if len(pairs) == size and all(key in kept for key, _ in pairs) else []
     except TypeError:  # what stands there is no key
         return []
-
-
-def knows_only_arguments(function: Any, known: frozenset[int] = frozenset()) -> bool:
-    """Return whether a function names nothing that holds a state, but installed code and numbers.
-
-    Args:
-        known: the ids of functions that call it.
-    """
-    function = inspect.unwrap(function)
-    if id(function) in known or isinstance(function, type | types.BuiltinFunctionType):
-        return True
-    if isinstance(function, types.ModuleType):
-        return not is_own(function.__name__)
-    if not isinstance(function, types.FunctionType):
-        return type(function) in _PLAIN
-    if not is_own(function.__globals__.get("__name__")):
-        return True
-    if function.__closure__ or function.__kwdefaults__ or vars(function):
-        return False
-    values = [function.__globals__.get(name) for name in global_names(function.__code__)]
-    values += function.__defaults__ or ()
-    return all(knows_only_arguments(each, known | {id(function)}) for each in values)
-
-
-def calls_of(cache: Cache[Any]) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]] | None:
-    """Return the arguments and the result of each call that a cached function keeps.
-
-    None if some arguments are no numbers, texts or the like, or can't be told.
-    """
-    kept, found = kept_results(cache), []
-    if cache.cache_parameters()["typed"] or len(kept) != cache.cache_info().currsize:
-        return None
-    for key, result in kept:
-        parts = list(key) if isinstance(key, tuple | list) else [key]
-        place = next((n for n, each in enumerate(parts) if type(each) is object), len(parts))
-        named = parts[place + 1 :]
-        if not all(type(each) in _PLAIN for each in parts[:place] + named):
-            return None
-        keywords = dict(zip(named[::2], named[1::2], strict=True))
-        found.append((tuple(parts[:place]), keywords, result))
-    return found
 
 
 class FilledCaches:

@@ -44,7 +44,6 @@ from cerebro_hydra.shards.admission.named_by_code import (
     is_ours,
     is_own,
     kept_results,
-    names_in_libraries,
 )
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
@@ -56,12 +55,6 @@ from cerebro_hydra.shards.admission.readings import (
     PART,
     Reading,
     is_of_process,
-)
-from cerebro_hydra.shards.code.only_logged import (
-    attribute,
-    logging_function,
-    of_closure,
-    variable,
 )
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
@@ -110,7 +103,6 @@ class ObjectReader:
             if all that is in them can be; of other installed packages no object is.
         addresses: what stands for numbers by which objects are known in this process alone, as for
             the ids of leaves.
-        logged: what the user's code keeps only for a log, which is not read; see `only_logged`.
     """
 
     def __init__(
@@ -118,20 +110,18 @@ class ObjectReader:
         leaves: Mapping[int, str],
         packages: Collection[str],
         addresses: Mapping[int, str] | None = None,
-        logged: Collection[str] = (),
     ) -> None:
         self.found: Reading = {}
         self._leaves = leaves
         self._addresses = addresses or {}
         self._packages = packages
-        self._logged = logged
         self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
         self._depth = 0
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
-        self.caches: dict[str, Cache[Any]] = {}  # the user's own functions with one, by their paths
+        self.caches: list[Cache[Any]] = []  # the user's own functions with one
         self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # of the process, by their paths
 
     def read(self, path: str, value: Any) -> None:
@@ -163,11 +153,6 @@ class ObjectReader:
         """Let `read_code` read what a class or function names."""
         self._code.setdefault(id(code), code)
 
-    @property
-    def code(self) -> tuple[type | types.FunctionType, ...]:
-        """The classes and functions that were met."""
-        return tuple(self._code.values())
-
     def read_code(self) -> None:
         """Read what the user's own classes and functions name, of those that were met.
 
@@ -187,8 +172,6 @@ class ObjectReader:
                 for module, variables, name in _variables(code):
                     if (id(variables), name) not in read:
                         read.add((id(variables), name))
-                        if variable(module, name) in self._logged:
-                            continue
                         self._read_global(name, module, variables.get(name))
                 for name in environment_names(code.__code__):
                     path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
@@ -215,8 +198,6 @@ class ObjectReader:
                     self._read_held(f"method {path}", function)
             elif isinstance(value, type):
                 self.meet(value)
-            elif self.is_logged(kind, name):
-                continue
             elif not (name.startswith("__") or isinstance(value, _DESCRIPTORS)):
                 self.read(f"attribute {path}", value)
 
@@ -246,7 +227,7 @@ class ObjectReader:
         if attributes:
             computed = computed_attributes(type(value))  # type: ignore[arg-type]
             for name, each in tuple(attributes.items()):
-                if name not in computed and not self.is_logged(type(value), name):
+                if name not in computed:
                     self.read(f"{path}{PART}.{name}", each)
 
     def _read_object(self, path: str, value: Any) -> None:
@@ -312,9 +293,8 @@ class ObjectReader:
         """Read a function with a cache, and the results there whose arguments have names."""
         self.found[path] = "cached function"
         self.read(f"{path}{PART}.__wrapped__", value.__wrapped__)
-        module, name = str(getattr(value, "__module__", "")), value.__wrapped__.__name__
-        if is_own(module) and logging_function(module, name) not in self._logged:
-            self.caches[path] = value
+        if is_own(getattr(value, "__module__", None)):
+            self.caches.append(value)
             self.found[f"{path}{CACHED}"] = "filled" if value.cache_info().currsize else NOTHING
             kept = [(self._key(k), each) for k, each in kept_results(value) if self._has_name(k)]
             for name, each in sorted(kept, key=operator.itemgetter(0))[:_LONGEST]:
@@ -337,14 +317,7 @@ class ObjectReader:
     def _read_state(self, path: str, value: Any) -> None:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))
         for name, each in slots_of(value):
-            if not self.is_logged(type(value), name):
-                self.read(f"{path}{PART}.{name}", each)
-
-    def is_logged(self, kind: type, name: str) -> bool:
-        """Return whether an attribute of a class of the user's is only logged."""
-        if attribute(name) not in self._logged or name in names_in_libraries(kind):  # type: ignore[arg-type]
-            return False
-        return any(is_own(owner.__module__) for owner in kind.__mro__)
+            self.read(f"{path}{PART}.{name}", each)
 
     def _read_of_library(self, path: str, value: Any) -> None:
         """Read an object of the standard library, if pickle can take it and all that it holds."""
@@ -420,8 +393,6 @@ class ObjectReader:
         self.found[path] = _function_text(value)
         self.meet(value)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if of_closure(value.__module__, value.__qualname__, name) in self._logged:
-                continue
             try:
                 self.read(f"{path}{PART}.{name}", cell.cell_contents)
             except ValueError:  # it is empty

@@ -105,15 +105,13 @@ class KnownChanges:
     Args:
         marks: a path that changed; with `ANY` as its last part, a container for all that is below;
             with `SAME`, a value there that did not change; with `EMPTY`, what is shared and was
-            empty to the end; with `FILLED`, what is shared and was filled; with `LOGGED` before it,
-            what is kept only for a log.
+            empty to the end; with `FILLED`, what is shared and was filled.
     """
 
     ANY = f"{PART}*"
     SAME = f"{PART}="
     EMPTY = f"{PART}0"
     FILLED = f"{PART}1"
-    LOGGED = f"{PART}log{PART}"
 
     _filled: ClassVar[set[str]] = set()  # in the first steps of any trial of this process
 
@@ -126,9 +124,6 @@ class KnownChanges:
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
         self._filled.update(filled)
-        self.logged = frozenset(
-            mark.removeprefix(self.LOGGED) for mark in marks if mark.startswith(self.LOGGED)
-        )
 
     def may_grow(self, path: str) -> bool:
         """Return whether a value that is new may be a cache's, which trials share."""

@@ -92,7 +92,7 @@ def counted() -> Callable[..., Any]:
 
     def metric(outputs, labels):
         calls[0] += 1
-        return (outputs.argmax(1) == labels).float().mean() * (1 if calls[0] < 700 else 0.5)
+        return (outputs.argmax(1) == labels).float().mean()
 
     return metric
 

@@ -51,8 +51,6 @@ def counting_hook(model: nn.Module) -> torch.optim.Optimizer:
 
     def hook(*_):
         calls[0] += 1
-        if calls[0] == 700:
-            optimizer.param_groups[0]["lr"] = 0.01
 
     optimizer.register_step_post_hook(hook)
     return optimizer

@@ -169,18 +169,21 @@ def test_a_part_of_a_larger_tensor_equals_its_copy(numbers: int, at: int) -> Non
 
 @pytest.mark.parametrize("takes_it_back", [False, True])
 def test_methods_that_a_library_gives_to_tensors_while_they_are_watched_stay(
-    takes_it_back: bool, monkeypatch: pytest.MonkeyPatch
+    takes_it_back: bool,
 ) -> None:
-    with memory_reads_seen():
-        monkeypatch.setattr(Tensor, "numpy", lambda tensor: "theirs")
+    try:
+        with memory_reads_seen():
+            Tensor.numpy = lambda tensor: "theirs"
+            if takes_it_back:
+                del Tensor.numpy
+        assert Tensor.tolist is torch._C.TensorBase.tolist
         if takes_it_back:
-            monkeypatch.delattr(Tensor, "numpy")
-    assert Tensor.tolist is torch._C.TensorBase.tolist
-    if takes_it_back:
-        assert Tensor.numpy is torch._C.TensorBase.numpy
-    else:
-        assert torch.ones(1).numpy() == "theirs"
-    with memory_reads_seen():
-        assert torch.ones(1).tolist() == [1.0]
-    monkeypatch.undo()
+            assert Tensor.numpy is torch._C.TensorBase.numpy
+        else:
+            assert torch.ones(1).numpy() == "theirs"
+        with memory_reads_seen():
+            assert torch.ones(1).tolist() == [1.0]
+    finally:
+        if "numpy" in vars(Tensor):
+            del Tensor.numpy
     assert torch.ones(1).tolist() == torch.ones(1).numpy() == [1.0]

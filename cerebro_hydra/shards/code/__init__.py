@@ -1,1 +1,0 @@
-"""What the user's code does with what it keeps."""
