@@ -113,7 +113,10 @@ class SegmentLayout:
         return buffer
 
     def check(self, memory: Memory, what: str, nbytes: int | None = None) -> None:
-        """Raise ValueError if the memory is not a segment of this layout, or its first bytes."""
+        """Raise ValueError if the memory is not a segment of this layout, or its first bytes.
+
+        On an accelerator only the size is looked at.
+        """
         nbytes = self.nbytes if nbytes is None else nbytes
         fits = memory.nbytes == nbytes
         if fits and memory.device == CPU:  # for another device's bytes would be waited
