@@ -265,7 +265,7 @@ def test_open_maps_outlive_their_folder(store: LocalStore, manifest: Manifest) -
 
 
 BUILDER = """
-import json, sys
+import json, os, sys, traceback
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.storage import LocalStore
@@ -274,7 +274,11 @@ manifest = Manifest.from_json(json.loads(sys.stdin.readline()))
 print("ready", flush=True)
 sys.stdin.readline()
 store, folder = LocalStore(sys.argv[1]), sys.argv[2]
-part = CachedPartition.build(manifest.partition("train", 0), manifest, store, folder)
+try:
+    part = CachedPartition.build(manifest.partition("train", 0), manifest, store, folder)
+except Exception:
+    traceback.print_exc()
+    os._exit(1)  # threads of Arrow that still read would end the interpreter's end by a signal
 print(json.dumps(part.columns["class"].tolist()))
 """
 
