@@ -36,7 +36,7 @@ from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages import events
-from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.engine.layout import Bytes

@@ -19,8 +19,8 @@ from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fo
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, Answer, WorkerEvent
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
 
 DEVICES = (1, 2, 4)
 MILLISECONDS = (1, 2, 5, 20)  # of a task

@@ -22,10 +22,10 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, WorkerEvent
 from cerebro_hydra.plan.queues.events import Answer as Decision
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.schedules.registry import with_versions
 from cerebro_hydra.plan.schedules.validate import versions_held
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation

@@ -21,10 +21,10 @@ from cerebro_hydra.plan.placement.every import plain_plan
 from cerebro_hydra.plan.placement.plan import JointPlan, UncutTrial, planned_visits
 from cerebro_hydra.plan.placement.search import chosen_plan, seconds_of_plan
 from cerebro_hydra.plan.queues.ledger import StateName
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 from cerebro_hydra.shards.admission.profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import HostSegments, ShardBytes

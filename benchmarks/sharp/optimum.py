@@ -15,9 +15,9 @@ from scipy.sparse import coo_array
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import VisitsExpected
+from cerebro_hydra.plan.queues.pick import PICKS, Rule
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS, Rule
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 INSTANCES, WORKLOADS = 40, 96

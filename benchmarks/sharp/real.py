@@ -45,9 +45,9 @@ from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U

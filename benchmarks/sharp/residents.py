@@ -12,9 +12,9 @@ from benchmarks.scheduler.bound import lower_bound
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.queues.pick import PICKS, Ahead, Candidate, Rule, sharp
 from cerebro_hydra.plan.queues.visit_spec import UNIT_SECONDS, ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS, Ahead, Candidate, Rule, sharp
 from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
 

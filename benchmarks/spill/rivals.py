@@ -26,7 +26,7 @@ from benchmarks.spill.run import Variant, Worker
 from benchmarks.spill.trial import SEED, MemoryTrial
 from benchmarks.worker_memory.run import pss_of
 from cerebro_hydra.data.batches import row_order
-from cerebro_hydra.plan.schedules.pick import sharp
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill
 from cerebro_hydra.planning.memory_bill import copy_rates
 from cerebro_hydra.recipe import Recipe

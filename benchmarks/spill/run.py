@@ -30,8 +30,8 @@ from benchmarks.spill.trial import MemoryTrial
 from cerebro_hydra.hopper.protocol.resources import QUEUED_SHARE
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.recipe import Recipe
 
 LAYERS, QUICK_LAYERS, WIDTH, HEADS, VOCABULARY = 24, 4, 320, 5, 1024

@@ -11,9 +11,9 @@ from random import Random
 
 from cerebro_hydra.plan.messages.actions import HOST, Action
 from cerebro_hydra.plan.queues.events import Answer, WorkerEvent
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 SIZES = ((9, 8), (100, 64), (1000, 8), (1000, 64))

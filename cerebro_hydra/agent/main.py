@@ -50,8 +50,8 @@ from cerebro_hydra.plan.messages.instructions import (
     Instruction,
     StartSubEpoch,
 )
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.shards.heap import share_heap

@@ -16,8 +16,8 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.plan.costs.model import CostModel
 from cerebro_hydra.plan.costs.moves import DISPATCH_SECONDS, MoveRates
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
 from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text

@@ -14,8 +14,8 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.plan.simulate.fluid import Flow
 from cerebro_hydra.plan.simulate.run import Overheads, SimulatedTimeline, Simulation

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.recipe.randomness import AUTOCAST
 
 # torch offers no public way to ask for them.
@@ -241,6 +242,19 @@ def checked_shards(given: Any, model: nn.Module) -> int | str | Blocks:
 
 Stages = int | str | Sequence[int]
 """How many stages a pipeline has, or how many shards each of them, or "auto"."""
+
+
+def check_no_pick(schedule: object) -> None:
+    """Refuse a pick that is given as the schedule of a trial.
+
+    Raises:
+        ConfigurationError: it is one; the message says where a pick belongs.
+    """
+    if isinstance(schedule, str) and schedule in PICKS:
+        raise ConfigurationError(
+            f"schedule is {schedule!r}, which is how devices choose among trials; leave schedule "
+            f"out, and give the backend pick={schedule!r}"
+        )
 
 
 def checked_stages(given: Any, schedule: str, shards: Any) -> Stages:

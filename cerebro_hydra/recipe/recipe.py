@@ -29,6 +29,7 @@ from cerebro_hydra.recipe.checked_parts import (
     AUTO,
     Stages,
     check_collate,
+    check_no_pick,
     check_numbers,
     checked_model,
     checked_shards,
@@ -267,6 +268,7 @@ class Recipe:
             raise ConfigurationError(
                 f"vertical_sync is {self.vertical_sync!r}; it is True or False"
             )
+        check_no_pick(self.schedule)
         settings = self.vertical_sync, self.autocast == SCALED, self.replicas
         check_schedule(self.schedule, self.clip_grad_norm is not None, self.accumulate, *settings)
         self.stages = checked_stages(self.stages, self.schedule, self.shards)

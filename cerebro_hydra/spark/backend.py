@@ -11,7 +11,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.backend import Factory
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.hopper.protocol.resources import MachineFacts, WorkerResources, machine_facts
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK
 from cerebro_hydra.spark import preflight
 from cerebro_hydra.spark.checks import gpus_per_task
 from cerebro_hydra.spark.findings import raise_findings

@@ -16,7 +16,7 @@ from cerebro_hydra.documents import (
 )
 from cerebro_hydra.errors import StoreError
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.plan.schedules.pick import PICKS
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, SCHEDULES
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.storage.names import Digest, Name, trial_name

@@ -35,7 +35,7 @@ from cerebro_hydra.hopper.protocol.resources import (
     machine_facts,
 )
 from cerebro_hydra.kernels import KERNELS
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store

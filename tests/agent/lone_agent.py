@@ -23,7 +23,7 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.data.preparation.prepared import find_prepared
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch, StateSource
-from cerebro_hydra.plan.schedules.pick import oldest_first
+from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder

@@ -31,8 +31,8 @@ from cerebro_hydra.plan.messages.instructions import (
     StartSubEpoch,
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
+from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.run import ClosedSearch
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes

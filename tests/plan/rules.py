@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from cerebro_hydra.plan.schedules.pick import Ahead, Candidate, Rule
+from cerebro_hydra.plan.queues.pick import Ahead, Candidate, Rule
 
 
 def fifo(candidates: Sequence[Candidate], ahead: Ahead) -> Candidate:

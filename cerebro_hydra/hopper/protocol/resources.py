@@ -17,7 +17,7 @@ from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.kernels import KERNELS
 from cerebro_hydra.plan.human_units import bytes_text
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.storage.run_document import MOST_THREADS
 
 QUEUED_SHARE = 0.75

@@ -19,9 +19,9 @@ from itertools import pairwise
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.queues.events import VisitAdded, VisitEnded
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, is_pipelined
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from cerebro_hydra.plan.sizing.bill import WorkerMemory

@@ -29,7 +29,7 @@ from cerebro_hydra.plan.placement.plan import (
     simulated_plan,
 )
 from cerebro_hydra.plan.placement.seconds import QueueSeconds, TimelineSeconds
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 
 FEW_PLACEMENTS = 64

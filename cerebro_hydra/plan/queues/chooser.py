@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.ledger import Ledger
+from cerebro_hydra.plan.queues.outlook import MOST_MOVING, MOST_UNITS, Chain, Outlook
+from cerebro_hydra.plan.queues.pick import Candidate, Rule, unforeseen
 from cerebro_hydra.plan.queues.visit import Unit, Visit
-from cerebro_hydra.plan.schedules.outlook import MOST_MOVING, MOST_UNITS, Chain, Outlook
-from cerebro_hydra.plan.schedules.pick import Candidate, Rule, unforeseen
 
 
 class Chooser:

@@ -15,8 +15,8 @@ from typing import Literal
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
 from cerebro_hydra.plan.queues.ledger import BlockKey, state_key
+from cerebro_hydra.plan.queues.outlook import MOST_UNITS
 from cerebro_hydra.plan.queues.visit_spec import Share, VisitSpec
-from cerebro_hydra.plan.schedules.outlook import MOST_UNITS
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U
 

@@ -66,8 +66,8 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
+from cerebro_hydra.plan.queues.pick import Rule
 from cerebro_hydra.plan.queues.visit import Unit, Visit, on_least_busy, unplaced
-from cerebro_hydra.plan.schedules.pick import Rule
 
 AHEAD_SECONDS = 0.02
 """What the units take at most that a device was given behind the first one, but for one unit."""

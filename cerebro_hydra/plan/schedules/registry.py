@@ -18,7 +18,6 @@ from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.interleaved import interleaved
 from cerebro_hydra.plan.schedules.one_forward_one_backward import one_forward_one_backward
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.pipedream import (
     check_pipedream,
     pipedream,
@@ -70,11 +69,6 @@ def check_schedule(
         ConfigurationError: there is no such schedule, or it can't be used with them; the message
             says what to give instead.
     """
-    if isinstance(name, str) and name in PICKS:
-        raise ConfigurationError(
-            f"schedule is {name!r}, which is how devices choose among trials; leave schedule out, "
-            f"and give the backend pick={name!r}"
-        )
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ConfigurationError(f"schedule is {name!r}; it is one of {list(SCHEDULES)}")
     if vertical_sync and name != "pipedream":

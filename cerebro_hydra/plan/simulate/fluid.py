@@ -15,8 +15,8 @@ from functools import cached_property
 
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.worker import (
     EndedVisit,
     SimulatedDevices,

@@ -32,9 +32,9 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.ledger import PartBytes
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck
 
 Lane = tuple[int, str]  # a device or HOST, and what it does there

@@ -17,8 +17,8 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 
 LOAD, SPILL = ActionKind.LOAD, ActionKind.SPILL

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action
+from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
-from cerebro_hydra.plan.schedules.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined, with_versions
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 from cerebro_hydra.plan.sizing.stages import (

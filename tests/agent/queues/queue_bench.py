@@ -36,9 +36,9 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.ledger import PartBytes
+from cerebro_hydra.plan.queues.pick import Rule, sharp
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import Rule, sharp
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.testing.local_backend import fork_server
 from tests.agent.byte_visits import trained

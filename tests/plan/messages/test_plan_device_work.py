@@ -16,10 +16,10 @@ from cerebro_hydra.plan.messages.device_work import DeviceWork, Span, add_span, 
 from cerebro_hydra.plan.messages.events import DevicesWorked
 from cerebro_hydra.plan.queues.events import ActionDone, ShardArrived, VisitAdded
 from cerebro_hydra.plan.queues.log import MOST_SPANS, DeviceLog
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 times = st.floats(0, 1e4)

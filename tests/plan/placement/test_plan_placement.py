@@ -26,9 +26,9 @@ from cerebro_hydra.plan.placement.plan import (
 )
 from cerebro_hydra.plan.placement.search import chosen_plan, first_plan
 from cerebro_hydra.plan.placement.seconds import QueueSeconds, TimelineSeconds
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, is_pipelined
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 from tests.examples import examples

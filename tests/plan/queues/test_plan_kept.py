@@ -26,10 +26,10 @@ from cerebro_hydra.plan.queues.events import (
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Segments, StateName, state_key
+from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 from tests.examples import examples
 from tests.plan.queues.test_plan_worker_chaos import RULES, worlds

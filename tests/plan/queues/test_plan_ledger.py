@@ -14,11 +14,11 @@ from cerebro_hydra.plan.queues.device_queue import DeviceQueue
 from cerebro_hydra.plan.queues.events import VisitAdded, VisitCancelled
 from cerebro_hydra.plan.queues.evictor import Evictor
 from cerebro_hydra.plan.queues.ledger import Block, BlockKey, Ledger, state_key
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit import Visit
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from tests.examples import examples
 from tests.plan.queues.test_plan_worker_chaos import specs
 

@@ -9,10 +9,10 @@ import pytest
 from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.schedules.validate import Key, MemoryCheck, validate_memory
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 from tests.plan.action_text import parse_actions

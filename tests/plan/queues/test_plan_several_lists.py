@@ -18,10 +18,10 @@ from cerebro_hydra.plan.queues.events import (
     VisitRestarted,
     WorkerEvent,
 )
+from cerebro_hydra.plan.queues.pick import oldest_first, sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import oldest_first, sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from tests.plan.queues.test_plan_worker_chaos import check_boundaries, check_changes, seconds_of
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import ActionDone, VisitAdded, VisitEnded, VisitsExpected
+from cerebro_hydra.plan.queues.outlook import Chain, Outlook
+from cerebro_hydra.plan.queues.pick import Ahead, Candidate, Rule, oldest_first, sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.outlook import Chain, Outlook
-from cerebro_hydra.plan.schedules.pick import Ahead, Candidate, Rule, oldest_first, sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from tests.plan.action_text import parse_actions
 from tests.plan.rules import at_random, fifo

@@ -12,11 +12,11 @@ from cerebro_hydra.plan.queues.events import (
     VisitEnded,
     VisitRestarted,
 )
+from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.plan.queues.visit import Unit, Visit
 from cerebro_hydra.plan.queues.visit_spec import UNIT_SECONDS, ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import AHEAD_SECONDS, WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import oldest_first
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 
 SECONDS = 0.004

@@ -23,11 +23,11 @@ from cerebro_hydra.plan.queues.events import (
     WorkerEvent,
 )
 from cerebro_hydra.plan.queues.evictor import Evictor
+from cerebro_hydra.plan.queues.pick import PICKS, Rule, oldest_first, sharp
 from cerebro_hydra.plan.queues.visit import Visit
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS, Rule, oldest_first, sharp
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.validate import validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline

@@ -21,11 +21,11 @@ from cerebro_hydra.plan.queues.events import (
     VisitEnded,
     VisitRestarted,
 )
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.gpipe import gpipe
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.validate import validate, validate_order
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline

@@ -14,9 +14,9 @@ from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
+from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import PICKS
 from cerebro_hydra.plan.simulate.run import (
     NO_OVERHEADS,
     ClosedSearch,

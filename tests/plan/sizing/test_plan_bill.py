@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.human_units import numbers_text
+from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.schedules.pick import sharp
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
 from cerebro_hydra.plan.sizing.bill import LOAD, SPILL, WorkerMemory, bill, refusals, sentences
 from tests.examples import examples

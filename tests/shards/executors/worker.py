@@ -29,9 +29,9 @@ from cerebro_hydra.plan.queues.events import (
     VisitRestarted,
     WorkerEvent,
 )
+from cerebro_hydra.plan.queues.pick import Ahead, Candidate
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.schedules.pick import Ahead, Candidate
 from cerebro_hydra.plan.schedules.validate import MemoryCheck
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cerebro_hydra.plan.schedules.outlook import Outlook
+from cerebro_hydra.plan.queues.outlook import Outlook
 
 
 @dataclass(frozen=True, slots=True)
