@@ -14,11 +14,7 @@ import numpy as np
 from cerebro_hydra.errors import ConfigurationError
 
 _WORDS = 4 * 625  # of a Mersenne twister: 624 of its state, and its place in them
-# The generators' own functions make 600 objects of Python for their state, which takes 0.1 ms.
 _Words = ctypes.c_char * _WORDS
-_PYTHONS_MEMORY = _Words.from_address(
-    id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
-)
 PYTHONS, NUMPYS = "Python's random", "numpy.random"
 
 
@@ -56,15 +52,25 @@ class GlobalDraws:
 
 
 def _states() -> dict[str, object]:
-    generator = np.random.get_bit_generator()
+    return {
+        PYTHONS: _state_of(random._inst),  # type: ignore[attr-defined]
+        NUMPYS: _state_of(np.random.get_bit_generator()),
+    }
+
+
+def _state_of(generator: random.Random | np.random.BitGenerator) -> object:
+    # The generators' own functions make 600 objects of Python for it, which takes 0.1 ms.
     memory = _memory_of(generator)
-    numpys = repr(generator.state) if memory is None else memory.raw
-    return {PYTHONS: _PYTHONS_MEMORY.raw, NUMPYS: numpys}
+    return repr(generator.state) if memory is None else memory.raw  # type: ignore[union-attr]
 
 
-@functools.lru_cache(maxsize=1)
-def _memory_of(generator: np.random.BitGenerator) -> ctypes.Array[ctypes.c_char] | None:
+@functools.lru_cache(maxsize=2)  # it keeps a generator, so its memory stays
+def _memory_of(
+    generator: random.Random | np.random.BitGenerator,
+) -> ctypes.Array[ctypes.c_char] | None:
     """Return where the state of a Mersenne twister lies, None for another generator."""
-    if not isinstance(generator, np.random.MT19937):
-        return None
-    return _Words.from_address(generator.ctypes.state_address)
+    if isinstance(generator, random.Random):
+        return _Words.from_address(id(generator) + object.__basicsize__)
+    if isinstance(generator, np.random.MT19937):
+        return _Words.from_address(generator.ctypes.state_address)
+    return None

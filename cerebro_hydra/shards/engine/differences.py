@@ -57,7 +57,9 @@ HOOK_OF_ABSENT = (
 _OF_MODULES = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )  # fmt: skip
-_OURS = __name__.partition(".")[0]
+
+_KNOWN = f"{__name__.partition('.')[0]}.", "torch."
+"""Begin the names of modules whose hooks read no other layer."""
 
 _SEVERAL = "more than one element of the written-to tensor refers to a single memory location"
 """What torch says of a write to the largest stand-ins, whose elements are one."""
@@ -166,9 +168,9 @@ def told_writes_to_absent() -> Iterator[None]:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Return whether somebody else has registered a hook on a module."""
+    """Return whether a module has a hook that is neither ours nor torch's own."""
     hooks = (h for m in model.modules() for kind in _OF_MODULES for h in getattr(m, kind).values())
-    return any(not _module_of(hook).startswith(f"{_OURS}.") for hook in hooks)
+    return any(not _module_of(hook).startswith(_KNOWN) for hook in hooks)
 
 
 def _module_of(hook: object) -> str:

@@ -30,7 +30,7 @@ from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.admission.late_effects import LateEffects
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.small_buffers import MOST_OF_SMALL_BUFFER
-from cerebro_hydra.shards.engine.differences import BY_OTHERS, HOOK_OF_ABSENT
+from cerebro_hydra.shards.engine.differences import BY_OTHERS, HOOK_OF_ABSENT, has_hooks
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
@@ -681,3 +681,12 @@ def test_what_is_assigned_after_its_use_in_every_step_trains_in_one_shard(
     monkeypatch.setattr(Switch, "on", True)
     says = f"parameter '{name}.weight' was written to after unit '{name}' had run"
     Cut(made(model("after", assigns(name)), shards=["c"]), "modules", at=1, says=says).prove()
+
+
+def test_hooks_of_torch_are_no_reason_of_a_loss_that_is_nan() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.utils.spectral_norm(model[0])
+    nn.utils.weight_norm(model[1])
+    assert any(model[0]._forward_pre_hooks) and not has_hooks(model)
+    model[1].register_full_backward_hook(lambda *given: None)
+    assert has_hooks(model)
