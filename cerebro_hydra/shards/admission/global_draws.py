@@ -33,9 +33,13 @@ class GlobalDraws:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the body, which takes some microseconds."""
-        before = _states()
+        pythons, numpys = _states()
         yield
-        self._moved.update(name for name, state in _states().items() if state != before[name])
+        now = _states()
+        if now[0] != pythons:
+            self._moved[PYTHONS] += 1
+        if now[1] != numpys:
+            self._moved[NUMPYS] += 1
 
     def check(self) -> None:
         """Refuse what has moved a generator, even if that has had no effect yet.
@@ -51,11 +55,9 @@ class GlobalDraws:
                 )
 
 
-def _states() -> dict[str, object]:
-    return {
-        PYTHONS: _state_of(random._inst),  # type: ignore[attr-defined]
-        NUMPYS: _state_of(np.random.get_bit_generator()),
-    }
+def _states() -> tuple[object, object]:
+    pythons: random.Random = random._inst  # type: ignore[attr-defined]
+    return _state_of(pythons), _state_of(np.random.get_bit_generator())
 
 
 def _state_of(generator: random.Random | np.random.BitGenerator) -> object:
