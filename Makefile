@@ -13,6 +13,8 @@ CEREBRO := .venv-cerebro
 ZOO := .venv-zoo
 # Ray Tune over the packages of $(VENV), but for pyarrow.
 RAY := .venv-ray
+# DeepSpeed over the packages of $(VENV).
+DEEPSPEED := .venv-deepspeed
 LIGHTNING := .venv-lightning
 # mkdocs and its plugins, alone.
 DOCS := .venv-docs
@@ -215,6 +217,12 @@ $(RAY)/.installed: $(STAMP) benchmarks/search/requirements.txt
 	$(SEE_PACKAGES_OF_VENV)
 	@touch $@
 
+$(DEEPSPEED)/.installed: $(STAMP) benchmarks/spill/requirements.txt
+	@$(BIN)/python -m venv --clear $(DEEPSPEED)
+	@$(DEEPSPEED)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/spill/requirements.txt
+	$(SEE_PACKAGES_OF_VENV)
+	@touch $@
+
 $(LIGHTNING)/.installed: $(STAMP) integration/lightning/requirements.txt
 	@$(BIN)/python -m venv --clear $(LIGHTNING)
 	@$(LIGHTNING)/bin/python $(PIP_INSTALL) --no-deps -r integration/lightning/requirements.txt
@@ -252,7 +260,7 @@ $(CEREBRO)/.installed: integration/cerebro/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) $(LIGHTNING) $(DOCS) \
+	rm -rf $(VENV) $(MODERN) $(SPARK4) $(CEREBRO) $(ZOO) $(RAY) $(DEEPSPEED) $(LIGHTNING) $(DOCS) \
 	  .venv-torch-* .venv-transformers-* .venv-lightning-* \
 	  integration/hdfs/.jars build dist *.egg-info
 	rm -rf spark-warehouse metastore_db derby.log

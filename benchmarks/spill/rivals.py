@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -136,6 +137,7 @@ class Case:
 VOCABULARY = 1024
 CASES = (
     Case("24 layers", 24, 320, 5, batch=8, tokens=32, steps=2, shares=(4, 8)),
+    Case("24 layers, longer", 24, 320, 5, batch=8, tokens=32, steps=12, shares=(4, 8)),
     Case("BERT-Large, 4 of 24 layers", 4, 1024, 16, batch=8, tokens=32, steps=2, shares=(2,)),
     Case("notebook", 32, 384, 0, batch=16, tokens=0, steps=20, shares=(8,)),
 )
@@ -202,6 +204,43 @@ class FullySharded(Plain):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.net.named_parameters():
             yield name, parameter.full_tensor()  # type: ignore[attr-defined]  # a DTensor
+
+
+class DeepSpeed(Plain):
+    """Is ZeRO-3 of DeepSpeed with its CPU offload, on its CPU accelerator."""
+
+    def __init__(self, case: Case) -> None:
+        import deepspeed
+
+        super().__init__(case, checkpointed=True)
+        os.environ["LOCAL_RANK"] = "0"
+        rendezvous = f"file://{tempfile.mkdtemp()}/rendezvous"
+        deepspeed.init_distributed(
+            "gloo", init_method=rendezvous, rank=0, world_size=1, auto_mpi_discovery=False
+        )
+        offload = {"device": "cpu"}
+        zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+        self.engine, *_ = deepspeed.initialize(
+            model=self.net,
+            optimizer=self.optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": case.batch,
+                "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+
+    def train(self) -> None:
+        for features, labels in self.case.batches():
+            self.engine.backward(loss_of(self.engine(features), labels))
+            self.engine.step()
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.net.parameters())):
+            yield from self.net.named_parameters()
 
 
 class ByHand(Plain):
@@ -285,6 +324,8 @@ def contenders(case: Case) -> dict[str, Make]:
         "by hand": ByHand,
         "ours, resident": functools.partial(Ours, variant=Variant(None)),
     }
+    if importlib.util.find_spec("deepspeed") is not None:
+        found["DeepSpeed, offload"] = DeepSpeed
     for share in case.shares:
         found[f"ours, 1/{share}"] = functools.partial(Ours, variant=Variant(share))
     return found
