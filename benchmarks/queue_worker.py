@@ -23,7 +23,7 @@ import numpy as np
 from cerebro_hydra.agent.attempts import Outbox, VisitPlanner
 from cerebro_hydra.agent.audits import Audits
 from cerebro_hydra.agent.device.device import DeviceMemory, VisitOpener
-from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.agent.device.messages import Losses, VisitOrder
 from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
@@ -338,15 +338,17 @@ class DelayRun:
         del self._slots[shard]
         return {"step": self._steps[shard]}, False
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
         """Wait as long as the task takes."""
         _wait_until(time.perf_counter() + self._seconds(task))
         if task.kind is ActionKind.U:
             self._slots[task.shard]["trainable"][0] += 1
             self._steps[task.shard] += 1
         if task.kind is not ActionKind.B or task.shard or task.microbatch is None:
-            return Done(task)
-        return Done(task, losses={task.microbatch: (0.0, self._rows)})
+            return task, {}
+        return task, {task.microbatch: (0.0, self._rows)}
 
     def cursor(self, shard: int) -> Mapping[str, Any]:
         """Return the cursor of a shard."""

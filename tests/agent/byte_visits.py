@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.agent.device.messages import Losses, VisitOrder
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
@@ -181,20 +181,22 @@ class ByteRun:
         assert optimizer is not None
         return {"param:bytes": digest(parameters), "optim:bytes": digest(optimizer)}
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
         """Do a task, and in the agent's memory the later passes of its microbatch, too."""
-        done = self._perform(task)
+        losses = dict(self._perform(task))
         while then is not None and self._goes_on(task):
-            task = then(done)
-            done = self._perform(task)
-        return done
+            task = then(task)
+            losses |= self._perform(task)
+        return task, losses
 
     def _goes_on(self, task: Action) -> bool:
         plain = self.order.audits is not None or self.order.task.uncut
         training = isinstance(self.order.task, StartSubEpoch) and not plain
         return training and (task.kind is ActionKind.F or task.shard > 0)
 
-    def _perform(self, task: Action) -> Done:
+    def _perform(self, task: Action) -> Losses:
         time.sleep(self.trials.seconds)
         self._die(task)
         slots = self.shards[task.shard]
@@ -211,7 +213,7 @@ class ByteRun:
                     trainable = self.first[task.shard]["trainable"][: len(trainable)]
                 loss = loss_of({"frozen": frozen, "trainable": trainable}, number)
                 if last and isinstance(self.order.task, StartSubEpoch):
-                    return Done(task, losses={task.microbatch: (loss, ROWS)})
+                    return {task.microbatch: (loss, ROWS)}
                 if last:
                     self.total, self.rows = self.total + loss * ROWS, self.rows + ROWS
             case ActionKind.B:
@@ -229,7 +231,7 @@ class ByteRun:
                 plain = self.order.audits is not None or self.order.task.uncut
                 if self.fault == "wrong" and not plain and step >= self.trials.wrong_from:
                     trainable[-1] ^= 1
-        return Done(task)
+        return {}
 
     def close(self) -> Evaluation | None:
         assert self.resident or not self.shards

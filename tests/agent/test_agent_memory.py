@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.queue_worker import QueueWorker, in_this_process
-from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.agent.device.messages import Losses, VisitOrder
 from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.pool import BufferPool
@@ -100,19 +100,19 @@ class Run:
     def unload(self, shard: int) -> tuple[Any, bool]:
         return {"step": self._step}, False
 
-    def perform(self, task: Action, then: Any = None) -> Done:
+    def perform(self, task: Action, then: Any = None) -> tuple[Action, Losses]:
         assert (self._slots["trainable"] == self._step).all(), "another trial's bytes, or poison"
         pool, gradients = self._trials.pool, self._trials.gradients
         match task.kind:
             case ActionKind.B:
                 pool.beside += gradients
                 pool.most = max(pool.most, pool.nbytes + pool.beside)
-                return Done(task, losses={0: (0.2, 5)})
+                return task, {0: (0.2, 5)}
             case ActionKind.U:
                 self._slots["trainable"].add_(1)
                 self._step += 1
                 pool.beside -= gradients
-        return Done(task)
+        return task, {}
 
     def close(self) -> Any:
         self.cancel()

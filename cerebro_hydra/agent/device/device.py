@@ -36,6 +36,7 @@ from cerebro_hydra.agent.device.messages import (
     Failed,
     FailureKind,
     Forget,
+    Losses,
     Move,
     Open,
     Opened,
@@ -91,13 +92,20 @@ class _Given:
         """Return whether no task comes after the one that was taken."""
         return not self._left
 
-    def end(self, done: Done) -> None:
+    def end(
+        self,
+        task: Action,
+        losses: Losses,
+        digests: TensorDigests | None,
+        record: PassRecord | None = None,
+    ) -> None:
         """Note what a task gave."""
         now = time.perf_counter()
-        if self.cursor is not None:
-            done, self.cursor = replace(done, cursor=self.cursor), None
-        self.dones.append(replace(done, seconds=now - self._begun))
-        self._begun = now
+        seconds, self._begun = now - self._begun, now
+        cursor, self.cursor = self.cursor, None
+        self.dones.append(
+            Done(task, seconds, cursor=cursor, losses=losses, digests=digests, record=record)
+        )
 
     def answer(self) -> Computed:
         """Return what all tasks gave; those that were not done gave nothing."""
@@ -315,7 +323,7 @@ class Device:
         try:
             with torch_settings_kept():
                 while unit.visit in self._live and (task := self._next_task()) is not None:
-                    self._end_task(self._perform(task))
+                    self._perform(task)
         except Cancelled:
             pass  # its last words were heard before
         except BaseException as error:
@@ -345,7 +353,7 @@ class Device:
                 self._memory.demote(self._slots[key], {"optimizer": copy[split:]})
                 self._given.cursor = visit.cursor(task.shard)
 
-    def _perform(self, task: Action) -> Done:
+    def _perform(self, task: Action) -> None:
         """Do a task; a resident visit goes on with those that come after it in a microbatch."""
         assert self._given is not None
         unit, visit = self._given.unit, self._visits[task.trial]
@@ -358,29 +366,31 @@ class Device:
             self._bind(task)
             if visit.resident:
                 self._inside = task.trial
-                done = visit.perform(task, self._then)
+                ended, losses = visit.perform(task, self._then)
                 self._inside = None
             else:
-                done = visit.perform(task)
-            done = self._digested(done)
+                ended, losses = visit.perform(task)
+            digests, record = self._digests(ended), None
             if last and not visit.stays:
                 unbound = visit.unload(task.shard)
             if last and unit.record is not None:
-                done = replace(done, record=cast(MovingDeviceVisit, visit).put_down())
+                record = cast(MovingDeviceVisit, visit).put_down()
         finally:  # whoever takes these slots next need not ask who uses them
             self._memory.finish()
         if unbound is not None:
             self._unbound[task.trial, task.shard] = unbound
-        return done
+        if self._given is not None:  # else the unit was answered, because the visit is over
+            self._given.end(ended, losses, digests, record)
 
-    def _then(self, done: Done) -> Action:
+    def _then(self, ended: Action) -> Action:
         """End a task in the middle of a resident visit's call, and return the next one.
 
         Raises:
             Cancelled: there is none, because the visit or the device is over.
         """
-        visit = done.action.trial
-        self._end_task(self._digested(done))
+        visit = ended.trial
+        if self._given is not None:  # see `_perform`
+            self._given.end(ended, {}, self._digests(ended))
         task = self._next_task() if visit in self._live else None
         if task is None:
             self._answer_unit()
@@ -392,24 +402,18 @@ class Device:
             if coming is not None:
                 self._given = _Given(coming)  # it is answered, also if the visit is over
             if self._given is None or visit not in self._live:
-                raise Cancelled(f"a visit was cancelled after {done.action}")
+                raise Cancelled(f"a visit was cancelled after {ended}")
             task = self._next_task()
             assert task is not None, "a unit has tasks"
         self._bind(task)
         return task
 
-    def _digested(self, done: Done) -> Done:
-        """Return what a task gave, with the digests of its shard if that was updated to be told."""
-        task = done.action
+    def _digests(self, task: Action) -> TensorDigests | None:
+        """Return the digests of a shard whose update, which was this task, is to be told."""
         watched = () if self._given is None else self._given.unit.watched
         if task.kind is not ActionKind.U or task.microbatch not in watched:
-            return done
-        return replace(done, digests=self._visits[task.trial].digests(task.shard))
-
-    def _end_task(self, done: Done) -> None:
-        """Note what a task gave, unless its unit was answered because the visit is over."""
-        if self._given is not None:
-            self._given.end(done)
+            return None
+        return self._visits[task.trial].digests(task.shard)
 
     def _answer_unit(self) -> None:
         if self._given is not None:
@@ -581,8 +585,10 @@ class DeviceVisit(Protocol):
         """Let go of a shard; return its cursor, and whether nobody has used its gradients up."""
         ...
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
-        """Do F, B or U of a shard, and return what is told of it.
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
+        """Do F, B or U of a shard; return the task that was done last, and losses that it gave.
 
         Args:
             then: is told of a task, and returns the next one; a resident visit may do so and go on.

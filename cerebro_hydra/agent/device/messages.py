@@ -19,6 +19,9 @@ from cerebro_hydra.storage.run_document import TrialSpec
 
 Cursor = Mapping[str, Any]
 
+Losses = Mapping[int, tuple[float, int]]
+"""The mean loss and the rows of microbatches that have ended, by their numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class VisitOrder:
@@ -190,7 +193,7 @@ class Done:
         nbytes: the bytes that were moved.
         cursor: of a shard that was written back, or copied.
         has_gradients: whether nobody has used up the gradients that DRAM may have of it.
-        losses: the mean loss and the rows of microbatches that have ended, by their numbers.
+        losses: of microbatches that have ended with it.
         digests: those of a shard's tensors, after an update that is watched; beside those of shard
             0 are the values that the step changed and that hop with no shard.
         record: says what a unit has left of its microbatch in the memory that it was given.
@@ -201,7 +204,7 @@ class Done:
     nbytes: int = 0
     cursor: Cursor | None = None
     has_gradients: bool = False
-    losses: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
     digests: TensorDigests | None = None
     record: PassRecord | None = None
 

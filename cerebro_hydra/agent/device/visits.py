@@ -17,7 +17,7 @@ import torch
 
 from cerebro_hydra.agent.device.builder import Partitions, TrialBuilder, decode_partitions
 from cerebro_hydra.agent.device.device import DeviceVisit
-from cerebro_hydra.agent.device.messages import Done, VisitOrder
+from cerebro_hydra.agent.device.messages import Losses, VisitOrder
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.errors import ConfigurationError
@@ -377,21 +377,23 @@ class TrainingVisit(_Training):
         has_gradients = slot is None or bool(slot[: self._marks[shard]].any())
         return self._visit.cursor(shard), has_gradients
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
         """Do a task; the loss counts once the microbatch has ended."""
 
         def following(ended: Action) -> Action:
             assert then is not None
             self._latest = ended.microbatch or 0
-            return then(Done(ended))
+            return then(ended)
 
         self._begin(task)
         with self._memory.computing():
             last = self._visit.perform(task, then=following)
         number = self._latest = last.microbatch or 0
         if last.kind is ActionKind.B and last.shard == 0 and number in self._visit.losses:
-            return Done(last, losses={number: self._visit.losses[number]})
-        return Done(last)
+            return last, {number: self._visit.losses[number]}
+        return last, {}
 
     def cursor(self, shard: int) -> Mapping[str, Any]:
         """Return the cursor of a shard."""
@@ -468,15 +470,12 @@ class EvaluationVisit:
         self._visit.unload(shard)
         return None, False
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
         """Do F of a shard."""
-
-        def following(ended: Action) -> Action:
-            assert then is not None
-            return then(Done(ended))
-
         with self._effects.watched():
-            return Done(self._visit.perform(task, following))
+            return self._visit.perform(task, then), {}
 
     def cursor(self, shard: int) -> None:
         """Return None: an evaluation changes nothing."""
@@ -564,7 +563,9 @@ class PlainVisit(_Training):
         self._memory.unload(shard)
         return self._cursors[shard], False
 
-    def perform(self, task: Action, then: Callable[[Done], Action] | None = None) -> Done:
+    def perform(
+        self, task: Action, then: Callable[[Action], Action] | None = None
+    ) -> tuple[Action, Losses]:
         """Take a step if the task is the first backward of its last microbatch."""
         number = task.microbatch or 0
         place, window = divmod(number, self._trial.recipe.accumulate)[::-1]
@@ -574,14 +575,12 @@ class PlainVisit(_Training):
         self._begin(task)
         last_of_all = place == len(self._at[1]) - 1 and task.shard == self._trial.num_shards - 1
         if task.kind is not ActionKind.B or not last_of_all:
-            return Done(task)
+            return task, {}
         with self._memory.computing():
             losses = self._step(self._start_step + window, self._at[1])
         first = number - place
         of_batches = zip(losses, self._at[1], strict=True)
-        return Done(
-            task, losses={first + n: (loss, b.rows) for n, (loss, b) in enumerate(of_batches)}
-        )
+        return task, {first + n: (loss, b.rows) for n, (loss, b) in enumerate(of_batches)}
 
     def _step(self, step: int, window: Window) -> list[float]:
         numbers = range(self._trial.num_shards)

@@ -23,6 +23,7 @@ from cerebro_hydra.agent.device.messages import (
     Computed,
     Done,
     Failed,
+    Losses,
     Move,
     Open,
     Opened,
@@ -254,11 +255,11 @@ class BegunRun:
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
         self._slots[shard] = slots["trainable"]
 
-    def perform(self, task: Action) -> Done:
+    def perform(self, task: Action) -> tuple[Action, Losses]:
         self._add(task.shard, 1)
         if self._error is not None:
             raise self._error
-        return Done(task)
+        return task, {}
 
     def unload(self, shard: int) -> tuple[Mapping[str, Any], bool]:
         self._add(shard, 10)
