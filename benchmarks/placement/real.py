@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.placement.every import plain_plan
+from benchmarks.placement.plan import JointPlan, UncutTrial, planned_visits
 from benchmarks.placement.run import clock, sharp_with_equal_cuts, trials_of, worker
+from benchmarks.placement.search import chosen_plan, seconds_of_plan
 from benchmarks.queue_worker import DelayMemory, DelayRun, DelaySpec, QueueWorker
 from cerebro_hydra.agent.device.messages import VisitOrder
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings, fork_server
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.messages.actions import Action
-from cerebro_hydra.plan.placement.every import plain_plan
-from cerebro_hydra.plan.placement.plan import JointPlan, UncutTrial, planned_visits
-from cerebro_hydra.plan.placement.search import chosen_plan, seconds_of_plan
 from cerebro_hydra.plan.queues.ledger import StateName
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec

@@ -12,23 +12,23 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 
-from cerebro_hydra.plan.costs.moves import MoveRates
-from cerebro_hydra.plan.placement.every import every_plan, plain_plan
-from cerebro_hydra.plan.placement.options import PlacementOptions
-from cerebro_hydra.plan.placement.plan import (
+from benchmarks.placement.every import every_plan, plain_plan
+from benchmarks.placement.options import PlacementOptions
+from benchmarks.placement.plan import (
     JointPlan,
     TrialPlacement,
     UncutTrial,
     planned_visit,
 )
-from cerebro_hydra.plan.placement.search import (
+from benchmarks.placement.search import (
     ChosenPlan,
     chosen_plan,
     first_plan,
     seconds_of_plan,
 )
-from cerebro_hydra.plan.placement.seconds import TimelineSeconds
-from cerebro_hydra.plan.placement.timeline import simulated
+from benchmarks.placement.seconds import TimelineSeconds
+from benchmarks.placement.timeline import simulated
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.bill import WorkerMemory

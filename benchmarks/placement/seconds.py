@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.placement.options import Changed, PlacementOptions
-from cerebro_hydra.plan.placement.plan import (
+from benchmarks.placement.options import Changed, PlacementOptions
+from benchmarks.placement.plan import (
     JointPlan,
     TrialPlacement,
     seconds_of,
     simulated_visits,
 )
-from cerebro_hydra.plan.placement.tasks import on_lanes
-from cerebro_hydra.plan.placement.timeline import TaskTimeline, TimedTask
+from benchmarks.placement.tasks import on_lanes
+from benchmarks.placement.timeline import TaskTimeline, TimedTask
+from cerebro_hydra.errors import ConfigurationError
 
 
 class TimelineSeconds:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.placement.timeline import TimedTask
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
-from cerebro_hydra.plan.placement.timeline import TimedTask
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 
 F, B, U = ActionKind.F, ActionKind.B, ActionKind.U

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, islice, permutations, product
 
-from cerebro_hydra.plan.placement.plan import JointPlan, TrialPlacement, UncutTrial, planned_visit
+from benchmarks.placement.plan import JointPlan, TrialPlacement, UncutTrial, planned_visit
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, is_pipelined
 from cerebro_hydra.plan.sizing.bill import WorkerMemory

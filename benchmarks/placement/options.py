@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from random import Random
 
+from benchmarks.placement.every import plain_placement
+from benchmarks.placement.plan import TrialPlacement, UncutTrial, planned_visit
+from benchmarks.placement.tasks import ListTask, on_lanes, tasks_of
+from benchmarks.placement.timeline import simulated
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.placement.every import plain_placement
-from cerebro_hydra.plan.placement.plan import TrialPlacement, UncutTrial, planned_visit
-from cerebro_hydra.plan.placement.tasks import ListTask, on_lanes, tasks_of
-from cerebro_hydra.plan.placement.timeline import simulated
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.registry import FLUSHED, is_pipelined
 from cerebro_hydra.plan.sizing.bill import WorkerMemory

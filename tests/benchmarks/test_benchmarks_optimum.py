@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from cerebro_hydra.plan.placement.plan import UncutTrial
-from cerebro_hydra.plan.placement.search import chosen_plan
+from benchmarks.placement.plan import UncutTrial
+from benchmarks.placement.search import chosen_plan
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from tests.plan.placement.test_plan_placement import after, memory_of
+from tests.benchmarks.test_benchmarks_placement import after, memory_of
 
 
 def least_makespan(chains: Sequence[Sequence[float]], devices: int) -> float:

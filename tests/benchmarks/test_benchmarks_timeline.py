@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.placement.timeline import TaskTimeline, TimedTask, simulated
+from benchmarks.placement.timeline import TaskTimeline, TimedTask, simulated
 from tests.examples import examples
 
 LANES = 4

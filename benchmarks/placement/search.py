@@ -4,7 +4,7 @@
 Networks", MLSys 2019, section 6): a random change of one trial, or of two, is kept if all end
 earlier, else with a probability that falls with what it costs. In the first half of the time the
 end is that of a timeline of coarse tasks, in the second half that of the queues of a worker
-themselves, for a change of those trials which take longest (``plan/placement/seconds.py``).
+themselves, for a change of those trials which take longest (``benchmarks/placement/seconds.py``).
 It begins with each trial on the device that is busy least, the longest trial first. What comes out
 is never worse than that, or than no plan at all, as far as simulations tell.
 
@@ -18,17 +18,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.placement.every import are_few, every_plan, plain_plan
-from cerebro_hydra.plan.placement.options import PlacementOptions
-from cerebro_hydra.plan.placement.plan import (
+from benchmarks.placement.every import are_few, every_plan, plain_plan
+from benchmarks.placement.options import PlacementOptions
+from benchmarks.placement.plan import (
     JointPlan,
     TrialPlacement,
     UncutTrial,
     seconds_of,
     simulated_plan,
 )
-from cerebro_hydra.plan.placement.seconds import QueueSeconds, TimelineSeconds
+from benchmarks.placement.seconds import QueueSeconds, TimelineSeconds
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
 

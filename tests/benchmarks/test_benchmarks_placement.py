@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.costs.moves import MoveRates
-from cerebro_hydra.plan.placement.every import every_plan, plain_plan
-from cerebro_hydra.plan.placement.options import PlacementOptions
-from cerebro_hydra.plan.placement.plan import (
+from benchmarks.placement.every import every_plan, plain_plan
+from benchmarks.placement.options import PlacementOptions
+from benchmarks.placement.plan import (
     JointPlan,
     TrialPlacement,
     UncutTrial,
@@ -24,8 +22,10 @@ from cerebro_hydra.plan.placement.plan import (
     seconds_of,
     simulated_plan,
 )
-from cerebro_hydra.plan.placement.search import chosen_plan, first_plan
-from cerebro_hydra.plan.placement.seconds import QueueSeconds, TimelineSeconds
+from benchmarks.placement.search import chosen_plan, first_plan
+from benchmarks.placement.seconds import QueueSeconds, TimelineSeconds
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
