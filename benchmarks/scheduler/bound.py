@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cerebro_hydra.plan.simulate.run import ClosedSearch, TaskSeconds
+from cerebro_hydra.plan.simulate.run import TaskSeconds
+from tests.plan.closed_search import ClosedSearch
 
 
 def lower_bound(

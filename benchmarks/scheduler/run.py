@@ -19,7 +19,8 @@ from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Event
 from cerebro_hydra.plan.policy.policy import Decision, Scheduler
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, TaskSeconds, WorkerCrash
+from cerebro_hydra.plan.simulate.run import Simulation, TaskSeconds, WorkerCrash
+from tests.plan.closed_search import ClosedSearch
 
 EPOCHS = 2
 SPREAD = 0.3  # of the trials' costs, as the sigma of a lognormal; of the workers' paces a third

@@ -15,8 +15,9 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.queues.pick import PICKS, Ahead, Candidate, Rule, sharp
 from cerebro_hydra.plan.queues.visit_spec import UNIT_SECONDS, ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
+from cerebro_hydra.plan.simulate.run import Simulation
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
+from tests.plan.closed_search import ClosedSearch
 
 SHARDS, STEPS, EPOCHS = 4, 6, 2
 SLOTS = 3  # one computes, one is loaded, one is written back

@@ -33,7 +33,6 @@ from cerebro_hydra.plan.messages.instructions import (
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.queues.pick import oldest_first
 from cerebro_hydra.plan.queues.worker import WorkerState
-from cerebro_hydra.plan.simulate.run import ClosedSearch
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore
@@ -41,6 +40,7 @@ from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from tests.agent.standins import SECONDS
+from tests.plan.closed_search import ClosedSearch
 
 PARTITIONS, EPOCHS = 2, 2
 FROZEN = np.zeros(64, np.uint8)

@@ -9,7 +9,7 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest, PartitionInfo, par
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trials import MergeStates, News, NewTrial
-from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.hop.journal import fold
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import Event, RecutRefused, SearchClosed, TrialAdded
@@ -19,6 +19,7 @@ from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder
 from tests.end_to_end.runs import Tape
 from tests.hopper.scripted_agents import ScriptedLauncher
+from tests.journals import comparable
 
 
 def manifest(partitions: int) -> Manifest:

@@ -19,7 +19,7 @@ from cerebro_hydra.observe import (
     RunEnded,
     RunStarted,
 )
-from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.hop.journal import fold
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.instructions import Cancel, FinishTrial
 from cerebro_hydra.replay.record import read_trial
@@ -29,6 +29,7 @@ from cerebro_hydra.wire.control import ControlClient
 from cerebro_hydra.wire.messages import ControlFailed
 from tests.hopper.scripted_agents import ScriptedLauncher
 from tests.hopper.scripted_runs import described, document, journal, restored, run
+from tests.journals import comparable
 
 
 def test_every_trial_visits_every_partition_once_per_epoch(tmp_path: Any) -> None:

@@ -16,7 +16,6 @@ from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, AgentStart, Loss
 from cerebro_hydra.observe import (
     WorkersMissing,
 )
-from cerebro_hydra.plan.hop.journal import comparable
 from cerebro_hydra.plan.messages.events import WorkerGivenUp
 from cerebro_hydra.plan.messages.instructions import FinishTrial, StartSubEpoch
 from cerebro_hydra.replay.record import read_trial
@@ -24,6 +23,7 @@ from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import WORKERS_FILE
 from tests.hopper.scripted_agents import DiesOnce, ScriptedLauncher
 from tests.hopper.scripted_runs import described, restored, run
+from tests.journals import comparable
 
 
 def test_an_agent_that_dies_is_replaced_and_its_work_done_again(tmp_path: Any) -> None:

@@ -16,7 +16,6 @@ from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.hop.journal import comparable
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.events import CheckpointFailed, SearchClosed, StateDiffers
 from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, StartSubEpoch
@@ -32,6 +31,7 @@ from tests.hopper.scripted_runs import (
     restored,
     run,
 )
+from tests.journals import comparable
 
 
 def begun(tmp_path: Path, trials: int = 2, epochs: int = 2, **more: Any) -> tuple[RunFolder, Any]:

@@ -11,13 +11,14 @@ import pytest
 from cerebro_hydra.observe import Decision, Record, RunEnded, RunStarted, RunView, TrialAdmitted
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Hop, TrialAdded
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation, WorkerCrash
+from cerebro_hydra.plan.simulate.run import Overheads, Simulation, WorkerCrash
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.testing.local_backend import LocalBackend
 from cerebro_hydra.tune import SearchResult
 from tests.end_to_end.runs import classes, grid
 from tests.observe import hostile
+from tests.plan.closed_search import ClosedSearch
 
 EPOCHS, PARTITIONS = 3, 2
 DIGESTS = ("f" * 32, "e" * 32)

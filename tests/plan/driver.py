@@ -9,7 +9,7 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.instructions import Instruction
 from cerebro_hydra.plan.policy.policy import Scheduler
-from cerebro_hydra.plan.simulate.run import ClosedSearch
+from tests.plan.closed_search import ClosedSearch
 
 
 def config(

@@ -21,7 +21,7 @@ from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import RecutRefused, RecutState, TrialRecut
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.plan.policy.view import View
-from cerebro_hydra.plan.simulate.run import ClosedSearch
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.fake_agents import Content, FakeAgent, laid, score, val_loss
 from tests.plan.faults import inject_fault
 

@@ -16,7 +16,7 @@ from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig, TrialConfig
 from cerebro_hydra.plan.seeds import seed_of
-from cerebro_hydra.plan.simulate.run import ClosedSearch
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.driver import trial
 from tests.plan.fake_agents import score, val_loss
 from tests.plan.world import Proposal, World

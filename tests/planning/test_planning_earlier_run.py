@@ -17,7 +17,7 @@ from cerebro_hydra.observe.timeline import fold
 from cerebro_hydra.plan.costs.moves import FREE_MOVES
 from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone, TrialAdded
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation
+from cerebro_hydra.plan.simulate.run import Overheads, Simulation
 from cerebro_hydra.planning import simulated
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.planning.plan import Plan, Question, plan_again
@@ -27,6 +27,7 @@ from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
+from tests.plan.closed_search import ClosedSearch
 
 TRIALS, WORKERS, EPOCHS = 6, 2, 3
 SUB_EPOCH, EVALUATION, START = 4.0, 0.5, 7.0

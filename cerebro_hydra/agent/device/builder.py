@@ -140,10 +140,6 @@ class TrialBuilder:
         self._training = {**self._training, **training}
         self._validation = {**self._validation, **validation}
 
-    def num_shards(self, trial: int) -> int:
-        """Return how many shards a trial has, without building it."""
-        return len(self._specs[trial].shards)
-
     def get(self, trial: int) -> BuiltTrial:
         """Return a trial; runs the user's factory unless it is kept."""
         return self._built.get(trial, lambda: self._build(self._specs[trial]))

@@ -65,7 +65,3 @@ class Adoptions:
             key=lambda agent: len(agent.partitions) + promised.count(agent.incarnation),
             default=None,
         )
-
-    def comparable(self) -> tuple[dict[int, tuple[int, ...]], dict[int, str]]:
-        """Return all that the next decisions depend on."""
-        return self._given_up, self._promised

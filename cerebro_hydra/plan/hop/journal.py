@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from cerebro_hydra.documents import consistent
 from cerebro_hydra.errors import JournalError
 from cerebro_hydra.plan.hop.state import HopState
-from cerebro_hydra.plan.hop.trials import Evaluation, TrialProgress, VisitLog
 from cerebro_hydra.plan.messages.codec import from_json, to_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import Event, StateDiffers, SubEpochDone
@@ -52,46 +50,6 @@ def fold(config: HopConfig, records: Iterable[dict[str, Any]]) -> HopState:
                 f"this version decides {decided}; fold the run with the version that wrote it"
             )
     return state
-
-
-def comparable(state: HopState) -> dict[str, Any]:
-    """Return everything that the state's next decisions depend on, as a comparable dict."""
-    return {
-        "trials": {number: _comparable(_trial(trial)) for number, trial in state.trials.items()},
-        "agents": {agent.worker: asdict(agent) for agent in state.workers},
-        "candidates": {n: asdict(each) for n, each in state.tables.candidates.items()},
-        "refused": sorted(state.tables.refused),
-        "attempts": sorted(state.attempts),
-        "next attempt": state.tables.next_attempt,
-        "holders": [asdict(holder) for holder in state.holders],
-        "saving": dict(state.tables.saving),
-        "failed writes": {n: asdict(each) for n, each in state.tables.failed_writes.items()},
-        "adoptions": state.adoptions.comparable(),
-        "estimates": state.tables.estimates.comparable(),
-        "finished": state.finished,
-        "suspended": state.tables.suspended,
-        "resting": sorted(state.tables.resting),
-    }
-
-
-def _trial(trial: TrialProgress) -> dict[str, Any]:
-    plain = replace(trial, visits=VisitLog(1), evaluation=Evaluation())
-    visits = [asdict(visit) for visit in trial.visits]
-    return asdict(plain) | {
-        "stage": repr(trial.stage),
-        "goal": repr(trial.goal),
-        "visits": visits,
-        "evaluation": trial.evaluation.comparable(),
-    }
-
-
-def _comparable(value: Any) -> Any:
-    """Replace NaN by a word, because NaN does not equal itself."""
-    if isinstance(value, dict):
-        return {key: _comparable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_comparable(item) for item in value]
-    return "nan" if isinstance(value, float) and value != value else value
 
 
 _Digests = tuple[tuple[str, str], ...]

@@ -597,19 +597,5 @@ class Estimates:
         """Advance the clock to the moment at which a task ended, if that is later."""
         self.now = max(self.now, moment)
 
-    def comparable(self) -> dict[str, object]:
-        """Return everything that the estimates depend on, for comparisons."""
-        seen = {
-            kind: {trial: [None if isnan(each) else each for each in row] for trial, row in rows}
-            for kind, rows in ((kind, by_trial.items()) for kind, by_trial in self._seen.items())
-        }
-        return {
-            "now": self.now,
-            "unit": self._unit,
-            "cost": {kind: dict(costs) for kind, costs in self._cost.items()},
-            "pace": {kind: list(paces) for kind, paces in self._pace.items()},
-            "seen": seen,
-        }
-
     def _modelled(self, kind: TaskKind, trial: int, partition: int) -> float:
         return self._cost[kind][trial] * self._pace[kind][partition]

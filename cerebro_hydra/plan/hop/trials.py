@@ -81,10 +81,6 @@ class Evaluation:
             for name, sums in self._sums.items()
         }
 
-    def comparable(self) -> object:
-        """Return everything that was measured, for comparisons."""
-        return list(self._partitions), {name: list(sums) for name, sums in self._sums.items()}
-
     def check(self) -> None:
         """Raise AssertionError if the mask is not that of what was added."""
         added = list(self._partitions)

@@ -20,7 +20,7 @@ parameters, ``t3s1LOAD[go]@0`` then gradients and optimizer state, too. Without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 HOST = -1  # the place of a move between disk and DRAM
@@ -99,7 +99,3 @@ class Action:
         tail += f"[{''.join(self.parts)}]" if self.parts else ""
         place = "" if self.device is None else "@host" if self.device == HOST else f"@{self.device}"
         return f"t{self.trial}s{self.shard}{self.kind}{tail}{place}"
-
-    def on(self, device: int) -> Action:
-        """Return the same action with a place."""
-        return replace(self, device=device)

@@ -15,7 +15,6 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages import events as ev
@@ -23,7 +22,6 @@ from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import (
     Event,
-    SearchClosed,
     TrialAdded,
 )
 from cerebro_hydra.plan.policy.policy import Scheduler
@@ -86,7 +84,7 @@ class SimulatedTimeline:
 
 
 class SimulatedSearch(Protocol):
-    """Says what a simulated run trains; `ClosedSearch` is one."""
+    """Says what a simulated run trains."""
 
     @property
     def config(self) -> HopConfig:
@@ -432,35 +430,3 @@ class Simulation:
         self._tasks_of[task.incarnation].pop(task.attempt, None)
         self._computing.discard((task.attempt, task.incarnation))
         self._begun.discard((task.attempt, task.incarnation))
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedSearch:
-    """Holds the trials of a run, each of which trains for the same number of epochs.
-
-    Raises:
-        ConfigurationError: there are no trials or epochs, or a trial can't be trained.
-    """
-
-    config: HopConfig
-    trials: tuple[TrialConfig, ...]
-    epochs: int
-
-    def __post_init__(self) -> None:
-        """Refuse a search that no run can start with."""
-        if self.epochs < 1:
-            raise ConfigurationError(f"epochs={self.epochs} must be at least 1")
-        if not self.trials:
-            raise ConfigurationError("there are no trials; a run needs at least one trial")
-        for trial in self.trials:
-            self.config.check_trial(trial)
-
-    def events(self) -> list[Event]:
-        """Return the events that begin the run: every trial with its whole budget, then the end."""
-        return [*(TrialAdded(trial, self.epochs) for trial in self.trials), SearchClosed()]
-
-    def after(
-        self, now: float, event: Event, instructions: Sequence[ins.Instruction]
-    ) -> Sequence[tuple[float, Event]]:
-        """Decide nothing: all was known at the begin."""
-        return ()

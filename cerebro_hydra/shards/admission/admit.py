@@ -462,10 +462,6 @@ class CutReport:
     fallback: str | None = None
     attempts: tuple[FailedAttempt, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        return dataclasses.asdict(self)
-
     def text(self) -> str:
         """Return the report as text, one line per shard."""
         count = len(self.shards)

@@ -11,7 +11,8 @@ from cerebro_hydra.plan.costs.model import NOTHING, CostModel, Spread
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates, wire_of
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Hop
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation
+from cerebro_hydra.plan.simulate.run import Overheads, Simulation
+from tests.plan.closed_search import ClosedSearch
 
 seconds = st.floats(0.001, 1000)
 

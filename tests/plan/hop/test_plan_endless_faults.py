@@ -13,8 +13,8 @@ from cerebro_hydra.plan.hop.trials import MOST_VOID_STATES
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.fake_agents import FakeAgent
 from tests.plan.world import World
 from tests.plan.worlds import scripts

@@ -7,10 +7,11 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.hop.journal import fold
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages.codec import from_json
 from tests.examples import examples
+from tests.journals import comparable
 from tests.plan.world import World
 from tests.plan.worlds import (
     LOSSES,

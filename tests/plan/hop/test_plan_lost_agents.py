@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.hop.journal import comparable, fold
+from cerebro_hydra.plan.hop.journal import fold
 from cerebro_hydra.plan.hop.trials import MOST_LOST_AGENTS
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
+from tests.journals import comparable
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.driver import Driver, in_order, of
 from tests.plan.world import World
 from tests.plan.worlds import check_outcome, check_undisturbed, places, scripts

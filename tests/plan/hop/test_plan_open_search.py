@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cerebro_hydra.plan.hop.journal import comparable
 from cerebro_hydra.plan.hop.trials import visit_order
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from tests.journals import comparable
 from tests.plan.driver import Driver, fork_of, of, open_search, trial
 
 

@@ -15,8 +15,8 @@ from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig
-from cerebro_hydra.plan.simulate.run import ClosedSearch
 from tests.examples import examples
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.driver import Driver, config, done, fork_of, of, open_search, trial
 from tests.plan.faults import inject_fault
 from tests.plan.world import Proposal, World

@@ -7,9 +7,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.hop.journal import comparable
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from tests.journals import comparable
 from tests.plan.driver import Driver, fork_of, of, open_search, trial
 from tests.plan.world import World
 from tests.plan.worlds import check_outcome, open_worlds, scripts

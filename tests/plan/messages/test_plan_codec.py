@@ -20,7 +20,6 @@ from cerebro_hydra.plan.messages.events import (
     TrialRecut,
 )
 from cerebro_hydra.plan.messages.instructions import Instruction, MergeMetrics, StateSource
-from cerebro_hydra.plan.simulate.run import ClosedSearch
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
 st.register_type_strategy(int, st.integers(-(2**63), 2**64 - 1))
@@ -103,9 +102,6 @@ def test_other_objects_are_refused() -> None:
         to_json([1])
 
 
-GOOD_TRIAL = TrialConfig(0, 1.0, 0, ())
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -117,23 +113,18 @@ GOOD_TRIAL = TrialConfig(0, 1.0, 0, ())
         (TrialConfig, {"patience": 0}, "patience=0 of trial 0 must be a whole"),
         (TrialConfig, {"patience": 1.5}, "patience=1.5 of trial 0"),
         (TrialConfig, {"keep": "first"}, "keep='first' of trial 0 is unknown"),
-        (ClosedSearch, {"epochs": 0}, "epochs=0"),
-        (ClosedSearch, {"trials": ()}, "at least one trial"),
-        (
-            ClosedSearch,
-            {
-                "config": HopConfig(1, evaluate=False, metric="val_loss"),
-                "trials": (TrialConfig(0, 1.0, 0, (), (), 1),),
-            },
-            "trial 0 compares epochs by metric='val_loss', which needs validation data",
-        ),
     ],
 )
 def test_a_run_that_cannot_start_is_refused(kind: type, change: dict, message: str) -> None:
     good = {
         HopConfig: {"partitions": 1},
         TrialConfig: {"trial": 0, "cost": 1.0, "nbytes": 0, "initial_digests": ()},
-        ClosedSearch: {"config": HopConfig(1), "trials": (GOOD_TRIAL,), "epochs": 1},
     }
     with pytest.raises(ConfigurationError, match=message):
         kind(**(good[kind] | change))
+
+
+def test_a_trial_that_compares_by_what_is_not_evaluated_is_refused() -> None:
+    config = HopConfig(1, evaluate=False, metric="val_loss")
+    with pytest.raises(ConfigurationError, match=r"trial 0 compares .* needs validation data"):
+        config.check_trial(TrialConfig(0, 1.0, 0, (), (), 1))

@@ -12,7 +12,8 @@ from benchmarks.scheduler.bound import lower_bound
 from cerebro_hydra.plan.hop.trials import TaskKind
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.policy import policy
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation, TaskSeconds
+from cerebro_hydra.plan.simulate.run import Simulation, TaskSeconds
+from tests.plan.closed_search import ClosedSearch
 
 Instance = tuple[ClosedSearch, list[tuple[int, ...]], TaskSeconds]
 

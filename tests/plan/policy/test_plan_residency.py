@@ -18,8 +18,9 @@ from cerebro_hydra.plan.policy.policy import most_work_first
 from cerebro_hydra.plan.policy.view import View
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Overheads, Simulation, WorkerCrash
+from cerebro_hydra.plan.simulate.run import Overheads, Simulation, WorkerCrash
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.driver import Driver, done, of
 
 

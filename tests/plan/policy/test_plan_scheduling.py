@@ -16,7 +16,7 @@ from benchmarks.scheduler.bound import lower_bound
 from benchmarks.scheduler.run import measure, task_seconds
 from cerebro_hydra.plan.bits import members
 from cerebro_hydra.plan.hop.attempts import Attempts
-from cerebro_hydra.plan.hop.journal import comparable, fold, record
+from cerebro_hydra.plan.hop.journal import fold, record
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.hop.tables import RunTables
 from cerebro_hydra.plan.hop.trial_status import TrialStatus
@@ -25,7 +25,9 @@ from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.plan.messages.events import Assignment
 from cerebro_hydra.plan.policy.policy import Scheduler, most_work_first
 from cerebro_hydra.plan.policy.view import View
-from cerebro_hydra.plan.simulate.run import ClosedSearch, Simulation
+from cerebro_hydra.plan.simulate.run import Simulation
+from tests.journals import comparable
+from tests.plan.closed_search import ClosedSearch
 from tests.plan.driver import Driver, config
 
 

@@ -93,7 +93,9 @@ def test_the_lists_are_the_golden_ones_and_what_the_queues_do(name: str) -> None
     shards = devices * prod(ranges)
     graph = TaskGraph(shards, microbatches, microbatches)
     lists = FLUSHED[schedule](graph, 0, 0, devices)
-    placed = [[task.on(device) for task in tasks] for device, tasks in enumerate(lists)]
+    placed = [
+        [replace(task, device=device) for task in tasks] for device, tasks in enumerate(lists)
+    ]
     text = (GOLDEN / f"{name}.txt").read_text()
     assert "\n".join(map(format_actions, placed)) == text
     assert parse_actions(text) == [task for tasks in placed for task in tasks]

@@ -113,7 +113,7 @@ def text_of(case: Case) -> str:
     for shard in range(case.shards):
         lines.append(f"# s{shard} reads versions {' '.join(map(str, versions(graph, shard)))}")
     for device, tasks in enumerate(case.lists()):
-        lines.append(" ".join(str(task.on(device)) for task in tasks))
+        lines.append(" ".join(str(replace(task, device=device)) for task in tasks))
     return "\n".join(lines) + "\n"
 
 
@@ -291,7 +291,7 @@ def test_the_queues_do_the_lists_and_never_read_another_version(
     for device, tasks in enumerate(case.lists()):
         computed = [d.action for d in timeline.done if d.action.kind.computes]
         mine = [task for task in computed if task.device == device]
-        assert mine == [task.on(device) for task in tasks]
+        assert mine == [replace(task, device=device) for task in tasks]
     validate_order(in_turn(timeline), {0: case.graph})
 
 

@@ -19,7 +19,6 @@ from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.simulate.run import (
     NO_OVERHEADS,
-    ClosedSearch,
     Overheads,
     SimulatedTimeline,
     Simulation,
@@ -27,6 +26,7 @@ from cerebro_hydra.plan.simulate.run import (
 )
 from cerebro_hydra.plan.simulate.worker import DeviceClock, SimulatedDevices
 from tests.examples import examples
+from tests.plan.closed_search import ClosedSearch
 
 SHARDS, WINDOW = 3, 2
 

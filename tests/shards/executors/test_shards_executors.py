@@ -323,7 +323,7 @@ def test_a_unit_that_is_ordered_early_finds_on_its_device_what_the_one_before_it
     assert boundary.order([first]).record == boundary.order([second]).record == PassRecord()
     boundary.note(first, left)
     boundary.lose(0)  # which was doing the second
-    assert boundary.order([second.on(1)]).record == left
+    assert boundary.order([replace(second, device=1)]).record == left
 
 
 @pytest.mark.parametrize("schedule", [name for name in FLUSHED if name != "sequential"])
