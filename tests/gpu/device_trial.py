@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cerebro_hydra.agent.device.visits import PlainVisit
 from cerebro_hydra.plan.messages.actions import ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Recipe, Window
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import Segments
+from cerebro_hydra.shards.engine.microbatch import Execution, SubEpochInput
+from cerebro_hydra.shards.engine.uncut import uncut_training
 from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial
@@ -56,7 +57,9 @@ class DeviceTrial(Trial):
     def train(self, windows: Sequence[Window]) -> TrainTotals:
         """Train a sub-epoch on the device."""
         windows, recipe = list(windows), self.recipe
-        visit = VisitRun(self.runtime(), self._alone, self.step, windows)
+        visit = VisitRun(
+            self.runtime(), SubEpochInput(self.step, windows), Execution(recompute=self._alone)
+        )
         shards = range(self.cut_model.num_shards)
         barrier = recipe.barrier
         graph = TaskGraph(
@@ -86,26 +89,20 @@ class DeviceTrial(Trial):
 
     def train_uncut(self, windows: Sequence[Window]) -> list[float]:
         """Train with the plain trainer in the memory of all shards; return the losses."""
-        visit = PlainVisit(self.runtime(), self.step, iter(windows), None)
-        shards = range(self.cut_model.num_shards)
-        microbatches, accumulate = sum(map(len, windows)), self.recipe.accumulate
-        graph = TaskGraph(len(shards), microbatches, accumulate, barrier=True)
-        losses: dict[int, tuple[float, int]] = {}
-        for k in shards:
-            self._slots[k] = self._promoted(k)
-            visit.load(k, self._slots[k], None)
-        for task in (t for window in range(graph.windows) for t in graph.tasks(0, window)):
-            losses |= visit.perform(task).losses
-        for k in shards:
-            cursor, _ = visit.unload(k)
-            slots = self._slots.pop(k)
-            found = {name: slot.cpu().numpy().tobytes() for name, slot in slots.items()}
-            self.shards[k] = found, json.dumps(cursor)
-        return [loss for _, (loss, _) in sorted(losses.items())]
+        slots = [self._promoted(k) for k in range(self.cut_model.num_shards)]
+        losses: list[float] = []
+        with uncut_training(self.runtime(), slots, None, self.step) as training:
+            for window in windows:
+                losses += training.step(window)
+            cursor = json.dumps(training.cursor())
+        for k, each in enumerate(slots):
+            found = {name: slot.cpu().numpy().tobytes() for name, slot in each.items()}
+            self.shards[k] = found, cursor
+        return losses
 
     def evaluate(self, batches: Sequence[BatchTensors]) -> Evaluation:
         """Measure batches of validation rows on the device, each shard there alone."""
-        visit = ShardEvaluation(self.runtime(), batches)
+        visit = ShardEvaluation(self.runtime(), batches, Execution())
         shards = range(self.cut_model.num_shards)
         graph = TaskGraph(len(shards), len(batches), training=False)
         try:

@@ -29,13 +29,13 @@ class AnswerBatches:
         """Begin to send what may wait."""
         threading.Thread(target=self._run, name="device-answers", daemon=True).start()
 
-    def give(self, answer: Answer) -> None:
+    def answer(self, answer: Answer) -> None:
         """Send an answer now, with all that waits."""
         with self._lock:
             self._waiting.append(answer)
             self._send_all()
 
-    def give_soon(self, answer: Answer) -> None:
+    def answer_soon(self, answer: Answer) -> None:
         """Let an answer be sent in a moment, by another thread."""
         with self._lock:
             self._waiting.append(answer)

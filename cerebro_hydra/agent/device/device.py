@@ -122,34 +122,23 @@ class Device:
     Args:
         opener: builds trials and opens visits of them.
         memory: has the device's slots.
-        answer: takes what is to be told, from any thread.
+        owner: hears what the device tells.
         computing: where it computes; who makes it starts it.
         double_buffering: whether shards are moved beside the computing.
-        begin: is told of the attempt whose trial's code runs next, if it is another one.
-        end: ends the process, whose device is lost.
-        answer_soon: takes what may be told with what comes in a moment; None is `answer`.
-        flush: lets that be told now. What is told last says whose code runs, if the process ends.
     """
 
     def __init__(
         self,
         opener: VisitOpener,
         memory: DeviceMemory,
-        answer: Callable[[Answer], object],
+        owner: DeviceOwner,
         computing: Lane,
-        *,
         double_buffering: bool = True,
-        begin: Callable[[int], object] | None = None,
-        end: Callable[[], object] = lambda: None,
-        answer_soon: Callable[[Answer], object] | None = None,
-        flush: Callable[[], object] = lambda: None,
     ) -> None:
-        self._begin, self._end = begin, end
-        self._begun = -1
+        self._begun = -1  # the latest attempt whose trial's code ran
         self._opener = opener
         self._memory = memory
-        self._answer = answer
-        self._answer_soon, self._flush = answer_soon or answer, flush
+        self._owner = owner
         self._computed = -1  # the visit of the latest unit
         self._units = 0  # that were ordered and not answered
         self._visits: dict[int, DeviceVisit] = {}
@@ -209,7 +198,7 @@ class Device:
         """Let the computing thread do something, outside of every call of a visit."""
 
         def later() -> None:
-            self._flush()
+            self._owner.flush()
             if self._inside is None:
                 work()
             else:
@@ -221,9 +210,9 @@ class Device:
 
     def _run_code_of(self, trial: int, attempt: int) -> None:
         """Note that code of a trial runs from now on, because an attempt asks for it."""
-        if self._begin is not None and attempt != self._begun:
+        if attempt != self._begun:
             self._begun = attempt
-            self._begin(attempt)
+            self._owner.begin(attempt)
         attribute_to(trial)
 
     def _profile(self, order: Profile) -> None:
@@ -235,7 +224,7 @@ class Device:
         except BaseException as error:
             self._fail(None, trial, error)
         else:
-            self._answer(Profiled(trial, profile))
+            self._owner.answer(Profiled(trial, profile))
 
     def _open(self, order: VisitOrder) -> None:
         self._run_code_of(order.task.trial, order.task.attempt)
@@ -244,7 +233,7 @@ class Device:
                 self._visits[order.visit] = self._opener.open(order)
         except BaseException as error:
             self._fail(order.visit, order.task.trial, error)
-        self._answer(Opened(order.visit))
+        self._owner.answer(Opened(order.visit))
 
     def _close(self, order: Close, task: Task | None) -> None:
         """End a visit, whose failure was told before if it has no task any more."""
@@ -262,7 +251,7 @@ class Device:
             if task is not None:
                 self._fail(order.visit, task.trial, error)
         attribute_to(None)
-        self._answer(Closed(order.visit, evaluation))
+        self._owner.answer(Closed(order.visit, evaluation))
         trim_now_and_then(within=0.0)
 
     def _fail(self, number: int | None, trial: int, error: BaseException) -> None:
@@ -275,7 +264,7 @@ class Device:
         lost = self._memory.runtime.is_lost()
         if lost and not _is_assertion(error):
             _log.error("the device is lost, and starts again: %s", story)
-            self._end()
+            self._owner.end()
             return
         if isinstance(error, StepDiffers):
             story = error_text(error)
@@ -284,9 +273,9 @@ class Device:
             self._put_outside(partial(self._close, Close(number, cancelled=True), task))
         lacking = memory_that_ran_out(error)
         self._put_outside(partial(self._collect, lacking is not None))
-        self._answer(Failed(number, trial, FailureKind.of(error), story, lacking))
+        self._owner.answer(Failed(number, trial, FailureKind.of(error), story, lacking))
         if lost:
-            self._end()
+            self._owner.end()
 
     def _collect(self, lacking: bool) -> None:
         """Let go of what a trial has left behind, and of all unused memory if there was too little.
@@ -302,7 +291,7 @@ class Device:
 
     def _compute(self, unit: Compute) -> None:
         if unit.visit != self._computed:
-            self._flush()
+            self._owner.flush()
         self._computed = unit.visit
         if self._inside is not None:
             assert unit.visit == self._inside, "a resident visit has the device to itself"
@@ -418,7 +407,7 @@ class Device:
     def _answer_unit(self) -> None:
         if self._given is not None:
             self._units -= 1
-            answer = self._answer_soon if self._units > 0 else self._answer
+            answer = self._owner.answer_soon if self._units > 0 else self._owner.answer
             answer(self._given.answer())
         self._given = None
 
@@ -458,7 +447,7 @@ class Device:
             self._fail(action.trial, asked.trial, error)
         if action.kind is not ActionKind.DROP:
             moved = sum(slab.nbytes for slab in slabs.values())
-            self._answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
+            self._owner.answer(replace(done, seconds=time.perf_counter() - begun, nbytes=moved))
 
     def _lane_of(self, move: Action) -> Lane:
         """Return the lane of a move; DROP gives a place up that the LOAD after it may take."""
@@ -553,6 +542,30 @@ class DeviceMemory:
 
 def _nbytes(slots: Segments) -> int:
     return sum(slot.nbytes for slot in slots.values())
+
+
+class DeviceOwner(Protocol):
+    """Made a device, in whose process it is."""
+
+    def answer(self, answer: Answer) -> None:
+        """Take what is to be told, from any thread."""
+        ...
+
+    def answer_soon(self, answer: Answer) -> None:
+        """Take what may be told with what comes in a moment."""
+        ...
+
+    def flush(self) -> None:
+        """Tell now what may wait: what is told last says whose code runs, if the process ends."""
+        ...
+
+    def begin(self, attempt: int) -> None:
+        """Take the attempt whose trial's code runs next, which is another one than before."""
+        ...
+
+    def end(self) -> None:
+        """End the process, whose device is lost."""
+        ...
 
 
 class DeviceVisit(Protocol):

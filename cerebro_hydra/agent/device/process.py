@@ -264,7 +264,7 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
         except OSError:
             os._exit(0)
 
-    answers = AnswerBatches(tell)
+    owner = _DeviceOwner(tell)
     with forwarded(lambda message: tell(_Said(message))):
         try:
             if settings.prepare is not None:
@@ -276,20 +276,11 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
             raise
         slabs = MappedSlabs(memory.runtime.mapped)
         computing = Lane("device-computes")
-        device = Device(
-            opener,
-            memory,
-            answers.give,
-            computing,
-            double_buffering=settings.double_buffering,
-            end=partial(os._exit, _LOST),
-            answer_soon=answers.give_soon,
-            flush=answers.flush,
-        )
+        device = Device(opener, memory, owner, computing, settings.double_buffering)
         computing.start()
         device.start()
-        answers.start()
-        answers.give(Ready())
+        owner.start()
+        owner.answer(Ready())
         _repeat(settings.limits.heartbeat_interval, lambda: tell([Alive()]))
         while True:
             try:
@@ -306,6 +297,17 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
                 order = _with_slabs(order, slabs)
             device.give(order)
             del order  # its slabs are given back before the next order comes
+
+
+class _DeviceOwner(AnswerBatches):
+    """Is a process that is a device's alone."""
+
+    def begin(self, attempt: int) -> None:
+        """Tell nothing: the agent knows whose code runs by the answers."""
+
+    def end(self) -> None:
+        """End the process; the agent starts another one."""
+        os._exit(_LOST)
 
 
 def _with_slabs(order: Move | Compute, slabs: MappedSlabs) -> Move | Compute:
@@ -350,16 +352,10 @@ class OwnDevice:
     ) -> None:
         self.memory = memory
         self._computing = computing
-        self._device = Device(
-            opener,
-            memory,
-            lambda answer: on_answer(self, answer),
-            computing,
-            double_buffering=double_buffering,
-            begin=begin,
-        )
-        self._device.start()
+        self._on_answer, self._on_begin = on_answer, begin
         self._end_process = end_process
+        self._device = Device(opener, memory, self, computing, double_buffering)
+        self._device.start()
 
     @property
     def thread(self) -> int | None:
@@ -369,6 +365,22 @@ class OwnDevice:
     def give(self, order: Order) -> None:
         """Take an order and return at once."""
         self._device.give(order)
+
+    def answer(self, answer: Answer) -> None:
+        """Tell the agent at once."""
+        self._on_answer(self, answer)
+
+    answer_soon = answer
+
+    def flush(self) -> None:
+        """Tell nothing: nothing waits."""
+
+    def begin(self, attempt: int) -> None:
+        """Tell the agent whose trial's code runs next."""
+        self._on_begin(attempt)
+
+    def end(self) -> None:
+        """Do nothing: a CPU is never lost."""
 
     def kill(self, why: str) -> None:
         """End this process: nothing else ends a thread that hangs."""

@@ -6,7 +6,7 @@ A trial is trained uncut on a device that has all of its shards at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ from cerebro_hydra.shards.engine.layout import (
     TrialRuntime,
     memory_of,
 )
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit
+from cerebro_hydra.shards.engine.microbatch import Execution, MemoryLimit, SubEpochInput
 from cerebro_hydra.shards.engine.uncut import UncutTraining, uncut_training
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.shards.heap import TRIM_SECONDS, kept_heap, trim_heap
@@ -135,14 +135,10 @@ class TrialVisits:
         uncut = audits or task.uncut or trial.recipe.training_step is not None
         if audits or task.uncut:
             trial = replace(trial, cut_model=trial.cut_model.eager(trial.recipe.model))
-        shared, limit = (), None
-        if (tasks := order.trial.tasks) is not None:
-            shared = tasks["shared"]
-            if order.task_bytes is not None and trial.recipe.collate is not None:
-                limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
+        execution = _execution(order, trial.recipe)
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, partition)
-            return EvaluationVisit(trial, order, batches, shared, limit, self._looks)
+            return EvaluationVisit(trial, order, batches, execution, self._looks)
         chain: GradientChain | None = None
         if task.replicas:
             windows, chain = self._with_replicas(order, task, trial)
@@ -159,13 +155,10 @@ class TrialVisits:
         if not audits and _may_look(self._looks):
             effects.begin()
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
+        given = SubEpochInput(first, windows, metrics, order.trial.steps[partition])
         if uncut and not order.recompute:
-            return PlainVisit(trial, first, windows, metrics, memory, effects, steps)
-        sub_epoch = VisitRun(
-            trial, order.recompute, first, windows, metrics, shared, limit,
-            resident=order.resident, moves=order.moves, steps=order.trial.steps[partition],
-            crossings=order.crossings, watched=order.watched, chain=chain,
-        )  # fmt: skip
+            return PlainVisit(trial, given, memory, effects, steps)
+        sub_epoch = VisitRun(trial, given, execution, chain)
         stays = not order.recompute or order.resident
         return TrainingVisit(sub_epoch, trial.layout, stays, memory, effects, steps)
 
@@ -206,6 +199,18 @@ class TrialVisits:
         if isinstance(spare, BaseException):
             raise spare
         return spare
+
+
+def _execution(order: VisitOrder, recipe: Recipe) -> Execution:
+    """Return how a device is to do the tasks of a visit."""
+    shared, limit = (), None
+    if (tasks := order.trial.tasks) is not None:
+        shared = tasks["shared"]
+        if order.task_bytes is not None and recipe.collate is not None:
+            limit = MemoryLimit(tasks["batch"], order.task_bytes)  # else batches are alike
+    return Execution(
+        order.recompute, order.resident, order.moves, order.crossings, shared, limit, order.watched
+    )
 
 
 def _may_look(looks: AuditBudget) -> bool:
@@ -427,7 +432,7 @@ class EvaluationVisit:
     Args:
         trial: who is evaluated.
         batches: the validation rows of a partition.
-        shared, limit: see `VisitRun`.
+        execution: how its tasks are done.
         looks: the time for looking at what the evaluation changes.
     """
 
@@ -436,8 +441,7 @@ class EvaluationVisit:
         trial: TrialRuntime,
         order: VisitOrder,
         batches: Iterator[Batch],
-        shared: Collection[str],
-        limit: MemoryLimit | None,
+        execution: Execution,
         looks: AuditBudget,
     ) -> None:
         self.stays = self.resident = order.resident
@@ -450,9 +454,7 @@ class EvaluationVisit:
             self._effects.begin()
         self._kept.enter_context(kept_attributes(trial.recipe.model))
         waits = order.task.uncut and order.resident  # else shards leave before others come
-        self._visit = ShardEvaluation(
-            trial, batches, shared, limit, order.resident, may_look, waits, order.moves
-        )
+        self._visit = ShardEvaluation(trial, batches, execution, may_look, waits)
 
     def moved(self, slots: Segments) -> Segments:
         """Return the slots, for an evaluation copies nothing."""
@@ -519,9 +521,7 @@ class PlainVisit(_Training):
     All shards are loaded then, because the visit keeps them from F to B; other tasks do nothing.
 
     Args:
-        windows: the batches of each optimizer step.
-        start_step: the number of optimizer steps that the trial has done before.
-        epoch_metrics: see `Engine.train`.
+        given: what the trial trains on.
     """
 
     stays = True
@@ -530,19 +530,16 @@ class PlainVisit(_Training):
     def __init__(
         self,
         trial: TrialRuntime,
-        start_step: int,
-        windows: Iterator[Window],
-        epoch_metrics: Mapping[str, float] | None,
+        given: SubEpochInput,
         memory: _Memory,
         effects: LateEffects,
         steps: _ComparedSteps,
     ) -> None:
         super().__init__(memory, effects, steps)
         self._trial = trial
-        self._start_step = start_step
-        self._windows = enumerate(windows)
+        self._given = given
+        self._windows = enumerate(given.windows)
         self._at: tuple[int, Window] = (-1, ())
-        self._epoch_metrics = epoch_metrics
         self._cursors: dict[int, dict[str, Any] | None] = {}
         self._before = self._cursors  # the latest step
         self._training: UncutTraining | None = None  # while all shards are there
@@ -577,7 +574,7 @@ class PlainVisit(_Training):
         if task.kind is not ActionKind.B or not last_of_all:
             return task, {}
         with self._memory.computing():
-            losses = self._step(self._start_step + window, self._at[1])
+            losses = self._step(self._given.start_step + window, self._at[1])
         first = number - place
         of_batches = zip(losses, self._at[1], strict=True)
         return task, {first + n: (loss, b.rows) for n, (loss, b) in enumerate(of_batches)}
@@ -589,7 +586,7 @@ class PlainVisit(_Training):
             cursor, *others = (self._cursors[k] for k in numbers)
             if any(other != cursor for other in others):
                 raise ValueError(f"shards of one state have different cursors: {cursor}, {others}")
-            metrics = self._epoch_metrics if step == self._start_step else None
+            metrics = self._given.epoch_metrics if step == self._given.start_step else None
             self._training = self._stack.enter_context(
                 uncut_training(
                     self._trial, [self._memory[k] for k in numbers], cursor, step, metrics

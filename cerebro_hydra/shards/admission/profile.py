@@ -46,6 +46,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     LiveBytes,
     Microbatch,
     ReadsElsewhere,
+    SubEpochInput,
 )
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.engine.sub_epoch import SubEpoch
@@ -314,7 +315,7 @@ def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
         at = k
 
     owner = {p.name: p.owner for p in trial.cut_model.params}
-    sub_epoch = SubEpoch(trial, 0, None)
+    sub_epoch = SubEpoch(trial, SubEpochInput())
     with sub_epoch.tasks(keep=True) as tasks:
         for k, each in enumerate(segments):
             sub_epoch.receive(k, each, None)
@@ -429,7 +430,7 @@ class _ProfiledStep:
         self._measured, self._at, self._going = measured, None, None
         self._held = HeldTensors(self._shared)
         self._begin()
-        self._sub_epoch = SubEpoch(self._trial, 0, None, self._held)
+        self._sub_epoch = SubEpoch(self._trial, SubEpochInput(), self._held)
         with self._sub_epoch.tasks(keep=not self._recompute) as tasks, ExitStack() as self._task:
             batch = _microbatch(self._recipe, self._example)
             self._sub_epoch.begin_window(0)

@@ -11,6 +11,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe import BatchTensors, Evaluation, Window
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
 from cerebro_hydra.shards.engine.layout import HostSegments, TrialRuntime, in_place, on_host
+from cerebro_hydra.shards.engine.microbatch import Execution, SubEpochInput
 from cerebro_hydra.shards.engine.sub_epoch import Cursor
 from cerebro_hydra.shards.engine.uncut import uncut_training
 from cerebro_hydra.shards.engine.visit_run import TrainTotals, VisitRun, with_last
@@ -70,9 +71,9 @@ class Engine:
         if self._trial.recipe.training_step is not None:
             return self._train_uncut(windows, start_step, need, publish, on_step, epoch_metrics)
         ours, theirs = itertools.tee(windows)
-        visit = VisitRun(
-            self._trial, self._recompute, start_step, theirs, epoch_metrics, resident=True
-        )
+        given = SubEpochInput(start_step, theirs, epoch_metrics)
+        execution = Execution(recompute=self._recompute, resident=True)
+        visit = VisitRun(self._trial, given, execution)
         segments: dict[int, HostSegments] = {}
         actions: Iterator[Action] = iter(())
 

@@ -38,6 +38,7 @@ from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
 from cerebro_hydra.shards.engine.graph_tasks import GraphPredictor
 from cerebro_hydra.shards.engine.layout import Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
+    Execution,
     MemoryLimit,
     Microbatch,
     MicrobatchMaker,
@@ -59,7 +60,7 @@ class ShardEvaluation:
     Args:
         trial: who is evaluated.
         batches: the validation rows of a partition.
-        shared, limit, resident, moves: see `VisitRun`.
+        execution: how its tasks are done.
         looks, waits: see `EvaluatedShards`.
     """
 
@@ -67,16 +68,13 @@ class ShardEvaluation:
         self,
         trial: TrialRuntime,
         batches: Iterable[BatchTensors],
-        shared: Collection[str] = (),
-        limit: MemoryLimit | None = None,
-        resident: bool = False,
+        execution: Execution,
         looks: bool = False,
         waits: bool = False,
-        moves: bool = False,
     ) -> None:
-        shared = () if resident else trial.cut_model.shared.union(shared)
-        self._resident, self._moves = resident, moves
-        self._shards = EvaluatedShards(trial, shared, limit, looks=looks, waits=waits)
+        self._resident, self._moves = execution.resident, execution.moves
+        shared = () if self._resident else trial.cut_model.shared.union(execution.shared)
+        self._shards = EvaluatedShards(trial, shared, execution.limit, looks=looks, waits=waits)
         self._batches = enumerate(batches)
         self._paused = PausedPass(trial.recipe.device)
         self._stack = ExitStack()

@@ -98,6 +98,23 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class SubEpochInput:
+    """Holds what a trial trains on in a sub-epoch, from which step on.
+
+    Args:
+        start_step: the number of optimizer steps that the trial has done before the sub-epoch.
+        windows: the batches of each optimizer step of the sub-epoch.
+        epoch_metrics: see `Engine.train`.
+        steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
+    """
+
+    start_step: int = 0
+    windows: Iterable[Window] = ()
+    epoch_metrics: Mapping[str, float] | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
 class OtherBatch:
     """Stands for a batch that another replica trains on, of which only the rows are known here."""
 
@@ -253,6 +270,32 @@ class MemoryLimit:
                 yield watched
         finally:
             live.now -= beside
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Says how a device does the tasks of a visit, which changes no bit of the result.
+
+    Args:
+        recompute: whether B computes the shard's activations again, so that the shard may be
+            unloaded between its F and its B. Otherwise all shards stay until no microbatch is
+            under way, and so do autograd's graphs.
+        resident: whether shards stay once they are there, until the visit is closed.
+        moves: whether microbatches go on on other devices.
+        crossings: the shards to which microbatches come from other devices; None if any may.
+        shared: parameters that are read while another shard than theirs runs, if the cut model does
+            not know of it.
+        limit: bounds what tasks hold of the device beside their shards; None does not.
+        watched: a window after whose updates others look at shards, or at those of the first one.
+    """
+
+    recompute: bool = False
+    resident: bool = False
+    moves: bool = False
+    crossings: Collection[int] | None = None
+    shared: Collection[str] = ()
+    limit: MemoryLimit | None = None
+    watched: int | None = None
 
 
 class Places:

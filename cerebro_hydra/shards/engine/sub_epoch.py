@@ -34,7 +34,12 @@ from cerebro_hydra.shards.engine.differences import (
 )
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import Memory, Segments, TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import Places, UsesElsewhere, memory_reads_seen
+from cerebro_hydra.shards.engine.microbatch import (
+    Places,
+    SubEpochInput,
+    UsesElsewhere,
+    memory_reads_seen,
+)
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
 from cerebro_hydra.shards.engine.state import (
@@ -60,30 +65,25 @@ class SubEpoch:
 
     Args:
         trial: who trains.
-        start_step: the number of optimizer steps that the trial has done before.
-        epoch_metrics: see `Engine.train`.
+        given: what it trains on; whoever runs the tasks reads its batches.
         held: a microbatch's copies of what it may read while a shard is away, or None if shards
             stay once they are there.
-        windows: the number of optimizer steps of the sub-epoch, where tasks read older weights.
     """
 
     def __init__(
         self,
         trial: TrialRuntime,
-        start_step: int,
-        epoch_metrics: Mapping[str, float] | None,
+        given: SubEpochInput,
         held: HeldTensors | None = None,
-        windows: int = 0,
     ) -> None:
         recipe, cut_model = trial.recipe, trial.cut_model
         self._cut_model, self._layout, self._recipe = cut_model, trial.layout, recipe
         self._steps_per_epoch = trial.steps_per_epoch
-        self._start_step = start_step
-        self._epoch_metrics = epoch_metrics
+        self._given = given
         self._held = held
-        self._staleness, self._windows = trial.staleness, windows
+        self._staleness = trial.staleness
         self._versions: dict[int, WeightVersions] = {}  # of shards that read older weights
-        self._reading = start_step  # the step whose tasks read
+        self._reading = given.start_step  # the step whose tasks read
         self._states: dict[int, ShardState] = {}
         self._params: dict[int, dict[str, nn.Parameter]] = {}  # of the shards that were here
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
@@ -103,7 +103,7 @@ class SubEpoch:
         self._original = {n: id(p) for n, p in recipe.model.named_parameters()}
         self._bound: BoundModel | None = None
         self._idle: BoundModel | None = None  # it has no shard, because its graph trains
-        self.step = start_step
+        self.step = given.start_step
         self._holding: Collection[int] = ()  # the shards of which copies are held if they come
 
     @contextmanager
@@ -223,7 +223,7 @@ class SubEpoch:
 
         If it has done that step, the next task that reads them is of a later one.
         """
-        step = max(self._reading, self._steps[k]) - self._start_step
+        step = max(self._reading, self._steps[k]) - self._given.start_step
         self._versions[k].read(max(0, step - self._staleness[k]))
 
     def begin_microbatch(
@@ -328,7 +328,7 @@ class SubEpoch:
         self._optimizers[k][0].state.clear()
         state.load_optimizer(self._optimizers[k][0])
         if (memory := segments.get("versions")) is not None:
-            newest, stale = self._steps[k] - self._start_step, self._staleness[k]
+            newest, stale = self._steps[k] - self._given.start_step, self._staleness[k]
             self._versions[k] = WeightVersions(shard, state, memory, stale, newest)
             self._read(k)
         self._gradients[k] = gradients
@@ -354,12 +354,12 @@ class SubEpoch:
         mine = {self._original[name]: p for name, p in self._params[k].items()}
         optimizer = clone_optimizer(self._recipe.optimizer, mine)
         scheduler = self._recipe.lr_schedule.make(optimizer, self._steps_per_epoch)
-        self._steps[k] = self._start_step if cursor is None else cursor["step"]
+        self._steps[k] = self._given.start_step if cursor is None else cursor["step"]
         scaling = self._recipe.scaling(None if cursor is None else cursor.get("scaler"))
         if cursor is not None:
             restore_cursor(cursor, optimizer, scheduler, scaling, self._recipe.lr_schedule)
-        if self._epoch_metrics is not None and self._steps[k] == self._start_step:
-            self._recipe.lr_schedule.begin_epoch(scheduler, self._epoch_metrics)
+        if self._given.epoch_metrics is not None and self._steps[k] == self._given.start_step:
+            self._recipe.lr_schedule.begin_epoch(scheduler, self._given.epoch_metrics)
         self._optimizers[k], self._scalings[k] = (optimizer, scheduler), scaling
         self._beside[k] = beside_state_dict(scheduler)
 
@@ -455,7 +455,7 @@ class SubEpoch:
         state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped
         if self._recipe.ema is not None:
             state.average(self._recipe.ema, first=self.step == 0)
-        if versions is not None and self.step + 1 == self._start_step + self._windows:
+        if versions is not None and self.step + 1 == self._given.start_step + self._given.steps:
             versions.settle()
         for parameter in state.params.values():
             parameter.grad = None
@@ -469,7 +469,7 @@ class SubEpoch:
     def _told_reads_of_others(self, k: int, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Look at what an optimizer uses, or a hook of its steps, in the first and last window."""
         model = self._bound or self._idle
-        looks = self.in_last_window or self.step == self._start_step
+        looks = self.in_last_window or self.step == self._given.start_step
         if model is None or is_torchs_own(optimizer) or not (looks and self._layout.shards[1:]):
             yield
             return

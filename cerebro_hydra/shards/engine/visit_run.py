@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,12 @@ from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
-    MemoryLimit,
+    Execution,
     Microbatch,
     MicrobatchMaker,
     OtherBatch,
     Reach,
+    SubEpochInput,
     Then,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks, PausedPass
@@ -99,20 +100,8 @@ class VisitRun:
 
     Args:
         trial: who trains.
-        recompute: whether B computes the shard's activations again, so that the shard may be
-            unloaded between its F and its B. Otherwise all shards stay until no microbatch is
-            under way, and so do autograd's graphs.
-        start_step: the number of optimizer steps that the trial has done before the sub-epoch.
-        windows: the batches of each optimizer step of the sub-epoch.
-        epoch_metrics: see `Engine.train`.
-        shared: parameters that are read while another shard than theirs runs, if the cut model does
-            not know of it.
-        limit: bounds what tasks hold of the device beside their shards; None does not.
-        resident: whether shards stay once they are there, until the visit is closed.
-        moves: whether microbatches do.
-        crossings: see `GraphPasses`.
-        steps: the number of optimizer steps of the sub-epoch, for trials that read older weights.
-        watched: a window after whose updates others look at shards, or at those of the first one.
+        given: what it trains on.
+        execution: how its tasks are done.
         chain: sums the gradients of a resident visit with those of its replicas. Microbatches count
             the rounds of a window then; one of which the window has no batch for this rank is
             another replica's alone.
@@ -121,42 +110,33 @@ class VisitRun:
     def __init__(
         self,
         trial: TrialRuntime,
-        recompute: bool,
-        start_step: int,
-        windows: Iterable[Window],
-        epoch_metrics: Mapping[str, float] | None = None,
-        shared: Collection[str] = (),
-        limit: MemoryLimit | None = None,
-        resident: bool = False,
-        moves: bool = False,
-        steps: int = 0,
-        crossings: Collection[int] | None = None,
-        watched: int | None = None,
+        given: SubEpochInput,
+        execution: Execution,
         chain: Chain | None = None,
     ) -> None:
-        self._chain, self._watched = chain, watched
+        self._execution, self._chain = execution, chain
         self.losses: dict[int, tuple[float, int]] = {}
         recipe, cut_model = trial.recipe, trial.cut_model
         self._barrier = recipe.barrier
         self._accumulate = recipe.accumulate
-        self._recompute = recompute
-        self._start_step = start_step
-        self._windows = enumerate(with_last(windows))
+        self._start_step = given.start_step
+        self._windows = enumerate(with_last(given.windows))
         self._at: tuple[int, tuple[Window, bool]] | None = None
         self._maker = MicrobatchMaker(cut_model, recipe, trial.seed)
-        self._resident, self._moves = resident, moves
-        held = None if resident else HeldTensors(cut_model.shared.union(shared))
-        self._sub_epoch = SubEpoch(trial, start_step, epoch_metrics, held, steps)
-        self._limit, self._copies = limit, {} if held is None else held.copies
+        resident, shared = execution.resident, cut_model.shared.union(execution.shared)
+        held = None if resident else HeldTensors(shared)
+        self._sub_epoch = SubEpoch(trial, given, held)
+        self._copies = {} if held is None else held.copies
         self._paused = PausedPass(recipe.device)
         self._stack = ExitStack()
-        self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not recompute))
+        self._tasks = self._stack.enter_context(self._sub_epoch.tasks(keep=not execution.recompute))
         self._graph: GraphPasses | None = None  # does F and B, unless the paused pass does
         if isinstance(self._tasks, GraphTasks) and not resident:
             self._graph = GraphPasses(
-                self._tasks, trial, start_step, self._copies, limit, crossings
-            )
-        assert self._graph is not None or not moves, "only microbatches of a graph cut move"
+                self._tasks, trial, given.start_step, self._copies, execution.limit,
+                execution.crossings,
+            )  # fmt: skip
+        assert self._graph or not execution.moves, "only microbatches of a graph cut move"
         self._last = trial.num_shards - 1
         self._step = -1  # whose window was begun
         self._number = -1  # of the microbatch under way that does not move
@@ -208,10 +188,10 @@ class VisitRun:
             ConfigurationError: the forward keeps a view of a parameter, or wrote to a tensor to
                 which it did not write in the trial's first steps.
         """
-        if self._resident:
+        if self._execution.resident:
             return  # it is not touched any more, and let go of when the visit is closed
         needed = self._will_return_to(k)
-        if needed and not self._recompute:
+        if needed and not self._execution.recompute:
             raise ValueError(f"shard {k} is unloaded before its backward, without recomputation")
         self._sub_epoch.release(k, needed=needed, last=k in self._updated_last)
 
@@ -273,7 +253,7 @@ class VisitRun:
         if task.kind is ActionKind.U:
             self._sub_epoch.add_facts(self._facts)
             self._paused.call(partial(self._update, task, number))
-        elif self._resident:
+        elif self._execution.resident:
             assert then is not None, "a resident visit needs to know where its tasks come from"
             return self._in_one_call(task, number, then)
         elif self._graph is None:
@@ -381,17 +361,17 @@ class VisitRun:
         k, kind = task.shard, task.kind
         if kind is ActionKind.F and k == 0:
             passes.begin(number, *self._made(number))
-            if not self._moves:
+            if not self._execution.moves:
                 torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps it per thread
                 self._begin_microbatch(number)
                 self._next = "F", 0
-        if not self._moves:
+        if not self._execution.moves:
             self._check_next(task, number)
         passes.perform(task)
         if kind is ActionKind.B and k == 0:
             batch, rows = passes.batch
             self.losses[number] = batch.loss, rows
-        if self._moves:
+        if self._execution.moves:
             if kind is ActionKind.B and self._barrier:
                 self._facts[k] = self._sub_epoch.facts_of(k)
             return
@@ -438,8 +418,8 @@ class VisitRun:
             if self._at is None:
                 raise ValueError(f"the sub-epoch has no window {number}")
             self._sub_epoch.in_last_window = last = self._at[1][1]
-            watched = () if self._watched is None else (0, self._watched)
-            self._sub_epoch.at_once = self._resident and (last or self._at[0] in watched)
+            watched = () if self._execution.watched is None else (0, self._execution.watched)
+            self._sub_epoch.at_once = self._execution.resident and (last or self._at[0] in watched)
         return self._at[1]
 
     def _made_at(self, window: int, place: int) -> tuple[Microbatch, int]:
@@ -452,10 +432,10 @@ class VisitRun:
         return batch, batches[place].rows
 
     def _run(self, batch: Microbatch, number: int, rows: int, reach: Reach) -> None:
-        if self._limit is None:
+        if self._execution.limit is None:
             self._tasks.run(batch, reach)
         else:
-            with self._limit.kept(batch.inputs, self._copies.values(), reach) as watched:
+            with self._execution.limit.kept(batch.inputs, self._copies.values(), reach) as watched:
                 self._tasks.run(batch, watched)
         self.losses[number] = batch.loss, rows
 

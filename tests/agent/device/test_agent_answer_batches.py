@@ -13,13 +13,13 @@ from tests.agent.standins import SECONDS
 def test_what_may_wait_is_sent_before_what_may_not() -> None:
     sent: list[list[Answer]] = []
     answers = AnswerBatches(sent.append)
-    answers.give_soon(Opened(1))
-    answers.give_soon(Opened(2))
+    answers.answer_soon(Opened(1))
+    answers.answer_soon(Opened(2))
     assert sent == []
-    answers.give(Ready())
+    answers.answer(Ready())
     answers.flush()
     assert sent == [[Opened(1), Opened(2), Ready()]]
-    answers.give_soon(Opened(3))
+    answers.answer_soon(Opened(3))
     answers.flush()
     assert sent[1:] == [[Opened(3)]]
 
@@ -34,10 +34,10 @@ def test_what_may_wait_is_sent_by_itself_and_together_while_the_pipe_is_taken() 
 
     answers = AnswerBatches(send)
     answers.start()
-    answers.give_soon(Alive())
+    answers.answer_soon(Alive())
     assert sent.get(timeout=SECONDS) == [Alive()]
     numbers = range(50)
-    giver = threading.Thread(target=lambda: [answers.give_soon(Opened(n)) for n in numbers])
+    giver = threading.Thread(target=lambda: [answers.answer_soon(Opened(n)) for n in numbers])
     giver.start()
     free.set()
     giver.join()

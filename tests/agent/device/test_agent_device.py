@@ -56,12 +56,25 @@ class GivenDevice:
     """A device that computes on a thread, and takes orders of visits 0, 1, ... of such trials."""
 
     def __init__(
-        self, trials: Any, memory: DeviceMemory | None = None, lane: Lane | None = None, **more: Any
+        self,
+        trials: Any,
+        memory: DeviceMemory | None = None,
+        lane: Lane | None = None,
+        begin: Callable[[int], object] = lambda _: None,
+        end: Callable[[], object] = lambda: None,
+        double_buffering: bool = True,
     ) -> None:
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         computing = lane or Lane("device-computes")
         memory = memory or DeviceMemory(poison=True)
-        self.device = Device(trials, memory, self.answers.put, computing, **more)
+        owner: Any = SimpleNamespace(
+            answer=self.answers.put,
+            answer_soon=self.answers.put,
+            flush=lambda: None,
+            begin=begin,
+            end=end,
+        )
+        self.device = Device(trials, memory, owner, computing, double_buffering)
         self.give = self.device.give
         computing.start()
         self.device.start()

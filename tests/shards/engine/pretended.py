@@ -37,6 +37,7 @@ from cerebro_hydra.shards.engine.layout import (
     Memory,
     TrialRuntime,
 )
+from cerebro_hydra.shards.engine.microbatch import Execution, SubEpochInput
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards import plain
 from tests.shards.hopping import STEPS_PER_EPOCH, start
@@ -195,7 +196,7 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
         graph = TaskGraph(
             len(shards), sum(map(len, windows)), recipe.accumulate, barrier, cut_model.tied_groups
         )
-        training = VisitRun(runtime, True, 0, windows)
+        training = VisitRun(runtime, SubEpochInput(0, windows), Execution(recompute=True))
         at = -1
         for window in range(graph.windows):
             watch.marks = window > 0
@@ -210,7 +211,7 @@ def run(case: Case, cut: str, device: torch.device) -> Watch:
                 training.perform(task)
         training.unload(at)
         training.close()
-        evaluation = ShardEvaluation(runtime, windows[0])
+        evaluation = ShardEvaluation(runtime, windows[0], Execution())
         for k in shards:
             evaluation.load(k, _slots(trial.layout.shards[k], device, None)[0])
         for task in TaskGraph(len(shards), len(windows[0]), training=False).tasks(0, 0):

@@ -27,6 +27,7 @@ from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord, StoredTensor
 from cerebro_hydra.shards.engine.layout import aligned
+from cerebro_hydra.shards.engine.microbatch import Execution
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.examples import examples
 from tests.shards.executors.alone import train_alone
@@ -169,7 +170,8 @@ class TestQueue(InTurn):
         residents = []
         for which, (each, given_batches) in enumerate(zip(proofs, batches, strict=True)):
             trial, found = each.trial, each.profile
-            make = partial(ShardEvaluation, trial.runtime(), given_batches, found.tasks.shared)
+            execution = Execution(shared=found.tasks.shared)
+            make = partial(ShardEvaluation, trial.runtime(), given_batches, execution)
             spec = found.evaluation(which, len(given_batches))
             residents.append(Resident(trial, spec, Staying(make)))
         work(residents, 0, self.share, self.devices)
@@ -240,10 +242,8 @@ class TestMoves(ExecutorCase):
         for which, (each, given_batches) in enumerate(zip(proofs, batches, strict=True)):
             pipeline = Pipeline(self.schedule, self.devices)
             spec = each.profile.evaluation(which, len(given_batches), pipeline)
-            make = partial(
-                ShardEvaluation, each.trial.runtime(), given_batches, each.profile.tasks.shared,
-                moves=spec.moves,
-            )  # fmt: skip
+            execution = Execution(moves=spec.moves, shared=each.profile.tasks.shared)
+            make = partial(ShardEvaluation, each.trial.runtime(), given_batches, execution)
             visit = Moving(make, spec) if spec.moves else Staying(make)
             residents.append(Resident(each.trial, spec, visit))
         work(residents, self.seed, self.share, self.devices, self.deaths)

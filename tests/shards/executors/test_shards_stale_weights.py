@@ -26,6 +26,7 @@ from cerebro_hydra.plan.sizing.stages import versions_held
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.replay.stale_weights import train_stale
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.engine.microbatch import Execution, SubEpochInput
 from cerebro_hydra.shards.engine.state import WeightVersions
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.testing.model_case import assert_same_state
@@ -216,10 +217,8 @@ def test_a_device_that_computes_in_the_agents_memory_has_the_same_bits(
     for number, windows in enumerate(each.sub_epochs):
         graph = each.spec(number, False, 1).graph
         tasks = iter([task for n in range(graph.windows) for task in graph.tasks(0, n)])
-        visit = VisitRun(
-            trial.runtime(each.make()), False, trial.step, windows, resident=True,
-            steps=len(windows),
-        )  # fmt: skip
+        given = SubEpochInput(trial.step, windows, steps=len(windows))
+        visit = VisitRun(trial.runtime(each.make()), given, Execution(resident=True))
         slots = [Slot.received(trial, k) for k in range(graph.shards)]
         for k, slot in enumerate(slots):
             slot.load(visit, k)

@@ -18,7 +18,7 @@ from cerebro_hydra.recipe.randomness import without_fast_path
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import aligned, in_place, memory_of, on_host
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit, Reach
+from cerebro_hydra.shards.engine.microbatch import Execution, MemoryLimit, Reach
 from cerebro_hydra.shards.engine.module_tasks import PausedPass
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards import zoo
@@ -195,10 +195,8 @@ def test_activations_that_are_kept_count_until_their_backward(cut: str, share: f
 def test_an_evaluation_holds_what_was_measured_and_no_more(share: float):
     trial = start(mlp_recipe(cut="modules")(), zoo.singly(zoo.vectors(8)))
     spec = described(trial, zoo.singly(zoo.vectors(8))).evaluation(0, 1)
-    visit = ShardEvaluation(
-        trial.runtime(), zoo.vectors(8),
-        limit=MemoryLimit(0, [int(nbytes * share) for nbytes in spec.task_bytes]),
-    )  # fmt: skip
+    limit = MemoryLimit(0, [int(nbytes * share) for nbytes in spec.task_bytes])
+    visit = ShardEvaluation(trial.runtime(), zoo.vectors(8), Execution(limit=limit))
     load(visit, trial, *range(len(spec.shards)))
 
     try:

@@ -13,6 +13,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import on_host
+from cerebro_hydra.shards.engine.microbatch import Execution
 from tests.shards import zoo
 from tests.shards.executors.worker import Slot
 from tests.shards.hopping import Trial, start
@@ -69,7 +70,7 @@ def evaluated(trial: Trial) -> None:
 def evaluated_alone(trial: Trial) -> None:
     """Evaluate with each shard alone in its memory."""
     (batch,) = zoo.vectors(8)
-    visit = ShardEvaluation(trial.runtime(), [batch])
+    visit = ShardEvaluation(trial.runtime(), [batch], Execution())
     try:
         for k in range(trial.cut_model.num_shards):
             visit.load(k, on_host(Slot.received(trial, k).segments))

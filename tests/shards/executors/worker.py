@@ -42,7 +42,7 @@ from cerebro_hydra.shards.engine.layout import (
     memory_of,
     on_host,
 )
-from cerebro_hydra.shards.engine.microbatch import MemoryLimit
+from cerebro_hydra.shards.engine.microbatch import Execution, MemoryLimit, SubEpochInput
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards.hopping import Trial
 
@@ -171,11 +171,12 @@ def shard_run(
     crossings: Collection[int] | None = None,
 ) -> VisitRun:
     """Return a visit of a trial's next sub-epoch; tasks of a shard hold `most` bytes beside it."""
+    limit = None if most is None else MemoryLimit(0, most)
     return VisitRun(
-        trial.runtime(recipe), recompute, trial.step, windows, shared=shared,
-        limit=None if most is None else MemoryLimit(0, most), moves=moves, steps=len(windows),
-        crossings=crossings,
-    )  # fmt: skip
+        trial.runtime(recipe),
+        SubEpochInput(trial.step, windows, steps=len(windows)),
+        Execution(recompute, moves=moves, crossings=crossings, shared=shared, limit=limit),
+    )
 
 
 class Staying:

@@ -12,7 +12,7 @@ import torch
 from cerebro_hydra.data.batches import Batch, replica_windows
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import in_place, on_host
-from cerebro_hydra.shards.engine.microbatch import OtherBatch
+from cerebro_hydra.shards.engine.microbatch import Execution, OtherBatch, SubEpochInput
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from cerebro_hydra.shards.replicas.gradient_chain import GradientChain
 from tests.shards import plain
@@ -129,11 +129,9 @@ def _train_rank(
     chain = GradientChain(links, trial.layout, window, rounds, BUCKET_BYTES)
     visit = VisitRun(
         runtime,
-        False,
-        trial.step,
-        replica_windows(streams, window),
-        resident=True,
-        chain=chain,
+        SubEpochInput(trial.step, replica_windows(streams, window)),
+        Execution(resident=True),
+        chain,
     )
     shards = trial.cut_model.num_shards
     graph = TaskGraph(shards, rounds, window, barrier, trial.cut_model.tied_groups)
