@@ -401,7 +401,8 @@ class ObjectReader:
         for name, defaults in both.items():
             if defaults is not None:
                 self.read(f"{path}{PART}.{name}", defaults)
-        self.read_attributes(path, value, vars(value))
+        if is_own(value.__module__):  # torch notes on functions of its own what it did with them
+            self.read_attributes(path, value, vars(value))
 
     def _keys(self, values: Iterable[Any]) -> Iterator[str]:
         """Yield a name for each key; equal names of objects are numbered in their order."""

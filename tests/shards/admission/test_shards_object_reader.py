@@ -250,6 +250,19 @@ def test_a_class_of_another_installed_package_is_not_read() -> None:
     assert list(read(Held(counter))) == ["it", "it\0.gain", "it\0.others"]
 
 
+def test_what_a_library_notes_on_its_functions_is_no_change() -> None:
+    def of_a_library() -> None: ...
+
+    def of_the_user() -> None: ...
+
+    of_a_library.__module__ = "torch.utils.checkpoint"
+    before = read([of_a_library, of_the_user])
+    vars(of_a_library).update(compiled=False)
+    assert read([of_a_library, of_the_user]) == before
+    vars(of_the_user).update(calls=1)
+    assert words(before, read([of_a_library, of_the_user])) == {"it at [1].calls"}
+
+
 # ---------------------------------------------------------------------- what is known
 
 
