@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,16 +199,21 @@ def _admit(
             seconds = times(points)
             choice = choose_by_time(points, seconds, recipe.shards)
             if profiler is not None:
-                with suppress(StepDiffers):  # the comparison finds it again, and tries fewer
+                try:
                     choice = choose_number_to_fit(recipe, points, profiler, profiled, choice)
+                except ConfigurationError:
+                    raise
+                except Exception:  # what is tried next finds it again, and then fewer are tried
+                    return choice, seconds
             return choice, seconds
         if profiler is None:
             return choose_whole(points), ()
         try:
             return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)
-        except StepDiffers as error:
-            reason = f"training differs from the uncut model: {error}"
-            attempts.append(FailedAttempt(f"by {points.mode}", reason))
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            attempts.append(FailedAttempt(f"by {points.mode}", _failed(error)))
             return choose_whole(points), ()
 
     attempts: list[FailedAttempt] = []
@@ -223,26 +228,24 @@ def _admit(
         try:
             cut_model = cache.get(recipe.model, choice.spec, sample)
             layout = TrialLayout.make(recipe, cut_model, template)
+            profile = TrialProfile.of(recipe, cut_model, layout, None)
             difference = check.difference(cut_model, layout)
             reason = f"training differs from the uncut model: {difference}"
+            if difference is None and profiler is not None:
+                profile = profiled(choice.spec)
         except UnfitShape as error:
             difference = reason = str(error)
-        except StepDiffers as error:
-            difference = reason = f"training differs from the uncut model: {error}"
         except ConfigurationError as error:  # it may be about the cut, as one of memory that moves
             difference = reason = error_text(error)
             refused = error
         except Exception as error:
-            difference = reason = _raised(error)
+            difference = reason = _failed(error)
             if is_of_cond(error):
                 leave_cond()
                 reason = cond_failed(error, "in shards")
         if difference is None:
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
             report = CutReport.of(cut_model, layout, choice.why, notes, attempts)
-            profile = TrialProfile.of(recipe, cut_model, layout, None)
-            if profiler is not None:
-                profile = profiled(choice.spec)
             return AdmittedCut(
                 choice.spec, report, template, layout, profile, check.attributes,
                 check.set_in_evaluation, check.warnings,
@@ -261,7 +264,9 @@ def _uncompiled(name: str) -> str:
     )
 
 
-def _raised(error: Exception) -> str:
+def _failed(error: Exception) -> str:
+    if isinstance(error, StepDiffers):
+        return f"training differs from the uncut model: {error}"
     return f"a step failed: {type(error).__name__}: {error_text(error)}"
 
 
@@ -333,7 +338,7 @@ def _candidates(
         except ConfigurationError:
             raise
         except Exception as error:
-            attempts.append(FailedAttempt("by export", _raised(error)))
+            attempts.append(FailedAttempt("by export", _failed(error)))
     if is_pipelined(recipe.schedule):
         raise _unpipelined(recipe.schedule, attempts)
     yield from choices(between_units)

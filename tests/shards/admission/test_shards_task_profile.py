@@ -294,3 +294,47 @@ def test_a_write_that_measuring_meets_leads_to_one_shard(shards):
     cut = admit(made, [batch], 3, None, TaskProfiler(2_600 if shards == "auto" else 36_000))
     assert shards_of(cut) == 1
     assert "was written to before its shard had come" in str(cut.report)
+
+
+class Carries(nn.Module):
+    """Gives a layer a buffer, and makes it anew while the layer needs it for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(SMALL_WIDTH, SMALL_WIDTH)
+        self.out = nn.Linear(SMALL_WIDTH, 3)
+        self.register_buffer("carried", torch.zeros(SMALL_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.cell(x, self.carried.expand(len(x), -1))
+        if self.training:
+            self.carried = hidden.detach().mean(0)
+        return self.out(hidden)
+
+
+class Differentiates(nn.Module):
+    """Calls a layer within a transform, which torch runs no checkpoint in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SMALL_WIDTH, SMALL_WIDTH)
+        self.inner = nn.Linear(SMALL_WIDTH, SMALL_WIDTH)
+        self.out = nn.Linear(SMALL_WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.out(x + torch.func.grad(lambda v: self.inner(v).tanh().sum())(x))
+
+
+@pytest.mark.parametrize("shards", [3, "auto"])
+@pytest.mark.parametrize("model", [Carries, Differentiates])
+def test_a_cut_that_can_not_be_measured_leads_to_fewer_shards(model, shards):
+    torch.manual_seed(0)
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters())
+    given = Recipe(made, optimizer, nn.CrossEntropyLoss(), shards=shards)
+    units = sum(isinstance(layer, nn.Linear | nn.GRUCell) for layer in made.modules())
+    cut = admit(given, [EXAMPLE], 3, None, TaskProfiler(PLENTY))
+    assert shards_of(cut) < units
+    assert cut.profile is not None and cut.profile.tasks is not None
+    assert shards == "auto" or "a step failed: RuntimeError" in str(cut.report)
