@@ -84,7 +84,7 @@ def looks() -> str:
     def look() -> None:
         effects = LateEffects(trial, admitted.attributes, budget)
         effects.begin()
-        effects.check([recipe.optimizer] * cut_model.num_shards)
+        effects.check([(recipe.optimizer, None)] * cut_model.num_shards)
 
     step = _median(lambda: plain.step([Batch((rows[0],), (rows[1],), 32)]))
     return f"looks of a sub-epoch: {1e3 * _median(look):.3f} ms; a step: {1e3 * step:.2f} ms"

@@ -206,7 +206,7 @@ class CutTrial:
                 self.publish,
                 lambda _, loss: self.losses.append(loss),
             )
-        effects.check([self.recipe.optimizer])
+        effects.check([(self.recipe.optimizer, None)])
         self.step += totals.steps
         return totals
 

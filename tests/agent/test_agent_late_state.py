@@ -104,6 +104,25 @@ def loss_of_closure() -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+def damped_late(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    rate = [1.0]
+
+    def factor(step: int) -> float:
+        if happens[0]:
+            rate[0] *= 0.9
+        return rate[0]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def scheduled(shards: int) -> Recipe:
+    recipe = made(shards=shards)
+    return Recipe(
+        recipe.model, recipe.optimizer, nn.CrossEntropyLoss(),
+        batch_size=BATCH, shards=shards, lr_scheduler=damped_late,
+    ).bind(COLUMNS)  # fmt: skip
+
+
 class LateStep(torch.optim.SGD):
     """Does something in late steps, which a param group counts."""
 
@@ -272,6 +291,10 @@ LATE: dict[str, tuple[Callable[[int], Recipe], str]] = {
     "what an optimizer keeps on parameters": (
         lambda s: made(optimizer=OfParameters, shards=s),
         "attribute 'anchor' of parameter '0.bias'",
+    ),
+    "what an LR lambda's closure holds": (
+        scheduled,
+        r"attribute 'lr_lambdas' of the lr_scheduler \(LambdaLR\) at \[0\]\.rate\[0\]",
     ),
     "a hook of an optimizer": (
         with_hook, r"what is kept by a step post hook of optimizer LateStep2 at .*\['norm'\]"

@@ -543,7 +543,7 @@ class PlainVisit(_Training):
         self._cursors: dict[int, dict[str, Any] | None] = {}
         self._before = self._cursors  # the latest step
         self._training: UncutTraining | None = None  # while all shards are there
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[tuple[torch.optim.Optimizer, Any]] = []
         self._stack = ExitStack()
 
     def load(self, shard: int, slots: Segments, cursor: Mapping[str, Any] | None) -> None:
@@ -592,7 +592,8 @@ class PlainVisit(_Training):
                     self._trial, [self._memory[k] for k in numbers], cursor, step, metrics
                 )
             )
-            self._optimizers.append(self._training.trainer.recipe.optimizer)
+            trainer = self._training.trainer
+            self._optimizers.append((trainer.recipe.optimizer, trainer.scheduler))
         losses = self._training.step(window)
         self._before = self._cursors
         self._cursors = dict.fromkeys(numbers, self._training.cursor())

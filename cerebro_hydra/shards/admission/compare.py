@@ -153,7 +153,7 @@ class CutCheck:
                 measured = profile.measured(model) if example is largest else nullcontext()
                 with told_with_batch(trainer, example), measured:
                     losses.append(trainer.train([_window(example, times)]))
-                effects.after_step(trainer.recipe.optimizer)
+                effects.after_step(trainer.recipe.optimizer, trainer.scheduler)
             effects.check_kept()
             writes.check_shapes()
             written = writes.names()

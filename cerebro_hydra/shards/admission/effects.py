@@ -229,17 +229,20 @@ class SideEffects:
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
+        self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
         """Read all of it after a step; the first two are on the same example."""
         self._readings.append(self._held.read())
         self._optimizers.append(self._held.read_optimizer(optimizer))
+        self._schedulers.append(self._held.read_scheduler(scheduler))
 
     @property
     def changes(self) -> tuple[str, ...]:
         """Return what steps have changed, as marks; see `KnownChanges`."""
-        marks = (KnownChanges.marks_of(each) for each in (self._readings, self._optimizers))
+        readings = (self._readings, self._optimizers, self._schedulers)
+        marks = (KnownChanges.marks_of(each) for each in readings)
         return tuple(sorted(itertools.chain(*marks)))
 
     @property
@@ -259,6 +262,7 @@ class SideEffects:
         built, first, second = self._readings[:3]
         of_scheduler = {p for p in changed(first, second) if OF_SCHEDULER in name_of(p)}
         counted = _counts(changed(*self._optimizers[:2]), self._optimizers[1])
+        counted |= _counts(changed(*self._schedulers[:2]), self._schedulers[1])
         for path in sorted(counted | _counts(of_scheduler, second)):
             raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
         for path in sorted(second.keys() - built.keys()):

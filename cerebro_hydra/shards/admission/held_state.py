@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
@@ -26,6 +30,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LIBRARIES = {"torch", "builtins", "functools"}
 
 OF_HOOKS = "what is kept by a"
@@ -105,9 +110,37 @@ class HeldState:
         reader.read_code()
         return reader.found
 
-    def _reader(self, optimizer: torch.optim.Optimizer | None = None) -> ObjectReader:
+    def read_scheduler(self, scheduler: Any | None) -> Reading:
+        """Return what an LR scheduler's functions hold, and objects that its state leaves out."""
+        found = _nested(schedulers_of(scheduler))
+        leaves = {id(each): "the LR scheduler" for each in found}
+        for each in (getattr(each, "optimizer", None) for each in found):
+            if isinstance(each, torch.optim.Optimizer):
+                leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
+                leaves[id(each.state)] = "its state"
+        reader = self._reader(leaves=leaves)
+        for number, each in enumerate(found):
+            which = f"{number} " if number else ""
+            told, state = f"{OF_SCHEDULER} {which}({type(each).__name__})", each.state_dict()
+            for name, value in tuple(vars(each).items()):
+                parts = [
+                    part
+                    for part in (value if isinstance(value, list | tuple) else [value])
+                    if isinstance(part, _FUNCTIONS)
+                    or (name not in state and type(part).__module__ != "builtins")
+                ]
+                if parts:
+                    reader.read(f"attribute {name!r}{told}", parts)
+        reader.read_code()
+        return reader.found
+
+    def _reader(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        leaves: Mapping[int, str] = MappingProxyType({}),
+    ) -> ObjectReader:
         """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
-        model, leaves = self._recipe.model, dict[int, str]()
+        model, leaves = self._recipe.model, dict(leaves)
         both = (self._recipe.optimizer, optimizer or self._recipe.optimizer)
         for each in (each for of_one in both for each in (of_one, *members_of(of_one))):
             leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
@@ -167,6 +200,16 @@ class HeldState:
             elif buffer is not None or prefix + name not in self._built:
                 made = "" if prefix + name in self._built else ", which training makes"
                 reader.read(f"buffer {prefix + name!r}{made}", buffer)
+
+
+def _nested(schedulers: Sequence[Any]) -> list[Any]:
+    """Return LR schedulers, and those that they hold."""
+    found = list(schedulers)
+    for each in found:
+        for value in vars(each).values():
+            parts = value if isinstance(value, list | tuple) else [value]
+            found += [p for p in parts if isinstance(p, LRScheduler) and p not in found]
+    return found
 
 
 def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch.optim import Optimizer
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.effects import remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState
@@ -28,6 +30,7 @@ from cerebro_hydra.shards.admission.readings import (
 )
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
+from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
 FREE_SECONDS = 0.005
 """Seconds of a processor that a reading takes for nothing, even if training is short."""
@@ -43,7 +46,7 @@ class LateEffects:
     """
 
     def __init__(self, trial: TrialRuntime, known: Collection[str], budget: AuditBudget) -> None:
-        self._recipe = trial.recipe
+        self._trial, self._recipe = trial, trial.recipe
         self._known = KnownChanges(known)
         self._budget = budget
         kinds = (
@@ -53,12 +56,13 @@ class LateEffects:
         )
         self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
         self._draws = GlobalDraws()
-        self._before: tuple[Reading, Reading] | None = None
+        self._before: tuple[Reading, Reading, Reading] | None = None
         self._step: tuple[int, Reading] | None = None
 
     def begin(self) -> None:
         """Note what there is before a sub-epoch, while the model has its own tensors."""
-        self._before = self._read(), self._held.read_optimizer(self._recipe.optimizer)
+        optimizer = self._recipe.optimizer
+        self._before = self._read(), self._held.read_optimizer(optimizer), self._read_schedule()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -66,11 +70,12 @@ class LateEffects:
         with self._draws.watched():
             yield
 
-    def check(self, optimizers: Iterable[Optimizer]) -> None:
+    def check(self, optimizers: Iterable[tuple[Optimizer, Any]]) -> None:
         """Compare with what there is after the sub-epoch, if its begin was noted.
 
         Args:
-            optimizers: those that made its updates, which were copies of the recipe's.
+            optimizers: those that made its updates, which were copies of the recipe's, each with
+                its LR scheduler, or None.
 
         Raises:
             ConfigurationError: training changed what it left alone in the trial's first steps, or
@@ -79,13 +84,15 @@ class LateEffects:
         self._draws.check()
         if self._before is None:
             return
-        (before, of_optimizer), after = self._before, self._read()
+        (before, of_optimizer, of_schedule), after = self._before, self._read()
         found = changed(before, after)
         in_order = {path for path in found if before.get(path) == after.get(path)}
         grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
         found -= grown | {path for path in in_order if is_shared(path)}
-        for optimizer in optimizers:
+        for optimizer, scheduler in optimizers:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
+            if scheduler is not None:
+                found |= changed(of_schedule, self._held.read_scheduler(scheduler))
         if late := sorted(path for path in found if not self._known.covers(path)):
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
@@ -108,6 +115,17 @@ class LateEffects:
     def all_values(self) -> Mapping[str, str]:
         """Return everything that there is, value by value."""
         return {EFFECT + path: value for path, value in self._read().items()}
+
+    def _read_schedule(self) -> Reading:
+        """Return what an LR scheduler holds that is made anew, as each visit makes its own."""
+        recipe = self._recipe
+        same = {id(parameter): parameter for parameter in recipe.model.parameters()}
+        optimizer = clone_optimizer(recipe.optimizer, same)
+        try:
+            scheduler = recipe.lr_schedule.make(optimizer, self._trial.steps_per_epoch)
+            return self._held.read_scheduler(scheduler)
+        finally:
+            let_go(optimizer)
 
     def _read(self) -> Reading:
         begun = time.thread_time()

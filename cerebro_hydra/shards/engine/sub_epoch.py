@@ -538,9 +538,9 @@ class SubEpoch:
         return None if self._idle is None else self._idle.elsewhere
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers of all shards that were here."""
-        return [optimizer for optimizer, _ in self._optimizers.values()]
+    def optimizers(self) -> list[tuple[torch.optim.Optimizer, Any]]:
+        """Return the optimizers of all shards that were here, each with its LR scheduler."""
+        return list(self._optimizers.values())
 
     def params(self, k: int) -> Mapping[str, nn.Parameter]:
         """Return the parameters of a shard that is here."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -200,8 +200,8 @@ class VisitRun:
         return self._sub_epoch.cursor(k)
 
     @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers of all shards that were here."""
+    def optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, Any]]:
+        """Return the optimizers of all shards that were here, each with its LR scheduler."""
         return self._sub_epoch.optimizers
 
     def _will_return_to(self, k: int) -> bool:

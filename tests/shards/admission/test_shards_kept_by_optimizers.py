@@ -68,6 +68,10 @@ def counted_by(calls: list[int]) -> Callable[[torch.optim.Optimizer], LambdaLR]:
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
+def each_counted(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return counted_by([0])(optimizer)
+
+
 REFUSED: dict[str, tuple[Callable[[int], Make], str]] = {
     "a count in a hook": (
         lambda shards: mlp_recipe(counting_hook, shards=shards),
@@ -80,6 +84,11 @@ REFUSED: dict[str, tuple[Callable[[int], Make], str]] = {
     "state under another key": (
         lambda shards: mlp_recipe(by(KeepsForAll), shards=shards),
         r"KeepsForAll keeps state under 'all', which is no parameter.* as group\['all'\]",
+    ),
+    "a count that each LR scheduler has for itself": (
+        lambda shards: mlp_recipe(shards=shards, lr_scheduler=each_counted),
+        r"each step changes attribute 'lr_lambdas' of the lr_scheduler \(LambdaLR\) at "
+        r"\[0\]\.calls\[0\].*the epoch",
     ),
     "a count in an LR lambda": (
         lambda shards: mlp_recipe(shards=shards, lr_scheduler=counted_by([0])),

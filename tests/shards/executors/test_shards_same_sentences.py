@@ -67,7 +67,7 @@ def watched(train: Train) -> Train:
         effects = begun(trial, trial.recipe)
         with effects.watched():
             train(trial, profile, windows)
-        effects.check([trial.recipe.optimizer])
+        effects.check([(trial.recipe.optimizer, None)])
 
     return run
 
@@ -93,7 +93,7 @@ def pipelined(
     Worker([Resident(trial, spec, Moving(make, spec))], 0, 0, 3).run()
     trial.step += len(windows)
     for effects, recipe in devices:
-        effects.check([recipe.optimizer])
+        effects.check([(recipe.optimizer, None)])
 
 
 @dataclass(frozen=True)
