@@ -81,10 +81,16 @@ class ModuleTasks:
         self._modules = dict(recipe.model.named_modules())
         self._recompute = recompute
         self._owners = {p.name: p.owner for p in cut_model.params}
+        self._counters: dict[int, list[str]] = {}  # of each shard, buffers of a single element
+        for each in cut_model.buffers:
+            if recipe.model.get_buffer(each.name).numel() == 1:
+                self._counters.setdefault(each.owner, []).append(each.name)
+        self._counted: dict[str, Tensor] = {}  # those of an unseen forward, as it found them
         self._inside = False  # of a unit that is run under a checkpoint
         self._noisy: dict[nn.Module, bool] = {}
         self._runs: list[_UnitRun] = []  # of the shard that runs forward, which run again
-        self._unseen = False  # whether shards were away while no operation was looked at
+        self._notes = False  # whether shards are away while no operation is looked at
+        self._unseen = False  # whether that was so in any microbatch
         self._batch: Microbatch
         self._reach: Reach = _unasked
         self._unit = ""
@@ -107,7 +113,9 @@ class ModuleTasks:
         recipe = self._recipe
         self._batch, self._reach = batch, reach
         self._runs.clear()
-        self._unseen |= not batch.looks and bool(self._bound.absent())
+        self._counted.clear()
+        self._notes = not batch.looks and bool(self._bound.absent())
+        self._unseen |= self._notes
         self._forward_at, self._backward_at = -1, self._last + 1
         with self._told_uses_elsewhere(), torch.enable_grad(), recipe.precision():
             self._go_forward(0)
@@ -165,13 +173,14 @@ class ModuleTasks:
     def _read_elsewhere(self) -> str | None:
         """Return a parameter that the forward reads while its shard is not here, if there is one.
 
-        It runs again without any values, and only for this, because what follows is an error.
+        It runs again without any values, and only for this, because what follows is an error. What
+        counts steps is as it was, since it may decide what is read.
         """
         recipe, batch = self._recipe, self._batch
-        self._reach, self._forward_at = _unasked, 0
+        self._reach, self._forward_at, self._notes = _unasked, 0, False
 
         def forward() -> None:
-            with recipe.precision():
+            with recipe.precision(), self._bound.replaced_buffers(self._counted):
                 outputs = recipe.call(recipe.model, batch.inputs)
                 self._go_forward(self._last)
                 batch.loss_of(outputs)
@@ -205,6 +214,8 @@ class ModuleTasks:
             self._runs.clear()
             self._forward_at += 1
             self._reach("F", self._forward_at)
+            for name in self._counters.get(self._forward_at, ()) if self._notes else ():
+                self._counted[name] = self._bound.current(("buffer", name)).clone()
 
     def _go_backward(self, shard: int) -> None:
         while self._backward_at > shard:

@@ -226,7 +226,7 @@ class Late(zoo.Net):
 
 
 class Midst(Late):
-    """Reads another layer in a hook of the sixth step, the second since the switch is on."""
+    """Reads another layer in the sixth step, the second since the switch is on, by a counter."""
 
     def add(self) -> None:
         super().add()
@@ -247,6 +247,10 @@ class Midst(Late):
     def goes(self, module: nn.Module, before: Any, after: Any) -> Any:
         factor = 1 + self.a.weight.mean() if self.is_now("midst of backward") else 1
         return tuple(each if each is None else each * factor for each in before)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * (1 + self.a.weight.mean()) if self.is_now("midst") and self.training else out
 
 
 class Loss(nn.Module):
@@ -439,7 +443,11 @@ FINDINGS: dict[str, Finding] = {
         of_model("hook", reads("c")), StepDiffers, ELSEWHERE.format("c.weight"), SHARDS
     ),
     "a hook's read between steps that are looked at": Finding(
-        midst("midst of forward"), StepDiffers, f"{NAN}; {HOOK_OF_ABSENT}",
+        midst("midst of forward"), StepDiffers, ELSEWHERE.format("c.weight"),
+        frozenset({"leaves"}), not_in=TWO_STEPS,
+    ),
+    "a read between steps that are looked at": Finding(
+        midst("midst"), StepDiffers, ELSEWHERE.format("a.weight"),
         frozenset({"leaves"}), not_in=TWO_STEPS,
     ),
     "a backward hook's read there": Finding(
@@ -580,6 +588,7 @@ OUTCOMES: dict[type[Exception], FailureKind] = {
 QUICK = {
     "a read of a shard that has not come": {"uncut", "shards", "small device", "roomy device"},
     "a hook's read between steps that are looked at": {"shards", "small device"},
+    "a read between steps that are looked at": {"shards", "alone", "small device"},
     "a backward hook's read there": {"shards", "alone"},
     "pruning of a layer whose shard has not come": {"shards", "small device"},
     "a write to a buffer whose shard is done": {"one shard", "shards", "small devices"},
