@@ -71,6 +71,13 @@ NOT_REPRODUCIBLE = (
     "counters, and for random numbers that are not torch's"
 )
 
+STILL_DIFFERS = (
+    "a step of training differs from the same step in plain PyTorch, although the trial is trained "
+    "in one piece where a device has room for that: {}. If none has, raise device_memory, or lower "
+    "the batch size; else look for state outside of parameters and buffers, such as counters, and "
+    "for random numbers that are not torch's"
+)
+
 REPLICAS_IN_ONE_PIECE = (
     "a step of training in shards differs from the same step in plain PyTorch: {}. The trial would "
     "be trained in one piece, which replicas are not; take shards=1, or leave replicas out"
@@ -165,8 +172,10 @@ class TrialCourse:
         """Train the trial again in one piece, or end it if it is one already."""
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
         self._tables.log(index, f"attempt {attempt.number}: audit failed: {difference}")
-        if trial.uncut or len(trial.config.initial_digests) == 1:
+        if len(trial.config.initial_digests) == 1:
             return self.fail(index, NOT_REPRODUCIBLE.format(difference))
+        if trial.uncut:
+            return self.fail(index, STILL_DIFFERS.format(difference))
         if trial.config.replicas > 1:
             return self.fail(index, REPLICAS_IN_ONE_PIECE.format(difference))
         told = self._attempts.abandon_all(trial)

@@ -56,6 +56,15 @@ def test_a_difference_takes_back_whatever_was_committed_and_every_metric() -> No
     assert (finish.status, finish.state) == ("finished", 4)
 
 
+def test_a_difference_after_that_fails_it_with_what_one_piece_needs() -> None:
+    run = AuditedDriver()
+    run.fail_audit()
+    (finish,) = of(ins.FinishTrial, run.fail_audit())
+    assert finish.status == "failed"
+    assert f"in one piece where a device has room for that: {DIFFERENCE}" in finish.reason
+    assert "raise device_memory" in finish.reason
+
+
 def test_a_state_that_is_being_written_stays_until_it_is_written() -> None:
     run = AuditedDriver(epochs=4, patience=3)
     run.train("a", loss=1.0)
