@@ -24,6 +24,7 @@ from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.readings import KnownChanges
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,
@@ -253,7 +254,7 @@ def _admit(
         shards = len(choice.spec.at) + 1
         way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
         attempts.append(FailedAttempt(way, reason))
-    raise _refusal(attempts) if refused is None else _noted(refused, attempts)
+    raise _refusal(attempts, check) if refused is None else _noted(refused, attempts)
 
 
 def _uncompiled(name: str) -> str:
@@ -270,13 +271,14 @@ def _failed(error: Exception) -> str:
     return f"a step failed: {type(error).__name__}: {error_text(error)}"
 
 
-def _refusal(attempts: Sequence[FailedAttempt]) -> ConfigurationError:
+def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError:
     """Return the error of a model that differs even as one shard, with the attempts as notes."""
     difference = attempts[-1].reason.partition("; ")[0]
+    changed = " and ".join(KnownChanges(check.attributes).told(most=2))
     refusal = ConfigurationError(
         f"the model can't be trained reproducibly, as {difference}; look for random numbers from "
         "outside of torch's CPU generator or in evaluation, and for state outside of parameters "
-        "and buffers"
+        "and buffers" + (f", such as {changed}, which the first steps changed" if changed else "")
     )
     return _noted(refusal, attempts)
 

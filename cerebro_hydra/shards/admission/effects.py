@@ -27,6 +27,7 @@ from cerebro_hydra.shards.admission.held_state import (
 from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
+    GENERATOR,
     KnownChanges,
     Reading,
     changed,
@@ -301,7 +302,8 @@ class SideEffects:
         for path in sorted(without):
             differs = any(state.get(path) != without[path] for state in with_history)
             if differs and name_of(path) in names:
-                raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
+                instead = remedy(path, without[path])
+                raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
 
     def check_caches(
         self,
@@ -470,9 +472,15 @@ def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
     return {path for path in paths if reading.get(path, "").startswith(kinds)}
 
 
-def remedy(path: str) -> str:
-    """Return what to do in place of changing a value, in words."""
+def remedy(path: str, read: str = "") -> str:
+    """Return what to do in place of changing a value, in words.
+
+    Args:
+        read: what a reading has of it.
+    """
     name = name_of(path)
+    if read.startswith(GENERATOR):
+        return "draw from torch without a generator, as by torch.rand(()); a shard's key seeds that"
     if name.startswith(OF_HOOKS):
         return "let the hook write to a file or a logger in place of it"
     if name.startswith(OF_GRADIENT_HOOKS):

@@ -96,7 +96,7 @@ class LateEffects:
         if late := sorted(path for path in found if not self._known.covers(path)):
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
-                f"is no part of the state that hops: {remedy(late[0])}"
+                f"is no part of the state that hops: {remedy(late[0], after.get(late[0], ''))}"
             )
 
     def begin_step(self, window: int) -> None:

@@ -48,6 +48,7 @@ from cerebro_hydra.shards.admission.named_by_code import (
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
     CONTAINER,
+    GENERATOR,
     NOTHING,
     OF_CLASS,
     OF_ENVIRONMENT,
@@ -232,7 +233,7 @@ class ObjectReader:
 
     def _read_object(self, path: str, value: Any) -> None:
         if (state := _generator_state(value)) is not None:
-            self.found[path] = _short(f"{_name(type(value))} {state}")
+            self.found[path] = f"{GENERATOR}{state}"
         elif isinstance(value, dict | types.MappingProxyType):
             self._read_entries(path, value)
             if isinstance(value, dict):

@@ -23,6 +23,9 @@ NOTHING = "None"
 CONTAINER = "<"
 """Begins what is read of a container."""
 
+GENERATOR = "a generator of random numbers "
+"""Begins what is read of one."""
+
 OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environment variable "
 """Begin, or are in, the names of what belongs to its process."""
 
@@ -124,6 +127,12 @@ class KnownChanges:
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
         self._filled.update(filled)
+
+    def told(self, most: int) -> list[str]:
+        """Return what changed, in words, the first of it."""
+        others = (self.SAME, self.EMPTY, self.FILLED)
+        paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
+        return sorted(set(map(told, paths)))[:most]
 
     def may_grow(self, path: str) -> bool:
         """Return whether a value that is new may be a cache's, which trials share."""

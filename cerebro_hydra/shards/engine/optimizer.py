@@ -91,7 +91,8 @@ def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) ->
     if not isinstance(value, Tensor) or not isinstance(key, str):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
-            f"{type(value).__name__}; only tensors can hop, so choose another optimizer"
+            f"{type(value).__name__}; only tensors with a string for their name hop there, so keep "
+            "a tensor in place of it, or what is the same for all parameters in their group"
         )
     if value.layout is not torch.strided:
         raise ConfigurationError(

@@ -83,6 +83,27 @@ def plain_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+class Noisy(zoo.Net):
+    def add(self):
+        self.noise = torch.Generator()
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=self.noise))
+
+
+class BeginsOnce(zoo.Net):
+    """Makes a buffer of the first batch."""
+
+    def add(self):
+        self.register_buffer("shift", torch.zeros(6))
+        self.begun = False
+
+    def forward(self, x):
+        if self.training and not self.begun:
+            self.shift, self.begun = x.mean(0), True
+        return super().forward(x - self.shift)
+
+
 TOLD: dict[str, tuple[Make, str]] = {
     "inference mode": (
         made(Infers),
@@ -118,6 +139,12 @@ TOLD: dict[str, tuple[Make, str]] = {
     ),
     "what a forward hook keeps": (
         keeping("register_forward_hook"), "changes what is kept by a forward hook of module 'b'"
+    ),
+    "a generator": (
+        made(Noisy), r"attribute 'noise' of the model .*; draw from torch without a generator"
+    ),
+    "a flag that begins something once": (
+        made(BeginsOnce), r"such as attribute 'begun' of the model .*, which the first steps change"
     ),
     "a sparse momentum": (
         sparse_with(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
