@@ -115,11 +115,11 @@ def damped_late(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def scheduled(shards: int) -> Recipe:
+def scheduled(shards: int, lr_scheduler: Callable[..., Any] = damped_late) -> Recipe:
     recipe = made(shards=shards)
     return Recipe(
         recipe.model, recipe.optimizer, nn.CrossEntropyLoss(),
-        batch_size=BATCH, shards=shards, lr_scheduler=damped_late,
+        batch_size=BATCH, shards=shards, lr_scheduler=lr_scheduler,
     ).bind(COLUMNS)  # fmt: skip
 
 
@@ -249,7 +249,7 @@ LATE: dict[str, tuple[Callable[[int], Recipe], str]] = {
     "one entry of a collate's closure": (
         collating, r"a value of the collate at \.held\['amp'\]"
     ),
-    "a module": (child(anew), "parameter '2.act.bias'"),
+    "a module": (child(anew), "the class of module '2.act'"),
     "a class": (child(of_class), "the class of module '2.act'"),
     "a parameter": (child(a_parameter), "parameter '2.w'"),
     "a buffer": (child(a_buffer), "buffer '2.g', which training makes"),
@@ -348,6 +348,19 @@ def test_late_draws_from_global_generators_are_refused_as_early_ones_are(
     failed = agent.train()
     assert isinstance(failed, events.TaskFailed), failed
     assert f"draw random numbers from {name}, which don't restart" in failed.error
+
+
+def remembers(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    rates: dict[int, float] = {}
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rates.setdefault(step, 0.99**step)
+    )
+
+
+def test_an_lr_lambda_may_remember_what_it_gave_for_each_step(start: Callable[..., Agent]) -> None:
+    agent = start(lambda: scheduled(2, remembers), share=0.0)
+    ended = agent.train()
+    assert not isinstance(ended, events.TaskFailed), ended
 
 
 class Caches(Event):

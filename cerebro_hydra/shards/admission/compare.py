@@ -148,6 +148,7 @@ class CutCheck:
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
             trainer = plain_trainer(recipe, trial_seed)
+            effects.before_steps(trainer.scheduler)
             writes = WrittenTensors(model, initial)
             for example, times in windows:
                 measured = profile.measured(model) if example is largest else nullcontext()

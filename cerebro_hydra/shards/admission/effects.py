@@ -233,6 +233,10 @@ class SideEffects:
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
 
+    def before_steps(self, scheduler: Any | None) -> None:
+        """Read an LR scheduler that was made for these steps."""
+        self._schedulers.append(self._held.read_scheduler(scheduler))
+
     def after_step(self, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
         """Read all of it after a step; the first two are on the same example."""
         self._readings.append(self._held.read())

@@ -93,7 +93,9 @@ class LateEffects:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
-        if late := sorted(path for path in found if not self._known.covers(path)):
+        found = {path for path in found if not self._known.covers(path)}
+        # What another module holds in a module's place follows from its class.
+        if late := sorted(found, key=lambda path: (not path.startswith("the class"), path)):
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
                 f"is no part of the state that hops: {remedy(late[0], after.get(late[0], ''))}"
