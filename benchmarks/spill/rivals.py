@@ -127,11 +127,14 @@ class Case:
         features, labels = (torch.from_numpy(each[order]) for each in self.data)
         yield from zip(features.split(self.batch), labels.split(self.batch), strict=True)
 
-    def recipe(self, params: Mapping[str, Any]) -> Recipe:
+    def recipe(self, params: Mapping[str, Any], optimizer_on: Any = "device") -> Recipe:
         net = self.net()
         places = [*(f"layers.{number}" for number in range(self.layers)), "last"]
         optimizer = adamw(net)
-        return Recipe(net, optimizer, loss_of, batch_size=self.batch, shards=places, cut="modules")
+        return Recipe(
+            net, optimizer, loss_of, batch_size=self.batch, shards=places, cut="modules",
+            optimizer_on=optimizer_on,
+        )  # fmt: skip
 
 
 VOCABULARY = 1024
@@ -292,9 +295,10 @@ class ByHand(Plain):
 class Ours:
     """Is a worker of this package."""
 
-    def __init__(self, case: Case, variant: Variant) -> None:
+    def __init__(self, case: Case, variant: Variant, optimizer_on: str = "device") -> None:
         features, labels = case.data
-        trial = MemoryTrial(case.recipe, {"inputs": features}, {"label": labels})
+        make = functools.partial(case.recipe, optimizer_on=optimizer_on)
+        trial = MemoryTrial(make, {"inputs": features}, {"label": labels})
         self.shards = len(trial.initial)
         self.worker = Worker(trial, variant)
         trial.initial.clear()
@@ -328,6 +332,9 @@ def contenders(case: Case) -> dict[str, Make]:
         found["DeepSpeed, offload"] = DeepSpeed
     for share in case.shares:
         found[f"ours, 1/{share}"] = functools.partial(Ours, variant=Variant(share))
+        found[f"ours, 1/{share}, optimizer on the host"] = functools.partial(
+            Ours, variant=Variant(share), optimizer_on="host"
+        )
     return found
 
 

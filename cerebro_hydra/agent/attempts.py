@@ -212,7 +212,7 @@ class VisitPlanner:
     ) -> VisitSpec:
         """Describe a visit of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
-        spec = profile.training(number, microbatches, window, recompute)
+        spec = replace(profile.training(number, microbatches, window, recompute), at_home=False)
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
         return spec if recompute else replace(spec, unit_seconds=0.0, whole=True)
 

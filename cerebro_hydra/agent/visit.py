@@ -22,6 +22,7 @@ from cerebro_hydra.agent.device.messages import (
     Move,
     VisitOrder,
     copy_of,
+    home_of,
 )
 from cerebro_hydra.agent.device.task_watch import Task, VisitTime
 from cerebro_hydra.agent.device.worker_devices import WorkerDevice
@@ -177,6 +178,10 @@ class Visit:
         """Return the order to do a unit."""
         graph = self.spec.graph
         order = Compute(tuple(tasks)) if self.boundary is None else self.boundary.order(tasks)
+        if self.spec.updates_at_home:
+            updated = [task.shard for task in tasks if task.kind is ActionKind.U]
+            homes = {home_of(k): self.homes[k].slabs["trainable"] for k in updated}
+            order = replace(order, slabs={**order.slabs, **homes})
         if self.watched or self.audits is not None:
             ends = (graph.window_of(n * graph.window)[-1] for n in {0, self.audited or 0})
             order = replace(order, watched=tuple(ends))
@@ -493,7 +498,8 @@ class HostMoves:
                 home.to_dram()
             else:
                 home = ShardHome(held, segments)
-            if visit.resident and visit.spec.graph.training and not visit.mapped:
+            changed = visit.resident or visit.spec.updates_at_home
+            if changed and visit.spec.graph.training and not visit.mapped:
                 home.own_trainable()
             if nbytes := visit.versions(action.shard):
                 home.room_for({"versions": nbytes})

@@ -81,6 +81,7 @@ def trial_spec(
         parameters=sum(p.numel() for p in recipe.model.parameters()),
         schedule=recipe.schedule,
         recompute=asked_recompute(recipe),
+        optimizer_on=recipe.optimizer_on,
         plan=plan,
     )
 
@@ -112,7 +113,10 @@ class PlannedTrial:
         """Return what the queues must know of it."""
         sizes: _Sizes = decode(_Sizes, dict(self.spec.sizes or {}), "the sizes of a trial")
         tasks = None if self.spec.tasks is None else TaskProfile.from_json(self.spec.tasks)
-        return TrialProfile(sizes["shards"], sizes["tied"], sizes["barrier"], tasks)
+        return TrialProfile(
+            sizes["shards"], sizes["tied"], sizes["barrier"], tasks,
+            at_home=self.spec.optimizer_on == "host",
+        )  # fmt: skip
 
     @cached_property
     def structure(self) -> str:

@@ -187,6 +187,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
             f"clip_grad_norm is {options['clip_grad_norm']!r} and clip_grad_value is "
             f"{options['clip_grad_value']!r}; choose one of them"
         )
+    if (place := options["optimizer_on"]) not in ("device", "host"):
+        raise ConfigurationError(f"optimizer_on is {place!r}; it is 'device' or 'host'")
     recompute, autocast, ema = options["recompute"], options["autocast"], options["ema"]
     if recompute != AUTO and not isinstance(recompute, bool):
         raise ConfigurationError(f"recompute is {recompute!r}; it is True, False or 'auto'")

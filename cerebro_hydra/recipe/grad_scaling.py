@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.recipe.placement import on_the_host
 
 SCALED = "float16"
 """The precision of autocast in which small gradients vanish unless the loss is scaled."""
@@ -158,12 +160,22 @@ class GradScaling:
         return False
 
 
-def take_step(optimizer: torch.optim.Optimizer, scaling: GradScaling | None, number: int) -> bool:
-    """Take an optimizer step, whose number counts from 0; return whether it was not skipped."""
-    if scaling is not None:
-        return scaling.step(optimizer, number)
-    optimizer.step()
-    return True
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    scaling: GradScaling | None,
+    number: int,
+    on_host: bool = False,
+) -> bool:
+    """Take an optimizer step, whose number counts from 0; return whether it was not skipped.
+
+    Args:
+        on_host: whether the kernels of the CPU take it, wherever the parameters are.
+    """
+    with on_the_host(optimizer) if on_host else nullcontext():
+        if scaling is not None:
+            return scaling.step(optimizer, number)
+        optimizer.step()
+        return True
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ _REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "grad_scaler": ((None,), "nothing scales its losses; train in bfloat16 or float32"),
     "replicas": ((1,), "gradients of replicas are summed before a step, which it takes itself"),
     "recompute": (("auto", False), "call torch.utils.checkpoint in the model in its place"),
+    "optimizer_on": (("device",), "the step itself calls its optimizers"),
 }
 """Options that such a step has no use for: what they may be, and what to do instead."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any
 
@@ -86,6 +88,40 @@ def stays_on_host(group: dict[str, Any], key: Any) -> bool:
     would wait for the device each time. torch loads checkpoints by this rule.
     """
     return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+
+@contextmanager
+def on_the_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let parameters that have gradients be on the CPU for a step, with their optimizer state.
+
+    What a step changes is copied back. For a device that is the CPU nothing is copied.
+    """
+    away: list[tuple[Tensor, Tensor, Tensor]] = []
+    state: list[tuple[Tensor, Tensor]] = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is None or parameter.device == CPU:
+            continue
+        away.append((parameter, parameter.data, parameter.grad))
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.device != CPU:
+                optimizer.state[parameter][key] = here = value.to(CPU)
+                state.append((value, here))
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(CPU)
+        parameter.grad = gradient.to(CPU)
+    try:
+        yield
+    finally:
+        for parameter, value, gradient in away:
+            stepped, parameter.grad = parameter.data, None
+            parameter.data = value.copy_(stepped)
+            parameter.grad = gradient
+        for value, here in state:
+            value.copy_(here)
+        originals = {id(here): value for value, here in state}
+        for parameter, *_ in away:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                optimizer.state[parameter][key] = originals.get(id(value), value)
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

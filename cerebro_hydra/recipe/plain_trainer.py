@@ -162,7 +162,7 @@ class PlainTrainer:
         if recipe.clip_grad_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), recipe.clip_grad_value)
         self.phase = "optimizer step"
-        if take_step(recipe.optimizer, scaling, self.steps):
+        if take_step(recipe.optimizer, scaling, self.steps, recipe.optimizer_on == "host"):
             recipe.lr_schedule.after_step(self.scheduler)
         if self.ema is not None:
             self.ema.update_parameters(model)

@@ -145,8 +145,7 @@ class Recipe:
             shards each has, such as [2, 1, 1]. By "pipedream" and "2bw" results depend on them.
         recompute: whether a backward computes its shard's activations again, so that a device needs
             only the shard at hand; "auto" does so where a device can't hold the whole trial.
-        grad_scaler: with what scale float16 begins, and how that changes; None is torch's default.
-            It is copied, and stays as it is.
+        grad_scaler: how the scale of float16 begins and changes; a copy is used. None is torch's.
         decode: what columns of bytes become, by name: "jpeg" or "png" gives uint8 of shape
             (channels, height, width), or a function of bytes returns an array or tensor of uint8,
             the same for equal bytes. `collate` is given a list with a tensor for each row, or with
@@ -159,6 +158,8 @@ class Recipe:
             shard.
         replicas: workers that train it at once, with a batch each in each of `accumulate` rounds;
             or "tail" for as many as there are to each trial that is left at the end of its search.
+        optimizer_on: "host" keeps optimizer state and moving averages in DRAM, where the CPU
+            updates parameters, so that a device needs no room for them; on a GPU bits are others.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -191,6 +192,7 @@ class Recipe:
     decode: Mapping[str, Decoder] | None = None
     training_step: OwnStep | None = None
     replicas: int | Literal["tail"] = 1
+    optimizer_on: Literal["device", "host"] = "device"
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 

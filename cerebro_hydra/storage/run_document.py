@@ -72,7 +72,8 @@ class TrialSpec:
     updates older the weights are that its tasks read, where its schedule lets them. `stages` is how
     many shards each stage of its pipeline has; it is empty where `tasks` and the devices decide, as
     that changes no result. `plan` is what `plan="auto"` chose in place of `schedule` and
-    `recompute`.
+    `recompute`. `optimizer_on` says whose kernels update the parameters, on which bits depend where
+    the device is a GPU.
     """
 
     trial: Count
@@ -99,6 +100,7 @@ class TrialSpec:
     parameters: Count = 0
     schedule: Annotated[str, _trainable_schedule] = "sequential"
     recompute: bool | None = None
+    optimizer_on: Annotated[str, one_of("device", "host")] = "device"
     tasks: Mapping[str, Any] | None = None
     finer: bool = False
     attributes: tuple[str, ...] = ()

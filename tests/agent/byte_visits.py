@@ -65,6 +65,7 @@ class ByteTrials:
     stale: bool = False
     hooks: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
     apart: int = 0
+    at_home: bool = False
 
     def __call__(self) -> ByteTrials:
         """Be what makes the opener, too."""
@@ -86,7 +87,7 @@ class ByteTrials:
         shards = (
             ShardBytes(n // 2, n, n - apart + 1 if outlive else 0, False, apart) for n in sizes
         )
-        return TrialProfile(tuple(shards), (), False)
+        return TrialProfile(tuple(shards), (), False, at_home=self.at_home)
 
     def open(self, order: VisitOrder) -> ByteRun:
         if order.audits is not None and self.faults.get(order.task.trial) == "unauditable":

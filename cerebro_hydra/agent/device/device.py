@@ -45,6 +45,7 @@ from cerebro_hydra.agent.device.messages import (
     Profiled,
     VisitOrder,
     copy_of,
+    home_of,
 )
 from cerebro_hydra.agent.device.runtime import DeviceRuntime, HostRuntime, Lane
 from cerebro_hydra.agent.device.task_watch import Task
@@ -328,18 +329,22 @@ class Device:
         """Let the visit of a task have its shard, and copy the shard if that is wanted before."""
         assert self._given is not None
         key, visit, unit = (task.trial, task.shard), self._visits[task.trial], self._given.unit
+        slots = self._slots[key]
+        split = slots["trainable"].nbytes
         if key in self._unbound:
             cursor, _ = self._unbound.pop(key)
-            visit.load(task.shard, self._slots[key], cursor)
+            visit.load(task.shard, slots, cursor)
         elif key in self._grown:
             self._grown.remove(key)
-            visit.complete(task.shard, self._slots[key])
+            visit.complete(task.shard, slots)
+        if task.kind is ActionKind.U and (home := unit.slabs.get(home_of(task.shard))) is not None:
+            slots = {**slots, "optimizer": memory_of(home[split:])}
+            visit.complete(task.shard, slots)
         if unit.copied is not None and (copy := unit.slabs.get(copy_of(task.shard))) is not None:
-            split = self._slots[key]["trainable"].nbytes
             if (task.kind, task.microbatch) == (ActionKind.F, unit.copied[0]):
-                self._memory.demote(self._slots[key], {"trainable": copy[:split]})
+                self._memory.demote(slots, {"trainable": copy[:split]})
             elif (task.kind, task.microbatch) == (ActionKind.U, unit.copied[1]):
-                self._memory.demote(self._slots[key], {"optimizer": copy[split:]})
+                self._memory.demote(slots, {"optimizer": copy[split:]})
                 self._given.cursor = visit.cursor(task.shard)
 
     def _perform(self, task: Action) -> None:

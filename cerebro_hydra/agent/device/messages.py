@@ -95,7 +95,8 @@ class Compute:
     Args:
         slabs: host memory by names. In "boundary" the unit finds its microbatch and leaves it; none
             where microbatches stay on one device. To `copy_of(k)` shard k is copied as it is before
-            the first step that is watched.
+            the first step that is watched. `home_of(k)` has the trainable segment of a shard whose
+            update changes optimizer state there.
         record: says what lies in "boundary".
         watched: the microbatches that end the steps after which shards' digests are told.
         copied: the first and last microbatch of that step. Before F of the first one parameters and
@@ -117,6 +118,11 @@ class Compute:
 def copy_of(shard: int) -> str:
     """Return the name of the slab that a shard is copied to."""
     return f"copy of {shard}"
+
+
+def home_of(shard: int) -> str:
+    """Return the name of the slab that is a shard's home."""
+    return f"home of {shard}"
 
 
 @dataclass(frozen=True, slots=True)

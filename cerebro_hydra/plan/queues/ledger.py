@@ -131,7 +131,7 @@ class Block:
         Of so many microbatches there may be boundary values, with which a task can be done again.
         After an update there are no gradients.
         """
-        self.written |= {part for part in WRITTEN[task.kind] if part in self.sizes}
+        self.written |= self.parts.intersection(WRITTEN[task.kind])
         if task.kind is ActionKind.U:
             self.written.discard(Part.GRADIENTS)
         elif task.kind is ActionKind.B and Part.GRADIENTS not in self.sizes:

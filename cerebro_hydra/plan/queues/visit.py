@@ -168,6 +168,10 @@ class Visit:
         """Return whether the boundary values of a task that was done are still there."""
         return (task.microbatch or 0) > (self.microbatch or 0) - self.most_open
 
+    def changes_home(self, task: Action) -> bool:
+        """Return whether a task changes what DRAM has of its shard, so that it is done but once."""
+        return task.kind is U and self.spec.updates_at_home
+
     @property
     def remaining(self) -> float:
         """Return the seconds of all tasks that no unit has taken."""

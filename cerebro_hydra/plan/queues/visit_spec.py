@@ -142,6 +142,8 @@ class VisitSpec:
         whole: every task needs the whole state of its shard, as where it lies in place, or where
             the uncut model takes a step in one of them.
         audits: another visit waits for this one, which takes a step of it again and comes first.
+        at_home: updates find optimizer state and moving averages in DRAM, and change them there, so
+            that no device ever has them.
 
     Raises:
         ValueError: microbatches of a cut by modules can't be pipelined, or the places are not
@@ -162,6 +164,7 @@ class VisitSpec:
     source: StateName | None = None
     whole: bool = False
     audits: bool = False
+    at_home: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a schedule that the cut can't follow."""
@@ -236,11 +239,19 @@ class VisitSpec:
     def on_device(self, shard: int) -> int:
         """Return the most bytes of a shard's state that a device has at once."""
         each = self.shards[shard]
-        return each.state if self.graph.training or self.whole else each.sizes[Part.PARAMETERS]
+        if not (self.graph.training or self.whole):
+            return each.sizes[Part.PARAMETERS]
+        return each.state - (each.optimizer if self.updates_at_home else 0)
+
+    @property
+    def updates_at_home(self) -> bool:
+        """Return whether updates change optimizer state in DRAM, which a device never has."""
+        return self.at_home and not self.whole
 
     def read(self, task: Action) -> frozenset[Part]:
-        """Return the parts of its shard's state that a task needs."""
-        return READ[U if self.whole else task.kind]
+        """Return the parts of its shard's state that a task needs on its device."""
+        parts = READ[U if self.whole else task.kind]
+        return parts - {Part.OPTIMIZER} if self.updates_at_home else parts
 
     @property
     def boundary_bytes(self) -> int:

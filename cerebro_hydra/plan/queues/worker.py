@@ -546,13 +546,15 @@ class WorkerState:
         undone += queue.reserved.tasks if queue.reserved is not None else ()
         for task in undone:
             redo.setdefault(task.trial, []).append(task)
-            if not self.visits[task.trial].can_redo(task):
+            visit = self.visits[task.trial]
+            if not visit.can_redo(task) or visit.changes_home(task):
                 torn.add(task.trial)
         for block in self.ledger.on(queue.number):
             visit = self.visits[block.key.visit]
             if block.dirty:
                 redo.setdefault(visit.spec.visit, []).extend(block.unsaved)
                 old = block.older_unsaved or not all(map(visit.can_redo, block.unsaved))
+                old |= any(map(visit.changes_home, block.unsaved))
                 if block.move == "spilling" or old or visit.spec.stays:
                     torn.add(visit.spec.visit)
             self.ledger.lose(block)

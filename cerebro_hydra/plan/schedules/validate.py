@@ -189,6 +189,7 @@ class MemoryCheck:
         keeping: the visits whose forwards keep these bytes on the device until their backward.
         apart: the bytes of each state that a device may do without, by part: gradients in a
             forward, and what updates alone need in a backward. Without it all comes at once.
+        at_home: the visits whose updates find in DRAM what they alone need.
     """
 
     def __init__(
@@ -199,7 +200,9 @@ class MemoryCheck:
         activations: Mapping[Key, int] | None = None,
         keeping: Collection[int] = (),
         apart: Mapping[Key, Mapping[Part, int]] | None = None,
+        at_home: Collection[int] = (),
     ) -> None:
+        self._at_home = at_home
         self.budgets: dict[Place, int | None] = {**budgets, HOST: host_budget}
         self.peak: dict[Place, int] = dict.fromkeys(self.budgets, 0)
         self._used: dict[Place, int] = dict.fromkeys(self.budgets, 0)
@@ -352,7 +355,7 @@ class MemoryCheck:
     def _read(self, action: Action) -> set[Part]:
         """Return the parts that a task must find on its device."""
         parts = {*self._sizes((action.trial, action.shard))}
-        if action.kind is not U:
+        if action.kind is not U or action.trial in self._at_home:
             parts.discard(Part.OPTIMIZER)
         if action.kind is F:
             parts.discard(Part.GRADIENTS)
@@ -362,7 +365,7 @@ class MemoryCheck:
         """Note what a task leaves on its device; an update uses gradients up."""
         parts = {*self._sizes((action.trial, action.shard))}
         if action.kind is U:
-            here.written = parts - {Part.GRADIENTS}
+            here.written = self._read(action) - {Part.GRADIENTS}
         elif action.kind is B:
             here.written.add(Part.GRADIENTS if Part.GRADIENTS in parts else Part.PARAMETERS)
 

@@ -113,6 +113,7 @@ class WorkerSimulation:
         self._apart: dict[Key, PartBytes] = {}
         self._activations: dict[Key, int] = {}
         self._keeping: set[int] = set()
+        self._at_home: set[int] = set()
         self.check = MemoryCheck(
             dict(enumerate(budgets)),
             host_budget,
@@ -120,6 +121,7 @@ class WorkerSimulation:
             self._activations,
             self._keeping,
             self._apart,
+            self._at_home,
         )
         self._now = 0.0
         self._lanes: dict[Lane, deque[Action]] = {}
@@ -186,6 +188,8 @@ class WorkerSimulation:
         if isinstance(event, VisitAdded):
             if event.spec.keeps_all and event.spec.graph.training:
                 self._keeping.add(event.spec.visit)
+            if event.spec.updates_at_home:
+                self._at_home.add(event.spec.visit)
             for number, shard in enumerate(event.spec.shards):
                 self._state_bytes[event.spec.visit, number] = shard.state
                 self._apart[event.spec.visit, number] = shard.apart

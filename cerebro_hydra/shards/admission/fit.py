@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
@@ -118,11 +119,17 @@ def choose_number_to_fit(
 def _units(
     recipe: Recipe, points: CutPoints, profiled: Callable[[CutSpec], TrialProfile]
 ) -> Sequence[ShardSpec] | None:
-    """Return what each unit needs that could be a shard; None if it can't be measured."""
+    """Return what a device needs for each unit that could be a shard; None if nobody knows."""
     finest = profiled(points.spec(points.allowed))
     if finest.tasks is None or finest.tasks.recompute is None:
         return None
-    return finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True).shards
+    visit = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True)
+    return [
+        replace(
+            unit, state=visit.on_device(number), optimizer=0 if visit.at_home else unit.optimizer
+        )
+        for number, unit in enumerate(visit.shards)
+    ]
 
 
 def measure_shards(

@@ -47,6 +47,7 @@ class TrialProfile:
         tasks: what tasks need beside the shards; None if nobody has measured that.
         build_seconds: what the user's factory took.
         uncut: whether the plain trainer trains it, as one whose training step is the user's own.
+        at_home: whether optimizer state stays in DRAM; see `VisitSpec`.
     """
 
     shards: tuple[ShardBytes, ...]
@@ -55,6 +56,7 @@ class TrialProfile:
     tasks: TaskProfile | None = None
     build_seconds: float = 0.0
     uncut: bool = False
+    at_home: bool = False
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class TrialProfile:
             recipe.barrier,
             tasks,
             uncut=recipe.training_step is not None,
+            at_home=recipe.optimizer_on == "host",
         )
 
     def recomputes(
@@ -186,7 +189,9 @@ class TrialProfile:
         elif not recompute and schedule == "sequential":
             moving = None  # autograd's graphs stay where they are
         if moving is None:
-            return VisitSpec(visit, graph, shards, by_modules=True, recompute=recompute)
+            return VisitSpec(
+                visit, graph, shards, by_modules=True, recompute=recompute, at_home=self.at_home
+            )
         # A task has no more of what the microbatch holds on its device.
         held = sum(shard.boundary for shard in shards) if recompute else 0
         shards = tuple(
@@ -194,8 +199,9 @@ class TrialProfile:
             for shard, left in zip(shards, moving, strict=True)
         )
         found = VisitSpec(
-            visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices
-        )
+            visit, graph, shards, recompute=recompute, schedule=schedule, devices=devices,
+            at_home=self.at_home,
+        )  # fmt: skip
         found = pipeline.staged(found, [shard.gradients for shard in self.shards])
         crossing = None if self.tasks is None else self.tasks.crossing
         if crossing is None or found.crossings is None:

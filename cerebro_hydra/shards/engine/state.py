@@ -128,7 +128,7 @@ class ShardState:
             first: whether it is the trial's first step, which sets the averages to the parameters.
         """
         averages = list(self.ema.values())
-        current = [self.params[name].detach() for name in self.ema]
+        current = [self.params[n].detach().to(a.device) for n, a in self.ema.items()]
         if first:
             for average, parameter in zip(averages, current, strict=True):
                 average.copy_(parameter)

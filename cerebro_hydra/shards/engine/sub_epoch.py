@@ -450,7 +450,7 @@ class SubEpoch:
         if (versions := self._versions.get(k)) is not None:
             versions.begin_next()
         with self._told_reads_of_others(k, optimizer):
-            if take_step(optimizer, scaling, self.step):
+            if take_step(optimizer, scaling, self.step, self._recipe.optimizer_on == "host"):
                 self._recipe.lr_schedule.after_step(scheduler)
         state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped
         if self._recipe.ema is not None:

@@ -67,9 +67,16 @@ class CheckedState(WorkerState):
         self._bytes: dict[tuple[int, int], int] = {}
         self._work: dict[tuple[int, int], int] = {}
         self._keeping: set[int] = set()
+        self._at_home: set[int] = set()
         self._apart: dict[tuple[int, int], PartBytes] = {}
         self.check = MemoryCheck(
-            dict(enumerate(budgets)), host, self._bytes, self._work, self._keeping, self._apart
+            dict(enumerate(budgets)),
+            host,
+            self._bytes,
+            self._work,
+            self._keeping,
+            self._apart,
+            self._at_home,
         )
         self._tasks: dict[int, deque[Action]] = {n: deque() for n, _ in enumerate(budgets)}
         self.added: list[VisitSpec] = []
@@ -100,6 +107,8 @@ class CheckedState(WorkerState):
                     self.added.append(event.spec)
                     if event.spec.keeps_all and event.spec.graph.training:
                         self._keeping.add(event.spec.visit)
+                    if event.spec.updates_at_home:
+                        self._at_home.add(event.spec.visit)
                     for number, shard in enumerate(event.spec.shards):
                         self._bytes[event.spec.visit, number] = shard.state
                         self._work[event.spec.visit, number] = shard.activations

@@ -41,12 +41,12 @@ BYTES = sum(size + size // 2 for size in SIZES)  # of a state
 SOON = LossLimits(heartbeat_interval=0.1, missed_heartbeats=30)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_budgets_neighbours_and_killed_devices_leave_the_bytes_alone(seed: int) -> None:
     choice = random.Random(seed)
     sizes = tuple(choice.randrange(64, 5000) for _ in range(choice.randrange(1, 5)))
     window, seconds = choice.choice([1, 1, 3]), choice.choice([0, 0.002])
-    trials = ByteTrials(sizes, window, seconds, apart=seed % 2 and 50)
+    trials = ByteTrials(sizes, window, seconds, apart=seed % 2 and 50, at_home=seed % 4 == 3)
     need = trials.profile(0).training(0, 1, trials.window, True).device_need
     budgets = [choice.choice([need, 2 * need, None]) for _ in range(choice.randrange(1, 4))]
     number = choice.randrange(1, 5)

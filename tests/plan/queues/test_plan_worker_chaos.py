@@ -90,6 +90,7 @@ def specs(draw: st.DrawFn, visit: int, devices: int = 1, pipelined: bool = False
         schedule=schedule,
         devices=draw(st.integers(2 if pipelined else 1, devices)),
         whole=draw(st.integers(0, 3)) == 0,
+        at_home=draw(st.booleans()),
     )
     places = draw(st.permutations(range(devices)))[: len(spec.shares())]
     return replace(spec, places=tuple(places)) if draw(st.booleans()) else spec
@@ -194,7 +195,8 @@ def check_changes(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
                 assert there[key][Part.GRADIENTS] == backwards
                 there[key][Part.GRADIENTS] = []
             for part in written_by(task, shard):
-                there[key][part].append(task)
+                at_home = visits[key[0]].updates_at_home and part is Part.OPTIMIZER
+                (home if at_home else there)[key][part].append(task)
     expected = {(s.visit, k) for s in visits if s.graph.training for k in range(s.graph.shards)}
     assert sent == expected
 

@@ -386,6 +386,7 @@ class Worker:
             dict.fromkeys(range(devices), budget), host,
             {(s.visit, k): shard.state for s in specs for k, shard in enumerate(s.shards)},
             apart={(s.visit, k): shard.apart for s in specs for k, shard in enumerate(s.shards)},
+            at_home={each.visit for each in specs if each.updates_at_home},
         )  # fmt: skip
         self._state = WorkerState([budget] * devices, host, self._wander)
         self._choice = random.Random(seed)
