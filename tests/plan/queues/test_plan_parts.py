@@ -9,6 +9,7 @@ import pytest
 from cerebro_hydra.errors import InvalidSchedule
 from cerebro_hydra.plan.costs.moves import MoveRates
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.plan.queues.events import DeviceLost, VisitRestarted
 from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
@@ -60,6 +61,42 @@ def test_a_forward_that_changes_buffers_writes_parameters_alone() -> None:
     assert done(replace(SPEC, shards=(shard, shard)), 6).startswith(
         "t0s0LOAD[p] t0s0F0 t0s0SPILL[p] t0s1LOAD t0s1F0 t0s1B0 t0s1U0 t0s1SPILL t0s0LOAD t0s0B0"
     )
+
+
+def test_optimizer_state_at_home_is_never_moved_and_needs_no_room() -> None:
+    spec = replace(SPEC, at_home=True)
+    assert (spec.device_need, spec.host_state_bytes) == (2, 6)
+    assert done(spec, 2) == (
+        "t0s0LOAD[p] t0s0F0 t0s1LOAD[p] t0s1F0 t0s1B0 t0s1U0 t0s1SPILL[p] "
+        "t0s0LOAD[p] t0s0B0 t0s0U0 t0s0SPILL[p]"
+    )
+    assert replace(spec, whole=True).device_need == 6
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_a_visit_begins_anew_if_a_device_dies_that_was_given_an_update_at_home(
+    at_home: bool,
+) -> None:
+    """Else what the device had is done again."""
+    spec = replace(SPEC, by_modules=False, fused=False, at_home=at_home)
+    simulation = WorkerSimulation([spec], [None, None], None, sharp, lambda action: 1.0)
+    while "t0s1B0@0" not in {str(each.action) for each in simulation.timeline.done}:
+        simulation.step()
+    assert (VisitRestarted(0) in simulation.state.handle([DeviceLost(0)])) is at_home
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_a_visit_begins_anew_if_a_device_dies_that_has_updated_its_home(at_home: bool) -> None:
+    """The first device has room for the second shard alone, so that the other one goes on."""
+    shards = replace(SHARD, state=30, optimizer=4), SHARD
+    spec = replace(SPEC, graph=TaskGraph(2, 2), shards=shards, by_modules=False, at_home=at_home)
+    simulation = WorkerSimulation(
+        [spec], [8, None], None, sharp, lambda action: 1.0, double_buffering=False
+    )
+    while "t0s0B0@1" not in map(str, simulation.timeline.given):
+        simulation.step()
+    assert "t0s1U0@0" in {str(each.action) for each in simulation.timeline.done}
+    assert (VisitRestarted(0) in simulation.state.handle([DeviceLost(0)])) is at_home
 
 
 def test_tasks_that_need_all_of_a_shard_get_it_at_once() -> None:
