@@ -34,6 +34,7 @@ def feed_forward(params: dict[str, Any]) -> Recipe:
         batch_size=params.get("batch_size", 16),
         shards=params.get("shards", 2),
         warm_start=params.get("warm_start"),
+        optimizer_on=params.get("optimizer_on", "device"),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import cerebro_hydra
 from cerebro_hydra.observe.timeline import read_run
 from cerebro_hydra.observe.view import DeviceTotals
 from cerebro_hydra.plan.messages.actions import HOST
@@ -55,9 +56,22 @@ def test_automatic_cuts_train_where_one_shard_does_not_fit_and_replay(tmp_path: 
     assert_replays(result)
 
 
+def test_a_device_needs_no_room_for_an_optimizer_on_the_host(tmp_path: Path) -> None:
+    """The one device has room for a shard, but not for its optimizer state."""
+    space = {"lr": [0.01, 0.02], "dropout": [0.3], "optimizer_on": ["device", "host"]}
+    resources = {"device_memory": 18_000}
+    result = search(tmp_path, models.feed_forward, space, classes(60), 1, resources=resources)
+    assert statuses(result) == ["failed", "finished"] * 2
+    assert "raise device_memory" in (result.trials[0].error or "")
+    for trial in result.trials[1::2]:
+        report = cerebro_hydra.replay(result.run_path, trial.trial_id)
+        assert report.identical, str(report)
+
+
 @pytest.mark.long
-def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
-    space = {"lr": [0.01, 0.02], "dropout": [0.3]}
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path, place: str) -> None:
+    space = {"lr": [0.01, 0.02], "dropout": [0.3], "optimizer_on": [place]}
     backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=24_000)
     with a_device_killed(backend, 0.3):
         result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
