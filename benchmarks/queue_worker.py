@@ -22,10 +22,11 @@ import numpy as np
 
 from cerebro_hydra.agent.attempts import Outbox, VisitPlanner
 from cerebro_hydra.agent.audits import Audits
-from cerebro_hydra.agent.device.device import DeviceMemory, VisitOpener
+from cerebro_hydra.agent.device.device import VisitOpener
 from cerebro_hydra.agent.device.messages import Losses, VisitOrder
 from cerebro_hydra.agent.device.process import OwnDevice
 from cerebro_hydra.agent.device.runtime import Lane
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice
 from cerebro_hydra.agent.memory.fetch import FetchManager

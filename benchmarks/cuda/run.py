@@ -24,7 +24,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from benchmarks.queue_worker import QueueWorker, train
 from benchmarks.spill.run import TrackedState, quartiles
 from benchmarks.spill.trial import MemoryTrial
-from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.process import (
     DeviceProcess,
     DeviceSettings,
@@ -32,6 +31,7 @@ from cerebro_hydra.agent.device.process import (
     gpu_memory,
 )
 from cerebro_hydra.agent.device.runtime import THE_GPU
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.plan.human_units import bytes_text

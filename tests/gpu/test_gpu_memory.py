@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.process import gpu_memory
 from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from cerebro_hydra.shards.engine.layout import Bytes
 from tests.agent.device.device_memory_promises import DeviceMemoryPromises, content, of, shard

@@ -28,7 +28,7 @@ import torch
 
 from cerebro_hydra.agent.device import watchdog
 from cerebro_hydra.agent.device.answer_batches import AnswerBatches
-from cerebro_hydra.agent.device.device import Device, DeviceMemory, VisitOpener
+from cerebro_hydra.agent.device.device import Device, VisitOpener
 from cerebro_hydra.agent.device.endings import ending_of, no_life
 from cerebro_hydra.agent.device.logs import forwarded
 from cerebro_hydra.agent.device.messages import (
@@ -40,6 +40,7 @@ from cerebro_hydra.agent.device.messages import (
     Ready,
 )
 from cerebro_hydra.agent.device.runtime import THE_GPU, CudaRuntime, Lane
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.visible_gpus import show_gpu
 from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.shards.engine.layout import Bytes, Segments
 
 NAMES = ("frozen", "trainable", "gradients")

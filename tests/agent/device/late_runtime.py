@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.memory.pool import POISON, Lease
 from cerebro_hydra.shards.engine.layout import Bytes
 

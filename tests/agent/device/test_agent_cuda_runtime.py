@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.runtime import CudaRuntime
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from tests.agent.device.device_memory_promises import DeviceMemoryPromises, content, of, shard
 

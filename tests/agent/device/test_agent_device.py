@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.queue_worker import train
 from cerebro_hydra.agent.device import logs
-from cerebro_hydra.agent.device.device import CUDA_ASSERT, Device, DeviceMemory
+from cerebro_hydra.agent.device.device import CUDA_ASSERT, Device
 from cerebro_hydra.agent.device.messages import (
     Close,
     Closed,
@@ -32,6 +32,7 @@ from cerebro_hydra.agent.device.messages import (
     VisitOrder,
 )
 from cerebro_hydra.agent.device.runtime import Lane
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.worker_devices import WorkerDevices
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cerebro_hydra.agent.device.device import DeviceMemory
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.shards.engine.layout import Segments
 from tests.agent.device.device_memory_promises import DeviceMemoryPromises
 from tests.agent.device.late_runtime import LateRuntime, late_memory

@@ -17,9 +17,9 @@ from benchmarks.queue_worker import (
     in_this_process,
     train,
 )
-from cerebro_hydra.agent.device.device import DeviceMemory
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.device.runtime import Lane
+from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.plan.messages import events
