@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
@@ -11,7 +11,7 @@ from cerebro_hydra.hopper.journal import RunWriter
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec
 from cerebro_hydra.observe.records import WorkersMissing
 from cerebro_hydra.plan.messages.events import WorkerGivenUp
-from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE
+from cerebro_hydra.storage.run_document import NUMERIC_FILE, WORKERS_FILE, TrialSpec
 
 TELL_SECONDS = 30.0
 """Seconds between two records of what is waited for."""
@@ -64,6 +64,11 @@ class Roster:
         return self._agents[incarnation]
 
     @property
+    def agents(self) -> Sequence[AgentInfo]:
+        """Return the live agents."""
+        return [self._agents[incarnation] for incarnation in self._live.values()]
+
+    @property
     def live(self) -> Collection[str]:
         """Return the incarnations of the live agents."""
         return self._live.values()
@@ -72,6 +77,24 @@ class Roster:
     def missing(self) -> list[int]:
         """Return the workers without a live agent."""
         return [worker for worker in range(self.num_workers) if worker not in self._live]
+
+
+def check_compilers(specs: Iterable[TrialSpec], agents: Iterable[AgentInfo]) -> None:
+    """Check that agents can compile, if a trial needs it.
+
+    Raises:
+        SetupError: one can't.
+    """
+    compiling = next((spec.trial_id for spec in specs if spec.compiles), None)
+    if compiling is None:
+        return
+    for agent in agents:
+        if agent.numeric.get("compiler") is None:
+            raise SetupError(
+                f"{compiling} has compile=True, and worker {agent.worker} on {agent.host} can't "
+                "compile: install g++ and the headers of Python there, unset what disables "
+                "torch.compile, or leave compile out"
+            )
 
 
 class Absences:

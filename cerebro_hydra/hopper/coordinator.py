@@ -29,7 +29,7 @@ from cerebro_hydra.errors import (
     StoreError,
 )
 from cerebro_hydra.foreign_text import traceback_text
-from cerebro_hydra.hopper.agents import Absences, Roster, WorkerDocuments
+from cerebro_hydra.hopper.agents import Absences, Roster, WorkerDocuments, check_compilers
 from cerebro_hydra.hopper.backend import Factory, Launcher
 from cerebro_hydra.hopper.journal import Journal, RunWriter
 from cerebro_hydra.hopper.protocol.agent_spec import AgentInfo, AgentSpec
@@ -311,6 +311,7 @@ class Coordinator:
             case BaseException():
                 raise item
             case NewTrial(spec, event):
+                check_compilers([spec], self._roster.agents)
                 self._specs.add(spec)
                 return event
             case _JobEnded(error):
@@ -327,6 +328,7 @@ class Coordinator:
 
     def _admit(self, agent: AgentInfo) -> None:
         """Note where a new agent runs, and what its bits depend on."""
+        check_compilers(self._specs.known, [agent])
         self._roster.admit(agent)
         if not self._tasks_expected:
             self._tell_expected([agent.incarnation])

@@ -75,6 +75,11 @@ class TrialSpecs:
         """Take in what a trial is, before anything else is asked of it."""
         self._specs[spec.trial] = spec
 
+    @property
+    def known(self) -> Collection[TrialSpec]:
+        """Return those that this driver has been asked of."""
+        return self._specs.values()
+
     def change(self, decision: Decision) -> None:
         """Take in what a trial is in its finer cut; agents are told anew."""
         spec = spec_of(decision)

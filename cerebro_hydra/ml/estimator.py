@@ -33,7 +33,7 @@ _NOT_OWN = ("defaults", "state", "param_groups", "step")
 class SparkEstimator(TrialEstimator):
     """One configuration to train: an estimator of Spark ML, and what a search's factory returns.
 
-    A search takes only its `recipe`, made of the arguments up to `optimizer_on`, as
+    A search takes only its `recipe`, made of the arguments up to `compile`, as
     `cerebro_hydra.recipe.Recipe` describes them. As a stage of Spark ML, `fit` trains copies of the
     instances, which stay as they are; it needs `num_epochs` and `store`. All arguments from
     `num_epochs` on are Params.
@@ -41,8 +41,8 @@ class SparkEstimator(TrialEstimator):
     Options that are numbers or names can vary in a grid without a factory, as the Params
     batch_size, shards, clip_grad_norm, clip_grad_value, accumulate, loss_weights, lr_interval,
     lr_metric, autocast, ema, early_stopping, schedule, recompute, vertical_sync, stages, replicas,
-    optimizer_on, and the numbers of the optimizer, such as lr and weight_decay, which then hold for
-    all its param groups.
+    optimizer_on, compile, and the numbers of the optimizer, such as lr and weight_decay, which then
+    hold for all its param groups.
     `from_factory` varies all else.
 
     Args:
@@ -105,6 +105,7 @@ class SparkEstimator(TrialEstimator):
         training_step: OwnStep | None = None,
         replicas: int | Literal["tail"] = 1,
         optimizer_on: Literal["device", "host"] = "device",
+        compile: bool = False,
         *,
         num_epochs: int | None = None,
         store: Store | None = None,
@@ -209,6 +210,7 @@ GRID_OPTIONS = (
     "stages",
     "replicas",
     "optimizer_on",
+    "compile",
 )
 """The options of a recipe that are plain JSON, and so can vary from trial to trial."""
 

@@ -116,6 +116,18 @@ class MemoryBill:
         if self._num_workers < replicas <= partitions:
             self.check_replicas(recipe, partitions)
 
+    def check_compile(self, recipe: Recipe) -> None:
+        """Refuse to compile where unlike CPUs are to give equal bits.
+
+        Raises:
+            ConfigurationError: the recipe asks for it.
+        """
+        if recipe.compile and self._resources.numerics == "portable":
+            raise ConfigurationError(
+                "compile is True and the backend's numerics is 'portable', and what torch compiles "
+                "is made for the CPU that it finds; leave compile out, or take numerics='fast'"
+            )
+
     def check(self, spec: TrialSpec, profile: TrialProfile) -> str:
         """Report what a trial needs; return what is to be told of its stages, "" if it has none.
 

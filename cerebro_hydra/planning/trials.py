@@ -83,6 +83,7 @@ def trial_spec(
         recompute=asked_recompute(recipe),
         optimizer_on=recipe.optimizer_on,
         plan=plan,
+        compiles=recipe.compile,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.pick import PICKS
+from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe.randomness import AUTOCAST
 
 # torch offers no public way to ask for them.
@@ -198,6 +199,26 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         )
     if ema is not None and not (_is_number(ema) and 0 < ema < 1):
         raise ConfigurationError(f"ema is {ema!r}; it is a decay between 0 and 1, such as 0.999")
+
+
+def check_compile(asked: Any, schedule: str, cut: str | None) -> None:
+    """Check whether blocks may be compiled, which a graph that is cut has none of.
+
+    Raises:
+        ConfigurationError: it is no bool, or the model's graph is to be cut.
+    """
+    if not isinstance(asked, bool):
+        raise ConfigurationError(f"compile is {asked!r}; it is True or False")
+    if asked and is_pipelined(schedule):
+        raise ConfigurationError(
+            f"compile is True and schedule is {schedule!r}, which cuts the model's graph, and only "
+            "modules are compiled; leave compile out, or take schedule='sequential'"
+        )
+    if asked and cut == "export":
+        raise ConfigurationError(
+            "compile is True and cut is 'export', by which a graph runs in place of the modules "
+            "that are compiled; leave one of them out"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.kernels import KERNELS
+from cerebro_hydra.recipe.compiled_units import compiler_version
 from cerebro_hydra.recipe.randomness import WORKSPACE, computes_portably
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -43,7 +44,8 @@ def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
 
     Beside torch, threads and the kind of device these are: the `processor` and the `instructions`
     that it has, the path that ATen takes (`cpu`), MKL's version, mode and limit, oneDNN's limit,
-    and whether the `addresses` of operands matter.
+    and whether the `addresses` of operands matter; and the C++ `compiler` of torch.compile, None
+    where it can't be had.
 
     Args:
         device: the kind of device that trains; only "cuda" lets this process look at a GPU.
@@ -62,6 +64,7 @@ def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
         "onednn_limit": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "addresses": "any" if exact_by_address() else "aligned",
         "square_roots": "nearest" if computes_portably() else "MKL's",
+        "compiler": compiler_version(),
     }
     if device == "cuda":
         found |= {
@@ -75,14 +78,18 @@ def numeric_fingerprint(device: str = "cpu") -> dict[str, Any]:
 
 
 def fingerprint_differences(
-    here: Mapping[str, Any], there: Mapping[str, Any]
+    here: Mapping[str, Any], there: Mapping[str, Any], compiles: bool = False
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield what may make two processes compute other bits: its name, and both values.
 
     What only `there` has is compared, so that the fingerprint of an older version says what it
     can. Two processes with portable kernels may have unlike CPUs.
+
+    Args:
+        compiles: whether a trial is meant whose blocks are compiled.
     """
     alike = _OF_THE_CPU if is_portable(here) and is_portable(there) else frozenset()
+    alike = alike if compiles else alike | {"compiler"}
     for name, value in there.items():
         if name not in alike and here.get(name) != value:
             yield name, here.get(name), value

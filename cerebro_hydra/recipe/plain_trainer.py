@@ -143,7 +143,8 @@ class PlainTrainer:
         model.zero_grad()
         for microbatch, batch in enumerate(window):
             key = RandomKey(self._trial_seed, self.steps, microbatch, recipe.device)
-            with unit_hooks(model, key.reseed):  # a checkpoint runs units again in backward
+            # A checkpoint runs units again in backward.
+            with recipe.compiled(model), unit_hooks(model, key.reseed):
                 loss = self._loss(batch, key)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
@@ -196,7 +197,8 @@ class PlainTrainer:
         key.reseed(FORWARD)
         named, schedulers = recipe.named(features, targets), schedulers_of(self.scheduler)
         model = recipe.model.train()
-        return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
+        with recipe.compiled(model):
+            return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
 
     def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:
         """Compute a loss; random numbers restart for collate, the forward and every unit call."""
@@ -230,7 +232,7 @@ class PlainTrainer:
         recipe, model = self.recipe, self.evaluated_model()
         buffers: dict[str, Any] = {}
         evaluation = RunningEvaluation(recipe)
-        with kept_attributes(model):
+        with kept_attributes(model), recipe.compiled(model):
             model.eval()
             for batch in batches:
                 self.phase = "collate in evaluation"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.plan.schedules.registry import check_schedule, is_pipelined
 from cerebro_hydra.recipe.batch.collating import BatchForm, Collate, collated_batch, column_of
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall, predictions
@@ -29,12 +28,14 @@ from cerebro_hydra.recipe.checked_parts import (
     AUTO,
     Stages,
     check_collate,
+    check_compile,
     check_no_pick,
     check_numbers,
     checked_model,
     checked_shards,
     checked_stages,
 )
+from cerebro_hydra.recipe.compiled_units import CompiledUnits, check_compilable
 from cerebro_hydra.recipe.grad_scaling import SCALED, GradScaling, at_scale, checked_scaler
 from cerebro_hydra.recipe.lr_schedule import LRSchedule
 from cerebro_hydra.recipe.objective.known_metrics import resolve_metrics
@@ -45,7 +46,9 @@ from cerebro_hydra.recipe.objective.metrics import (
     SumOverRows,
     as_json,
     as_made,
+    metric_arguments,
     sum_over_rows,
+    told_with_metric,
 )
 from cerebro_hydra.recipe.objective.objective import MODEL, Objective
 from cerebro_hydra.recipe.objective.step_module import (
@@ -160,6 +163,8 @@ class Recipe:
             or "tail" for as many as there are to each trial that is left at the end of its search.
         optimizer_on: "host" keeps optimizer state and moving averages in DRAM, where the CPU
             updates parameters, so that a device needs no room for them; on a GPU bits are others.
+        compile: whether `torch.compile` makes faster code of each block. Bits are not those of the
+            plain model, but equal in every run. The model is cut by modules.
 
     Raises:
         ConfigurationError: an argument can't be used; the message names it and its value.
@@ -193,6 +198,7 @@ class Recipe:
     training_step: OwnStep | None = None
     replicas: int | Literal["tail"] = 1
     optimizer_on: Literal["device", "host"] = "device"
+    compile: bool = False
     columns: Columns | None = field(default=None, init=False, repr=False)
     device: torch.device = field(default=CPU, init=False, repr=False)
 
@@ -204,6 +210,7 @@ class Recipe:
             self.shards = 1
         self.model = checked_model(self.model)
         self.uncompiled = leave_uncompiled(self.model)
+        self._compiled = CompiledUnits(check_compilable(self.model) if self.compile else ())
         self.optimizer = joined_optimizers(self.optimizer, self.model, self.training_step)
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
@@ -276,6 +283,7 @@ class Recipe:
         self.stages = checked_stages(self.stages, self.schedule, self.shards)
         if self.cut not in (None, *CUTS):
             raise ConfigurationError(f"cut is {self.cut!r}; it is one of {list(CUTS)}, or None")
+        check_compile(self.compile, self.schedule, self.cut)
         if not is_pipelined(self.schedule):
             return
         if not self.cuts_graph:
@@ -479,6 +487,15 @@ class Recipe:
             for config in caching:
                 config.use_cache = True
 
+    @property
+    def compiled_units(self) -> tuple[str, ...]:
+        """Return the names of the blocks that run compiled."""
+        return self._compiled.names
+
+    def compiled(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Let blocks of the model, or of a copy of it, run compiled for a while, if asked."""
+        return self._compiled.of(model)
+
     @contextmanager
     def _on_one(self) -> Iterator[None]:
         """Say what to do where an operation takes tensors of the CPU and of the device."""
@@ -554,7 +571,7 @@ class Recipe:
         for metric in self.metric_list if metrics is None else metrics:
             if not isinstance(metric.function, StateMetric):
                 function = as_made(metric.function, self.model)
-                with _naming(metric):
+                with told_with_metric(metric):
                     args, kwargs = self._seen_by(metric, outputs, *batch)
                     found = function(*args, **kwargs)
                     if isinstance(found, BatchSum):
@@ -585,7 +602,7 @@ class Recipe:
             if metric.name not in states:  # a copy: update may write into what start gave
                 states[metric.name] = as_json(metric.name, function.start())
             state = states[metric.name]
-            with _naming(metric):  # a state is of the host
+            with told_with_metric(metric):  # a state is of the host
                 seen = self._seen_by(metric, outputs, *batch)
                 args, kwargs = tree_map_only(Tensor, Tensor.cpu, seen)
                 updated = function.update(state, *args, **kwargs)
@@ -622,29 +639,3 @@ class Recipe:
                 "{name: (function, 'min'|'max')}"
             )
         return (given[metric.label], labels[metric.label]), {}
-
-
-def metric_arguments(metric: Metric, labels: Sequence[str], others: Sequence[str]) -> LossArguments:
-    """Return what a metric is given beside the outputs.
-
-    Raises:
-        ConfigurationError: it takes what there is not.
-    """
-    if metric.label is not None:
-        return LossArguments()
-    keeps = isinstance(metric.function, StateMetric)
-    called: Any = cast(Any, metric.function).update if keeps else metric.function
-    told = f"metric {metric.name!r}"
-    return LossArguments.find(called, told, labels, others, before=2 if keeps else 1)
-
-
-@contextmanager
-def _naming(metric: Metric) -> Iterator[None]:
-    try:
-        yield
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error_text(error)}"
-        ) from error

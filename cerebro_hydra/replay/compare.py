@@ -91,7 +91,7 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
         trial_id=expected.trial_id,
         identical=first is None,
         first_difference=first,
-        warnings=tuple(_warnings(run)),
+        warnings=tuple(_warnings(run, recipe.compile)),
         visits=len(expected.visit_log),
     )
 
@@ -165,7 +165,7 @@ def _group_differences(
             )
 
 
-def _warnings(run: RunData) -> Iterator[str]:
+def _warnings(run: RunData, compiles: bool) -> Iterator[str]:
     here = numeric_fingerprint(run.document.device) | {"threads": run.document.threads}
     if run.document.numerics == "portable" and not is_portable(here):
         yield (
@@ -181,5 +181,5 @@ def _warnings(run: RunData) -> Iterator[str]:
         yield f"the run's numeric fingerprint can't be read: {error}"
         return
     for worker, there in sorted(recorded.items()):
-        for name, mine, its in fingerprint_differences(here, there):
+        for name, mine, its in fingerprint_differences(here, there, compiles):
             yield f"{name} was {its} on worker {worker}, here it is {mine}"

@@ -44,6 +44,11 @@ class MappedMemory(TorchDispatchMode):
         self._storages: WeakSet[UntypedStorage] = WeakSet()
         self._tokens: list[Token[MappedMemory | None]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let blocks run compiled; what they keep for themselves stays in memory."""
+        return True
+
     def __enter__(self) -> MappedMemory:
         self._tokens.append(_current.set(self))
         super().__enter__()

@@ -111,6 +111,8 @@ class TrialSpec:
     plan: Annotated[TrialPlan | None, _plan_of_equal_bits] = None
     replicas: Positive = 1
     tail: bool = False
+    compiles: bool = False
+    """Whether blocks of its model run as torch.compile makes them, for which workers need g++."""
 
     @property
     def asked_replicas(self) -> int | str:

@@ -253,6 +253,7 @@ class Admission:
     ) -> tuple[TrialSpec, Recipe]:
         with refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
+            self._memory_bill.check_compile(recipe)
         self._memory_bill.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, outlook), recipe

@@ -323,4 +323,4 @@ def singly(batches: list[Batch]) -> list[list[Batch]]:
 
 def sample(batch: Batch) -> Sample:
     """Return a sample with which a model can be traced."""
-    return Sample(batch.features, ForwardCall(), None, nullcontext, dynamic_shapes=False)
+    return Sample(batch.features, ForwardCall(), None, False, nullcontext, dynamic_shapes=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 
 Direction = Literal["min", "max"]
 
@@ -156,3 +159,34 @@ def _check_keys(state: Any) -> None:
     if isinstance(state, dict | list | tuple):
         for each in state.values() if isinstance(state, dict) else state:
             _check_keys(each)
+
+
+def metric_arguments(metric: Metric, labels: Sequence[str], others: Sequence[str]) -> LossArguments:
+    """Return what a metric is given beside the outputs.
+
+    Raises:
+        ConfigurationError: it takes what there is not.
+    """
+    if metric.label is not None:
+        return LossArguments()
+    keeps = isinstance(metric.function, StateMetric)
+    called: Any = cast(Any, metric.function).update if keeps else metric.function
+    told = f"metric {metric.name!r}"
+    return LossArguments.find(called, told, labels, others, before=2 if keeps else 1)
+
+
+@contextmanager
+def told_with_metric(metric: Metric) -> Iterator[None]:
+    """Turn what a metric raises on a batch into an error that names it.
+
+    Raises:
+        ConfigurationError: the metric failed.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error_text(error)}"
+        ) from error

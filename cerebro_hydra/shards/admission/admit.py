@@ -246,6 +246,8 @@ def _admit(
                 reason = cond_failed(error, "in shards")
         if difference is None:
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
+            if (compiled := recipe.compiled_units) and choice.spec.mode == "modules":
+                notes.append(f"compiled: {', '.join(compiled)}")
             report = CutReport.of(cut_model, layout, choice.why, notes, attempts)
             return AdmittedCut(
                 choice.spec, report, template, layout, profile, check.attributes,

@@ -400,7 +400,7 @@ def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> fl
     model = recipe.model.train()
     if recipe.training_step is not None:
         return plain_trainer(recipe, key.trial_seed).run_own_step(ExampleBatch.of(example))
-    with unit_hooks(model, key.reseed):
+    with recipe.compiled(model), unit_hooks(model, key.reseed):
         batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
         with recipe.precision():
             loss = batch.loss_of(recipe.call(model, batch.inputs))

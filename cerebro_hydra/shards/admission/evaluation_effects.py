@@ -146,7 +146,8 @@ class EvaluationEffects:
         columns, labels = copy_example(example)
         rows = int((labels or columns)[0].shape[0])
         features, targets = recipe.collated(columns, labels, None)
-        with torch.no_grad(), recipe.precision(), suppress(NonFiniteLoss):
+        compiled = recipe.compiled(model)
+        with torch.no_grad(), recipe.precision(), compiled, suppress(NonFiniteLoss):
             outputs = recipe.call(model, recipe.inputs(features, targets))
             loss = recipe.compute_loss(outputs, targets).item()
             RunningEvaluation(recipe).add(loss, outputs, targets, rows)

@@ -20,7 +20,13 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.admission.task_profile import CrossingBytes, Needs, TaskProfile, watchable
+from cerebro_hydra.shards.admission.task_profile import (
+    UNWATCHED,
+    CrossingBytes,
+    Needs,
+    TaskProfile,
+    watchable,
+)
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
@@ -114,6 +120,8 @@ def profile(
         torch.default_generator.set_state(random_state)
     names = tuple(sorted(shared))
     moved = moving or left
+    if recipe.compile:
+        batch = UNWATCHED  # within a watch blocks would not run compiled
     return TaskProfile(evaluation, kept, again, names, batch, moved, evaluated, crossing)
 
 

@@ -26,6 +26,7 @@ class Sample:
         inputs: tensors with rows first.
         call: turns the inputs into the arguments of forward.
         autocast: the recipe's autocast.
+        compiles: whether its blocks run compiled, which takes other times.
         precision: the recipe's context for a forward.
         dynamic_shapes: whether other batches may differ in more than rows, because the recipe
             collates.
@@ -34,6 +35,7 @@ class Sample:
     inputs: tuple[Tensor, ...]
     call: ForwardCall
     autocast: str | None
+    compiles: bool
     precision: Callable[[], AbstractContextManager[Any]]
     dynamic_shapes: bool
 
@@ -45,6 +47,7 @@ class Sample:
             recipe.inputs(features, targets),
             recipe.call,
             recipe.autocast,
+            recipe.compile,
             recipe.precision,
             recipe.collate is not None,
         )

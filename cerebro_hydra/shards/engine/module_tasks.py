@@ -101,6 +101,7 @@ class ModuleTasks:
         """Install hooks on the model for a while."""
         with ExitStack() as stack:
             stack.callback(setattr, self, "_reach", _unasked)  # it refers to what drives the tasks
+            stack.enter_context(self._recipe.compiled(self._recipe.model))
             self._calls = stack.enter_context(unit_hooks(self._recipe.model, self._entered))
             stack.callback(delattr, self, "_calls")  # a circle would keep optimizers and tensors
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
@@ -475,8 +476,11 @@ class ModulePredictor:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Install hooks on the model for a while."""
-        modules = dict(self._recipe.model.named_modules())
-        with boundary_hooks(modules, self._shard_of, lambda shard, _: self._go_to(shard)):
+        model = self._recipe.model
+        cross = boundary_hooks(
+            dict(model.named_modules()), self._shard_of, lambda shard, _: self._go_to(shard)
+        )
+        with self._recipe.compiled(model), cross:
             yield
 
     def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
