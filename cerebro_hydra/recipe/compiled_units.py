@@ -155,7 +155,7 @@ def _compiled(name: str, module: nn.Module) -> Callable[..., Any]:
     plain = module.forward
     fast = _of_kind(module)
 
-    @functools.wraps(plain)
+    @functools.wraps(plain, ("__name__", "__doc__"))  # whose module says that it is none of theirs
     def forward(*args: Any, **kwargs: Any) -> Any:
         if _is_watched():
             return plain(*args, **kwargs)

@@ -150,3 +150,12 @@ def test_a_job_that_ends_without_some_workers_names_them_and_why(tmp_path: Any) 
     said = r"workers \[0, 1\] are missing; run `cerebro-hydra doctor`.*no control connection"
     with pytest.raises(SetupError, match=said):
         run(tmp_path, RefusedLauncher(2), described(1, 2, 1))
+
+
+def test_a_worker_without_a_compiler_ends_a_run_that_needs_one_before_it_trains(
+    tmp_path: Any,
+) -> None:
+    launcher = ScriptedLauncher(2)
+    said = r"trial-000 has compile=True, and worker . on here can't compile: install g\+\+"
+    with pytest.raises(SetupError, match=said):
+        run(tmp_path, launcher, described(1, 2, 1, compiles=True))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from cerebro_hydra.recipe import Recipe
@@ -187,7 +187,7 @@ class HeldState:
                 reader.read(told, parameter)
                 continue
             reader.found[told] = ""
-            for attribute, value in tuple(vars(parameter).items()):
+            for attribute, value in _attributes_of(parameter):
                 reader.read(f"attribute {attribute!r} of {told}", value)
             for kind in _HOOKS_OF_GRADIENTS:
                 if hooks := getattr(parameter, kind, None):
@@ -195,7 +195,7 @@ class HeldState:
         for name, buffer in tuple(module._buffers.items()):
             if prefix + name in self._hopping:
                 reader.found[f"buffer {prefix + name!r}"] = ""
-                for attribute, value in tuple(getattr(buffer, "__dict__", {}).items()):
+                for attribute, value in _attributes_of(buffer):
                     reader.read(f"attribute {attribute!r} of buffer {prefix + name!r}", value)
             elif buffer is not None or prefix + name not in self._built:
                 made = "" if prefix + name in self._built else ", which training makes"
@@ -210,6 +210,12 @@ def _nested(schedulers: Sequence[Any]) -> list[Any]:
             parts = value if isinstance(value, list | tuple) else [value]
             found += [p for p in parts if isinstance(p, LRScheduler) and p not in found]
     return found
+
+
+def _attributes_of(tensor: Tensor | None) -> list[tuple[str, Any]]:
+    """Return what was set on a tensor, but not what torch notes there when it compiles."""
+    attributes = getattr(tensor, "__dict__", {})
+    return [each for each in tuple(attributes.items()) if not each[0].startswith("_dynamo_")]
 
 
 def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
@@ -231,7 +237,7 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     computed = computed_attributes(type(module))  # type: ignore[arg-type]
     for name, value in tuple(vars(module).items()):
         if name == "forward" and _is_ours(value):
-            continue  # that of a unit that runs again in backward
+            continue  # that of a unit that runs compiled, or again in backward
         if name in _HOOKS or (name not in _OF_TORCH and name not in computed):
             yield name, value
     yield from slots_of(module)

@@ -1,0 +1,119 @@
+"""Blocks that are compiled have equal bits in one shard, in several, and wherever these lie.
+
+Each test shares what the first one compiles, which takes some ten seconds where no cache has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import PlainTrainer, compiled_units
+from cerebro_hydra.shards.engine.microbatch import LiveBytes
+from tests.shards import plain, zoo
+from tests.shards.compiled_blocks import blocks, compiled
+from tests.shards.executors import test_shards_executors as executors
+from tests.shards.executors.executor_case import Proof
+from tests.shards.hopping import STEPS_PER_EPOCH
+from tests.shards.trials import recipe_of
+
+pytestmark = pytest.mark.slow
+
+SUB_EPOCHS = [zoo.singly(zoo.vectors(8, 8)), zoo.singly(zoo.vectors(8, seed=1))]
+EXECUTORS = ("Keep", "Again", "Alone", "Queue", "Kept", "Uncut")
+
+
+@functools.cache
+def proof(shards: int) -> Proof:
+    found = Proof(compiled(shards, ema=0.9), SUB_EPOCHS, "modules")
+    assert found.trial.cut_model.num_shards == shards
+    assert "compiled: 1, 2, 3" in found.trial.admission.report.text()
+    return found
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_bits_are_those_of_the_plain_trainer_that_compiles(executor: str) -> None:
+    getattr(executors, f"Test{executor}")().prove([proof(4)])
+
+
+def test_the_number_of_shards_changes_no_bit_and_nothing_is_compiled_anew() -> None:
+    sums = proof(4).sums
+    graphs = counters["stats"]["unique_graphs"]
+    for shards in (1, 2):
+        executors.TestKeep().prove([proof(shards)])
+        assert proof(shards).sums == sums
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_the_bits_are_not_those_of_the_plain_model() -> None:
+    eager = PlainTrainer(recipe_of(blocks, ema=0.9)(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    assert [eager.train(each)[0] for each in SUB_EPOCHS] != proof(4).sums
+
+
+def test_a_block_runs_plainly_while_each_of_its_operations_is_watched() -> None:
+    recipe, x = compiled()(), torch.ones(8, 6)
+    recipe.model.eval()
+    with torch.no_grad(), LiveBytes():
+        expected = recipe.model(x)
+        with recipe.compiled(recipe.model):
+            assert torch.equal(recipe.model(x), expected)
+
+
+def test_more_forms_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiled_units._LIMITS, "recompile_limit", 1)
+    recipe = recipe_of(lambda: blocks(1)[1:2], compile=True)()
+    said = r"torch.compile can't take unit '1', a Block \(FailOnRecompileLimitHit"
+    with recipe.compiled(recipe.model), torch.no_grad():
+        recipe.model.eval()(torch.ones(8, 6))
+        with pytest.raises(ConfigurationError, match=said):
+            recipe.model.train()(torch.ones(8, 6))
+
+
+def test_a_batch_of_another_shape_is_told_as_without_a_compiler() -> None:
+    recipe = compiled()()
+    with recipe.compiled(recipe.model), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        recipe.model[1](torch.ones(8, 5))
+
+
+def test_modules_are_as_they_were_after_they_ran_compiled() -> None:
+    made = compiled()()
+    before = [dict(vars(module)) for module in made.model.modules()]
+    with made.compiled(made.model), made.compiled(made.model):
+        assert "forward" in vars(made.model[1])
+    assert [dict(vars(module)) for module in made.model.modules()] == before
+
+
+PROGRAM = """
+import torch
+from cerebro_hydra.recipe import PlainTrainer
+from cerebro_hydra.shards.digest import tensor_digest
+from tests.shards.executors.test_shards_compiled import SUB_EPOCHS, compiled
+
+torch.set_num_threads(1)
+trainer = PlainTrainer(compiled()(), 1, 4)
+trainer.train(SUB_EPOCHS[0])
+print({name: tensor_digest(each) for name, each in trainer.tensors().items()})
+"""
+
+
+@pytest.mark.long
+def test_processes_that_compile_anew_have_equal_bits(tmp_path: Path) -> None:
+    def run(cache: str) -> str:
+        told = subprocess.run(
+            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)},
+        )  # fmt: skip
+        return told.stdout
+
+    first = run("first")
+    assert "param:1.linear.weight" in first
+    assert run("second") == first
+    assert run("first") == first, "what the cache has is other code"
