@@ -9,8 +9,8 @@ import pytest
 from cerebro_hydra.plan.messages.actions import HOST
 from cerebro_hydra.plan.messages.events import DevicesWorked
 from cerebro_hydra.storage import RunFolder
+from tests.end_to_end.compiling import compiled_models
 from tests.end_to_end.runs import Tape, assert_replays, classes, search
-from tests.end_to_end.trials import compiled_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
