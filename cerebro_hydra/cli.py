@@ -274,7 +274,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from cerebro_hydra.planning.memory_bill import earlier_run_at
+    from cerebro_hydra.planning.biller import earlier_run_at
     from cerebro_hydra.planning.plan import Question, plan_again
 
     run = earlier_run_at(arguments.run)

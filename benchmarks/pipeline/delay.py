@@ -30,8 +30,7 @@ from cerebro_hydra.plan.schedules.registry import with_versions
 from cerebro_hydra.plan.schedules.validate import versions_held
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation
 from cerebro_hydra.plan.sizing import stages as formulas
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.shards.engine.layout import Bytes, ShardBytes
 

@@ -29,7 +29,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import with_versions
 from cerebro_hydra.plan.sizing.pipeline import step_seconds
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 

@@ -26,7 +26,7 @@ from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.bill import WorkerMemory
-from cerebro_hydra.shards.admission.profile import TrialProfile
+from cerebro_hydra.shards.admission.task_profiler import TrialProfile
 from cerebro_hydra.shards.engine.layout import HostSegments, ShardBytes
 from cerebro_hydra.storage.run_document import TrialSpec
 

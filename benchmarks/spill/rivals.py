@@ -29,7 +29,7 @@ from benchmarks.worker_memory.run import pss_of
 from cerebro_hydra.data.batches import row_order
 from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill
-from cerebro_hydra.planning.memory_bill import copy_rates
+from cerebro_hydra.planning.biller import copy_rates
 from cerebro_hydra.recipe import Recipe
 
 LEARNING_RATE = 1e-4

@@ -18,7 +18,7 @@ from cerebro_hydra.data.partition import CachedPartition
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.recipe.randomness import compute_deterministically
 from cerebro_hydra.shards.admission.admit import admit
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.layout import HostSegments, initial_segments
 from cerebro_hydra.storage import LocalStore

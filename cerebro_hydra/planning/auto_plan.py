@@ -17,8 +17,8 @@ from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.choice import Choice, SearchJudge, choose, ways
-from cerebro_hydra.planning.simulated import Place
-from cerebro_hydra.planning.trials import PlannedTrial, trial_spec
+from cerebro_hydra.planning.planned_trials import PlannedTrial, trial_spec
+from cerebro_hydra.planning.simulated_search import Place
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.admit import AdmittedCut

@@ -22,11 +22,11 @@ from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import TrialProposed
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.plan.sizing.cuts import balance, cut_by_bytes
-from cerebro_hydra.planning.followed import Recorded
+from cerebro_hydra.planning.followed_search import Recorded
 from cerebro_hydra.planning.plan import any_metric, fitting
-from cerebro_hydra.planning.simulated import Outcome, Place, simulate
-from cerebro_hydra.planning.trials import PlannedTrial, as_measured
-from cerebro_hydra.shards.admission.task_profile import Needs, TaskProfile
+from cerebro_hydra.planning.planned_trials import PlannedTrial, as_measured
+from cerebro_hydra.planning.simulated_search import Outcome, Place, simulate
+from cerebro_hydra.shards.admission.trial_profile import Needs, TaskProfile
 
 LEAST_GAIN = 0.05
 """The share of the plain choice's seconds that another one must save, since seconds are guesses."""

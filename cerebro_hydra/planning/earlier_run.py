@@ -29,9 +29,9 @@ from cerebro_hydra.plan.messages.events import (
     WorkerLost,
 )
 from cerebro_hydra.plan.simulate.fluid import Flow
-from cerebro_hydra.planning.followed import Recorded
-from cerebro_hydra.planning.simulated import Place, simulate
-from cerebro_hydra.planning.trials import PlannedTrial
+from cerebro_hydra.planning.followed_search import Recorded
+from cerebro_hydra.planning.planned_trials import PlannedTrial
+from cerebro_hydra.planning.simulated_search import Place, simulate
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 

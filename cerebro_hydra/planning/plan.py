@@ -18,8 +18,9 @@ from cerebro_hydra.plan.costs.model import CostModel
 from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.events import TrialAdded, TrialProposed
 from cerebro_hydra.planning.earlier_run import EarlierRun
-from cerebro_hydra.planning.followed import Admit, Follower, Recorded
-from cerebro_hydra.planning.simulated import (
+from cerebro_hydra.planning.followed_search import Admit, Follower, Recorded
+from cerebro_hydra.planning.planned_trials import PlannedTrial
+from cerebro_hydra.planning.simulated_search import (
     WORTH_IT,
     Exchange,
     Metric,
@@ -27,7 +28,6 @@ from cerebro_hydra.planning.simulated import (
     Place,
     simulate,
 )
-from cerebro_hydra.planning.trials import PlannedTrial
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument
 

@@ -29,8 +29,8 @@ from cerebro_hydra.plan.messages.instructions import CutFiner
 from cerebro_hydra.plan.schedules.registry import is_flushed, is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.auto_plan import ALONE, Outlook
-from cerebro_hydra.planning.memory_bill import MemoryBill
-from cerebro_hydra.planning.trials import as_cut, shared_with_forks, trial_spec
+from cerebro_hydra.planning.biller import Biller
+from cerebro_hydra.planning.planned_trials import as_cut, shared_with_forks, trial_spec
 from cerebro_hydra.recipe import (
     Columns,
     Metric,
@@ -54,8 +54,7 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import asked_recompute
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.layout import (
@@ -120,7 +119,7 @@ class Admission:
         seed: int,
         evaluation_metric: str,
         report: Callable[[str], None],
-        memory_bill: MemoryBill,
+        biller: Biller,
         keep: str | None = None,
     ) -> None:
         """Admit nothing yet; `report` is given a description of every new cut.
@@ -140,18 +139,18 @@ class Admission:
         self._seed = seed
         self._evaluation_metric = evaluation_metric
         self._report = report
-        self._memory_bill = memory_bill
+        self._biller = biller
         self._keep = keep
         self.metrics: dict[str, str] = {}
         """Direction of every measured name, "loss" first; empty before a trial is admitted."""
         self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
         self._ranges = value_ranges(examples.manifest, examples.store)
         self._cut_models = CutModelCache()
-        self._profiler = memory_bill.profiler
+        self._profiler = biller.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}
         self._auto_plan = None
         if folder is not None:
-            self._auto_plan = memory_bill.auto_plan(examples.manifest, folder)
+            self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
 
     def admit(
@@ -227,7 +226,7 @@ class Admission:
             plan=None,
         )
         with refusing():
-            stages = self._memory_bill.check(finer, profile)
+            stages = self._biller.check(finer, profile)
         self._report_cut(finer, cut.report, stages)
         document = json.loads(json.dumps(finer.to_json()))
         return TrialRecut(trial_config(finer), tuple(states), document)
@@ -253,8 +252,8 @@ class Admission:
     ) -> tuple[TrialSpec, Recipe]:
         with refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
-            self._memory_bill.check_compile(recipe)
-        self._memory_bill.require_workers(recipe, len(self._examples.partition_rows))
+            self._biller.check_compile(recipe)
+        self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, outlook), recipe
 
@@ -288,8 +287,8 @@ class Admission:
             if parent is None and self._auto_plan is not None:
                 cut = partial(self._cut, recipe, examples, seed)
                 admission, plan = self._auto_plan.choose(recipe, admission, cut, outlook)
-            pipeline = self._memory_bill.pipeline(admission, recipe)
-            self._memory_bill.check_replicas(recipe, len(self._examples.partition_rows))
+            pipeline = self._biller.pipeline(admission, recipe)
+            self._biller.check_replicas(recipe, len(self._examples.partition_rows))
             if parent is None:
                 initial = initial_segments(recipe, admission.layout)
             elif any(getattr(parent, n) != v for n, v in shared_with_forks(admission).items()):
@@ -322,7 +321,7 @@ class Admission:
         stages = ""
         if self._profiler is not None:
             with refusing():
-                stages = self._memory_bill.check(spec, admission.profile)
+                stages = self._biller.check(spec, admission.profile)
         if self._folder is not None:
             self._folder.write_trial(spec)
         self._report_cut(spec, admission.report, stages)
@@ -374,7 +373,7 @@ class Admission:
     ) -> AdmittedCut:
         """Return the cut of a trial, as an equal one was admitted or after trying it."""
         if is_pipelined(recipe.schedule):  # each stage has a shard at least
-            least = max(least, least_shards(recipe.stages, self._memory_bill.devices))
+            least = max(least, least_shards(recipe.stages, self._biller.devices))
         key = admission_key(recipe, examples)
         if key is not None and (key, least) in self._cuts:
             return self._cuts[key, least]

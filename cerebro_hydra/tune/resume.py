@@ -248,7 +248,7 @@ class RunToResume:
             self.document.seed,
             self.document.evaluation_metric,
             around.report,
-            around.memory_bill,
+            around.biller,
             self.document.keep,
         )
         admission.metrics = dict(self.document.metrics)

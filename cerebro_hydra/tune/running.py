@@ -30,7 +30,7 @@ from cerebro_hydra.observe import (
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.messages.events import RunSuspended
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
-from cerebro_hydra.planning.memory_bill import MemoryBill
+from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RunDocument
@@ -57,9 +57,9 @@ class Surroundings:
         return to_stdout if self.verbose else to_nobody
 
     @property
-    def memory_bill(self) -> MemoryBill:
+    def biller(self) -> Biller:
         """Return what bills trials for the workers."""
-        return MemoryBill(self.backend.resources, self.backend.num_workers, self.report)
+        return Biller(self.backend.resources, self.backend.num_workers, self.report)
 
 
 class _Begun:

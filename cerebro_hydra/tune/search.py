@@ -46,7 +46,7 @@ from cerebro_hydra.waits import Waiting, loading
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from cerebro_hydra.planning.memory_bill import MemoryBill
+    from cerebro_hydra.planning.biller import Biller
     from cerebro_hydra.planning.plan import Plan
     from cerebro_hydra.tune.admission import Admission
     from cerebro_hydra.tune.result import SearchResult
@@ -340,7 +340,7 @@ class Search(ABC):
         Raises:
             ConfigurationError: an argument can't be used, or the run has other models; or as `fit`.
         """
-        from cerebro_hydra.planning.memory_bill import earlier_run_at
+        from cerebro_hydra.planning.biller import earlier_run_at
         from cerebro_hydra.planning.plan import Question
         from cerebro_hydra.tune.running import interruptible
         from cerebro_hydra.tune.trials import Sketches
@@ -521,7 +521,7 @@ class Search(ABC):
         return Surroundings(self.backend, self.estimator_gen_fn, self.verbose, self.observers)
 
     def _admission(
-        self, folder: RunFolder | None, manifest: Manifest, memory_bill: MemoryBill | None = None
+        self, folder: RunFolder | None, manifest: Manifest, biller: Biller | None = None
     ) -> Admission:
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.tune.admission import Admission
@@ -536,7 +536,7 @@ class Search(ABC):
             self.seed,
             self.evaluation_metric,
             self._surroundings.report,
-            memory_bill or self._surroundings.memory_bill,
+            biller or self._surroundings.biller,
             self.keep,
         )
 

@@ -37,11 +37,11 @@ from cerebro_hydra.plan.messages.events import (
 )
 from cerebro_hydra.plan.messages.instructions import CutFiner, FinishTrial, Instruction
 from cerebro_hydra.planning.auto_plan import Outlook
+from cerebro_hydra.planning.biller import ASSUMED_WIRE, Biller, copy_rates
 from cerebro_hydra.planning.earlier_run import EarlierRun
-from cerebro_hydra.planning.followed import Admit, Follower
-from cerebro_hydra.planning.memory_bill import ASSUMED_WIRE, MemoryBill, copy_rates
+from cerebro_hydra.planning.followed_search import Admit, Follower
 from cerebro_hydra.planning.plan import Plan, Question, SearchParts, plan_search
-from cerebro_hydra.planning.trials import PlannedTrial
+from cerebro_hydra.planning.planned_trials import PlannedTrial
 from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
@@ -400,7 +400,7 @@ class Sketches:
     """
 
     def __init__(
-        self, admission: Callable[[None, Manifest, MemoryBill], Admission], manifest: Manifest
+        self, admission: Callable[[None, Manifest, Biller], Admission], manifest: Manifest
     ) -> None:
         self._make, self._manifest = admission, manifest
         self._admits: dict[WorkerResources, Admit] = {}
@@ -458,10 +458,10 @@ class Sketches:
         return found
 
     def _admitting(self, resources: WorkerResources) -> Admit:
-        bill = MemoryBill(resources, 1, to_nobody, measures_all=True)
+        biller = Biller(resources, 1, to_nobody, measures_all=True)
         if resources in self._admits:
             return self._admits[resources]
-        admission, known = self._make(None, self._manifest, bill), dict[str, PlannedTrial | str]()
+        admission, known = self._make(None, self._manifest, biller), dict[str, PlannedTrial | str]()
 
         def admit(candidate: TrialProposed) -> PlannedTrial | str:
             key = json.dumps(candidate.params, sort_keys=True)

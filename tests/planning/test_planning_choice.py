@@ -17,10 +17,9 @@ from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.planning.choice import Choice, SearchJudge, choose, ways
-from cerebro_hydra.planning.simulated import Place
-from cerebro_hydra.planning.trials import PlannedTrial, as_measured
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.planning.planned_trials import PlannedTrial, as_measured
+from cerebro_hydra.planning.simulated_search import Place
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage.run_document import TrialSpec
 from tests.planning.test_planning_earlier_run import spec_of

@@ -18,12 +18,11 @@ from cerebro_hydra.plan.costs.moves import FREE_MOVES
 from cerebro_hydra.plan.messages.events import EvaluationDone, Hop, SubEpochDone, TrialAdded
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.simulate.run import Overheads, Simulation
-from cerebro_hydra.planning import simulated
+from cerebro_hydra.planning import simulated_search
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.planning.plan import Plan, Question, plan_again
-from cerebro_hydra.planning.trials import as_measured
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.planning.planned_trials import as_measured
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
@@ -201,7 +200,7 @@ def test_a_question_that_makes_no_sense_is_refused(
 def test_a_large_search_is_planned_by_a_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulated, "MOST_SUB_EPOCHS", 1000)
+    monkeypatch.setattr(simulated_search, "MOST_SUB_EPOCHS", 1000)
     run = EarlierRun(folder_of(tmp_path), FREE_MOVES)
     costs = run.costs()
     monkeypatch.setattr(run, "costs", lambda: costs)  # those of the run as it was

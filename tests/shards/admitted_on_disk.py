@@ -20,7 +20,7 @@ from torch import nn
 
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe, load_warm_start
 from cerebro_hydra.shards.admission.admit import admit, on_disk
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.engine.layout import initial_segments
 from cerebro_hydra.storage.digest import digest
 

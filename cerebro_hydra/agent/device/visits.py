@@ -34,8 +34,7 @@ from cerebro_hydra.recipe.randomness import (
 )
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffects
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.graph_passes import PassRecord

@@ -3,7 +3,7 @@
 The needs are those by which the queues of a worker accept a visit (``plan/queues/worker.py``), and
 the spilled bytes and their seconds come from the same queues on a virtual clock.
 
-`sentences` writes it for the console.
+`bill_text` writes it for the console.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _limit(nbytes: int | None) -> float:
     return math.inf if nbytes is None else nbytes
 
 
-def sentences(lines: Sequence[BillLine]) -> str:
+def bill_text(lines: Sequence[BillLine]) -> str:
     """Return a line for trials and workers with the same numbers; reasons of refusals are below.
 
     What is copied, and what that costs, is of one sub-epoch.

@@ -23,8 +23,8 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
-from cerebro_hydra.shards.admission.profile import TaskProfiler
 from cerebro_hydra.shards.admission.readings import KnownChanges
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,

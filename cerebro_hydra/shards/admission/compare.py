@@ -28,18 +28,21 @@ from cerebro_hydra.recipe import (
     state_tensors,
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
-from cerebro_hydra.shards.admission.effects import (
+from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
+from cerebro_hydra.shards.admission.metric_parts import metric_warnings
+from cerebro_hydra.shards.admission.training_effects import (
     STEPS_PER_EPOCH,
     ExampleBatch,
     SideEffects,
-    check_averaged,
     check_own_step,
     plain_trainer,
     refused_random_numbers,
+)
+from cerebro_hydra.shards.admission.written_tensors import (
+    WrittenTensors,
+    check_averaged,
     refused_writes,
 )
-from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
-from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
@@ -51,7 +54,6 @@ from cerebro_hydra.shards.engine.differences import (
     contents,
     first_difference,
     first_operation,
-    same_bits,
 )
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
@@ -470,49 +472,3 @@ def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
             form += f" from {tensor.min().item()} to {tensor.max().item()}"
         forms.append(form if names is None else f"{names[number]}: {form}")
     return ", ".join(forms)
-
-
-class WrittenTensors:
-    """Watches the tensors of a model that no optimizer changes.
-
-    Args:
-        initial: the state before training, named as a checkpoint names it, in memory of its own.
-    """
-
-    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._initial = initial
-        self._before = {name: (t, t._version) for name, t in _unoptimized(model).items()}
-
-    def names(self) -> tuple[str, ...]:
-        """Return what has been written since, in place, by `.data` or by another tensor."""
-        now = _unoptimized(self._model)
-        return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
-
-    def check_shapes(self) -> None:
-        """Refuse buffers that have other shapes by now.
-
-        Raises:
-            ConfigurationError: there is one; the message names it.
-        """
-        for full_name, tensor in _unoptimized(self._model).items():
-            before = self._initial.get(full_name)
-            if before is not None and before.shape != tensor.shape:
-                name = full_name.partition(":")[2]
-                raise ConfigurationError(
-                    f"buffer {name!r} has shape {tuple(before.shape)} before training and "
-                    f"{tuple(tensor.shape)} after its first steps, and its memory is laid out "
-                    "before; register it with that shape"
-                )
-
-    def _is_written(self, name: str, tensor: Tensor) -> bool:
-        before, version = self._before.get(name, (None, 0))
-        if tensor is not before or tensor._version != version:
-            return True
-        return not same_bits(tensor, self._initial[name])
-
-
-def _unoptimized(model: nn.Module) -> dict[str, Tensor]:
-    found = {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
-    frozen = {f"param:{n}": p for n, p in model.named_parameters() if not p.requires_grad}
-    return found | frozen

@@ -16,7 +16,6 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
-from cerebro_hydra.shards.admission.effects import forward_and_backward
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
@@ -29,6 +28,7 @@ from cerebro_hydra.shards.admission.readings import (
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.training_effects import forward_and_backward
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model

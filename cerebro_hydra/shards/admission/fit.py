@@ -12,7 +12,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.sizing.cuts import auto_cut, cut_by_bytes
 from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe.optimizer_list import let_go
-from cerebro_hydra.shards.admission.effects import remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.readings import (
@@ -28,6 +27,7 @@ from cerebro_hydra.shards.admission.readings import (
     is_shared,
     told,
 )
+from cerebro_hydra.shards.admission.training_effects import remedy
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer

@@ -29,7 +29,7 @@ from cerebro_hydra.plan.queues.pick import Ahead, Candidate
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.profile import profile
+from cerebro_hydra.shards.admission.task_profiler import profile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.storage import RunFolder

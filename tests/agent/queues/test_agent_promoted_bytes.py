@@ -22,7 +22,7 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch, StateSource
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.profile import profile
+from cerebro_hydra.shards.admission.task_profiler import profile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import LocalStore, RunFolder
 from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent, train_without_agent

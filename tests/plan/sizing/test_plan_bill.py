@@ -16,7 +16,7 @@ from cerebro_hydra.plan.queues.pick import sharp
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.simulate.worker import WorkerSimulation, WorkerTimeline
-from cerebro_hydra.plan.sizing.bill import LOAD, SPILL, WorkerMemory, bill, refusals, sentences
+from cerebro_hydra.plan.sizing.bill import LOAD, SPILL, WorkerMemory, bill, bill_text, refusals
 from tests.examples import examples
 from tests.plan.queues.test_plan_worker_chaos import specs
 
@@ -154,11 +154,11 @@ def test_trials_and_workers_with_the_same_numbers_share_a_sentence() -> None:
     runs = [trial(number) for number in range(3)] + [trial(3, shards=1)]
     small = memory(device=22, host=100, disk=1000)
     lines = bill(runs, [small, small, memory()]).lines
-    assert sentences(lines).splitlines() == SENTENCES.splitlines()[1:]
+    assert bill_text(lines).splitlines() == SENTENCES.splitlines()[1:]
     (spilling,) = bill(runs[:1], [memory(device=42, host=60, disk=1000)]).lines
-    assert "24.0 MiB of that are for the disk, which has 1000 MiB free" in sentences([spilling])
+    assert "24.0 MiB of that are for the disk, which has 1000 MiB free" in bill_text([spilling])
     (refused,) = bill(runs[:1], [memory(device=11)]).lines
-    assert sentences([refused]) == refusals([refused])[0]
+    assert bill_text([refused]) == refusals([refused])[0]
 
 
 SENTENCES = """

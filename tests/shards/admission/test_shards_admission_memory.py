@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import admit
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from tests.shards.zoo import Notes
 
 evaluated = Notes()

@@ -14,9 +14,8 @@ from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
-from cerebro_hydra.shards.admission.profile import TaskProfiler, profile
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler, profile
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
 from tests.end_to_end.trials.hooked_models import foreseeing

@@ -8,8 +8,8 @@ import torch
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe import PlainTrainer
 from cerebro_hydra.shards.admission.admit import admit
-from cerebro_hydra.shards.admission.profile import TaskProfiler
-from cerebro_hydra.shards.admission.task_profile import UNWATCHED
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
+from cerebro_hydra.shards.admission.trial_profile import UNWATCHED
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain

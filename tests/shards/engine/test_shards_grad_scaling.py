@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as lrs
 from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.replay.replay_trial import Ancestor
-from cerebro_hydra.shards.admission.profile import profile
+from cerebro_hydra.shards.admission.task_profiler import profile
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
 from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start

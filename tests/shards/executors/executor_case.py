@@ -14,7 +14,7 @@ import pytest
 
 from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.recipe import Evaluation, PlainTrainer
-from cerebro_hydra.shards.admission.profile import profile
+from cerebro_hydra.shards.admission.task_profiler import profile
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.testing.model_case import assert_same_state

@@ -21,7 +21,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.registry import FLUSHED
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.engine import Mode
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation

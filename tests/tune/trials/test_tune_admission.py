@@ -15,7 +15,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
-from cerebro_hydra.planning.memory_bill import MemoryBill
+from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
@@ -61,7 +61,7 @@ def admit_with(
     run: str = "run",
 ) -> Outcome:
     found = Outcome(RunFolder(LocalStore(str(path)), run))
-    bill = MemoryBill(resources, 2, found.told.append)
+    bill = Biller(resources, 2, found.told.append)
     of_run = examples(path, 70), found.folder, 3, evaluation_metric, found.told.append, bill
     admission = Admission(factory, COLUMNS, *of_run)
     for number, params in enumerate(candidates):
@@ -311,7 +311,7 @@ def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
         3,
         "loss",
         told.append,
-        MemoryBill(DEFAULT_RESOURCES, 2, told.append),
+        Biller(DEFAULT_RESOURCES, 2, told.append),
     )
     parent = admission.admit(0, {"lr": 0.1}).spec
     assert (parent.cut["mode"], parent.cut["at"]) == ("export", [])
@@ -327,7 +327,7 @@ def test_replicas_for_which_a_resumed_run_lacks_workers_end_it_and_no_trial(
         return dataclasses.replace(tune_models.small({}), **params)
 
     folder = RunFolder(LocalStore(str(tmp_path)), "run")
-    bill = MemoryBill(DEFAULT_RESOURCES, 2, print)
+    bill = Biller(DEFAULT_RESOURCES, 2, print)
     data = examples(tmp_path, 70, partitions=3)
     admission = Admission(factory, COLUMNS, data, folder, 3, "loss", print, bill)
     with pytest.raises(ConfigurationError, match=r"replicas is 3, and the backend has 2 worker"):

@@ -19,7 +19,7 @@ from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.hopper.trials import NewTrial
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.plan.messages import events as ev
-from cerebro_hydra.planning.memory_bill import MemoryBill
+from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.tune import CustomSearch, GridSearch, SearchResult, hp_choice
@@ -103,7 +103,7 @@ def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> S
     folder = RunFolder(LocalStore(str(path)), "run")
     batches = examples(path, 70)
     quiet: list[str] = []
-    bill = MemoryBill(DEFAULT_RESOURCES, 2, print)
+    bill = Biller(DEFAULT_RESOURCES, 2, print)
     admission = Admission(
         open_models.hanging, COLUMNS, batches, folder, 3, "loss", quiet.append, bill
     )

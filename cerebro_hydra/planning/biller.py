@@ -1,4 +1,4 @@
-"""Bills trials for the workers of a search, by costs that are measured here."""
+"""Asks for the bill of each trial of a search; `plan/sizing/bill.py` has its figures and text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cerebro_hydra.plan.costs.moves import DISPATCH_SECONDS, MoveRates
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
 from cerebro_hydra.plan.schedules.registry import is_pipelined
-from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, sentences
+from cerebro_hydra.plan.sizing.bill import WorkerMemory, bill, bill_text
 from cerebro_hydra.plan.sizing.pipeline import Pipeline, stages_text
 from cerebro_hydra.planning.auto_plan import AutoPlan
 from cerebro_hydra.planning.earlier_run import EarlierRun
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut
-from cerebro_hydra.shards.admission.profile import TaskProfiler
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_document import TrialSpec
@@ -37,7 +37,7 @@ _COPIED = 32 << 20  # bytes by which the speed of a device's memory is measured
 _OF_GPUS = "\nCosts were measured on the CPU here; GPUs compute and copy at another speed."
 
 
-class MemoryBill:
+class Biller:
     """Bills trials for workers that are all alike, where a user asks for more than the defaults.
 
     Args:
@@ -152,7 +152,7 @@ class MemoryBill:
         if (alike := replace(run, visit=0, shards=shards)) not in self._reported:
             self._reported.add(alike)
             gpus = self._resources.device_kind == "cuda"
-            self._report(sentences(found.lines) + (_OF_GPUS if gpus else ""))
+            self._report(bill_text(found.lines) + (_OF_GPUS if gpus else ""))
         return stages_text(run) if run.is_pipelined else ""
 
     @cached_property

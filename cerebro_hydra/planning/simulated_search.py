@@ -20,8 +20,8 @@ from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.plan.simulate.fluid import Flow
 from cerebro_hydra.plan.simulate.run import Overheads, SimulatedTimeline, Simulation
 from cerebro_hydra.plan.simulate.worker import SimulatedDevices
-from cerebro_hydra.planning.followed import Admit, FollowedSearch, Follower
-from cerebro_hydra.planning.trials import PlannedTrial
+from cerebro_hydra.planning.followed_search import Admit, FollowedSearch, Follower
+from cerebro_hydra.planning.planned_trials import PlannedTrial
 
 MOST_ACTIONS = 20_000
 """Tasks that are simulated one by one; visits of a search that has more flow."""

@@ -17,7 +17,7 @@ from cerebro_hydra.plan.messages.events import (
     TrialRefused,
 )
 from cerebro_hydra.plan.messages.instructions import Instruction
-from cerebro_hydra.planning.trials import PlannedTrial
+from cerebro_hydra.planning.planned_trials import PlannedTrial
 
 Admit = Callable[[TrialProposed], PlannedTrial | str]
 """Returns the trial that a candidate becomes, or why it is refused."""

@@ -20,14 +20,15 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
-from cerebro_hydra.shards.admission.task_profile import (
+from cerebro_hydra.shards.admission.trial_profile import (
     UNWATCHED,
     CrossingBytes,
     Needs,
     TaskProfile,
+    TrialProfile,
+    asked_recompute,
     watchable,
 )
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example, example_of_rows

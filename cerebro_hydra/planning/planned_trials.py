@@ -18,8 +18,7 @@ from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut
-from cerebro_hydra.shards.admission.task_profile import TaskProfile
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile, asked_recompute
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile, asked_recompute
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec

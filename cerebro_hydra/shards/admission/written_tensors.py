@@ -1,0 +1,204 @@
+"""Finds which buffers and frozen parameters training writes to, and refuses it in evaluations.
+
+Here it is found of a trial's first steps and evaluations; of later ones by `BoundModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.shards.engine.differences import same_bits
+
+
+class WrittenTensors:
+    """Watches the tensors of a model that no optimizer changes.
+
+    Args:
+        initial: the state before training, named as a checkpoint names it, in memory of its own.
+    """
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._initial = initial
+        self._before = {name: (t, t._version) for name, t in _unoptimized(model).items()}
+
+    def names(self) -> tuple[str, ...]:
+        """Return what has been written since, in place, by `.data` or by another tensor."""
+        now = _unoptimized(self._model)
+        return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
+
+    def check_shapes(self) -> None:
+        """Refuse buffers that have other shapes by now.
+
+        Raises:
+            ConfigurationError: there is one; the message names it.
+        """
+        for full_name, tensor in _unoptimized(self._model).items():
+            before = self._initial.get(full_name)
+            if before is not None and before.shape != tensor.shape:
+                name = full_name.partition(":")[2]
+                raise ConfigurationError(
+                    f"buffer {name!r} has shape {tuple(before.shape)} before training and "
+                    f"{tuple(tensor.shape)} after its first steps, and its memory is laid out "
+                    "before; register it with that shape"
+                )
+
+    def _is_written(self, name: str, tensor: Tensor) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        if tensor is not before or tensor._version != version:
+            return True
+        return not same_bits(tensor, self._initial[name])
+
+
+def _unoptimized(model: nn.Module) -> dict[str, Tensor]:
+    found = {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
+    frozen = {f"param:{n}": p for n, p in model.named_parameters() if not p.requires_grad}
+    return found | frozen
+
+
+@contextmanager
+def refused_writes(model: nn.Module) -> Iterator[set[str]]:
+    """Refuse an evaluation that changes parameters, or buffers in a way that depends on the past.
+
+    A buffer that every forward sets anew, whatever it was, is no state; the body is given a set
+    that fills with the names of such buffers.
+
+    Raises:
+        ConfigurationError: it has changed one.
+    """
+    before = {name: tensor_digest(p) for name, p in model.named_parameters()}
+    buffers = _BufferWrites(model)
+    with buffers.refused():
+        yield buffers.set_anew
+    for name, parameter in model.named_parameters():
+        if tensor_digest(parameter) != before[name]:
+            raise ConfigurationError(
+                f"the forward writes to parameter {name!r} in evaluation, which must leave the "
+                "state as it is; write to it `if self.training` only, or use another tensor, such "
+                "as weight * mask"
+            )
+
+
+class _BufferWrites:
+    """Watches a model's forwards in evaluation, which are given copies of its buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._given: dict[str, _Given] = {}
+        self._trying = False
+        self.set_anew: set[str] = set()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Look at every forward for a while."""
+        handles = [
+            self._model.register_forward_pre_hook(self._entering),
+            self._model.register_forward_hook(self._left, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, model: nn.Module, args: Any) -> None:
+        if not self._trying:
+            self._given = {n: _Given(b, b._version, b.clone()) for n, b in model.named_buffers()}
+
+    def _left(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if self._trying:
+            return
+        after = {name: model.get_buffer(name) for name in self._given}
+        written = [name for name, given in self._given.items() if given.is_written(after[name])]
+        if not written:
+            return
+        after = {name: after[name].clone() for name in written}
+        found = [t.clone() for t in _tensors(outputs)]
+
+        def are_set_anew(names: Sequence[str]) -> bool:
+            """Tell whether the forward gives the same if these have other values before it."""
+            for larger in (True, False):
+                for name, given in self._given.items():
+                    value = _other(given.value, larger) if name in names else given.value.clone()
+                    self._put(name, value)
+                try:
+                    again = _tensors(model(*args, **kwargs))
+                except Exception:  # the forward can't do with such a value
+                    return False
+                if len(again) != len(found) or not all(map(same_bits, again, found)):
+                    return False
+                if not all(same_bits(model.get_buffer(name), after[name]) for name in written):
+                    return False
+            return True
+
+        self._trying = True
+        if are_set_anew(written):
+            self._trying = False
+            self.set_anew.update(written)
+            return
+        name = next((name for name in written if not are_set_anew([name])), written[0])
+        raise ConfigurationError(
+            f"the forward writes to buffer {name!r} in evaluation, which must leave the state as "
+            f"it is; {_instead(model, name)}"
+        )
+
+    def _put(self, name: str, value: Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        self._model.get_submodule(owner)._buffers[leaf] = value
+
+
+class _Given(NamedTuple):
+    """Holds a buffer as a forward was given it."""
+
+    buffer: Tensor
+    version: int
+    value: Tensor
+
+    def is_written(self, now: Tensor) -> bool:
+        """Return whether the forward wrote to it; writing to `.data` counts no version."""
+        if now is not self.buffer or now._version != self.version:
+            return True
+        return not same_bits(now, self.value)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _other(tensor: Tensor, larger: bool) -> Tensor:
+    """Return another value than a tensor has."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, torch.nan)
+    return ~tensor if tensor.dtype is torch.bool else tensor + (1 if larger else -1)
+
+
+def _instead(model: nn.Module, buffer: str) -> str:
+    owner = model.get_submodule(buffer.rpartition(".")[0])
+    place = type(owner).__module__
+    if place.startswith("torch.") and ".quantization" in place:
+        switch = "self.apply(enable_observer if self.training else disable_observer)"
+        return f"let the model's forward begin with {switch}, both of torch.ao.quantization"
+    return "write to it `if self.training` only"
+
+
+def check_averaged(recipe: Recipe, written: Sequence[str]) -> None:
+    """Refuse a moving average of frozen parameters to which the forward writes.
+
+    Raises:
+        ConfigurationError: the recipe keeps averages, and there is such a parameter.
+    """
+    frozen = {name for name, _ in recipe.model.named_parameters()}
+    if recipe.ema is not None and (names := [name for name in written if name in frozen]):
+        raise ConfigurationError(
+            f"ema is {recipe.ema!r}, and the forward writes to frozen parameter {names[0]!r}, "
+            "which it would average too; leave ema out, or make that parameter a buffer"
+        )
