@@ -360,9 +360,9 @@ class UsesElsewhere(Watch):
         self._thread = 0
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let blocks run compiled, which read what their own shard has."""
-        return True
+    def of(cls, recipe: Recipe, places: Places, looks: bool) -> UsesElsewhere:
+        """Return what looks at the operations of a recipe's model."""
+        return (_UsesBesideBlocks if recipe.compile else cls)(places, looks)
 
     def __enter__(self) -> UsesElsewhere:
         self._thread = threading.get_ident()
@@ -400,6 +400,15 @@ class UsesElsewhere(Watch):
         if self.found is None and reads_values(func):
             self.look((*args, *kwargs.values()))
         return func(*args, **kwargs)
+
+
+class _UsesBesideBlocks(UsesElsewhere):
+    """Looks beside the blocks of a trial that compiles them, which read what their shard has."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let blocks run compiled meanwhile."""
+        return True
 
 
 _looking: list[UsesElsewhere] = []  # those that are entered, on any thread
