@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cerebro_hydra.planning.memory_bill import MemoryBill
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
-from cerebro_hydra.planning.memory_bill import MemoryBill
 from cerebro_hydra.recipe import Recipe, fingerprint_differences, numeric_fingerprint
 from cerebro_hydra.recipe.compiled_units import compilable_units
 from tests.shards import zoo
