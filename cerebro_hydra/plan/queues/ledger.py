@@ -125,17 +125,20 @@ class Block:
         """Return whether the device has changes that DRAM has not."""
         return bool(self.unsaved)
 
-    def wrote(self, task: Action, most_open: int) -> None:
+    def wrote(self, task: Action, most_open: int, hooks_write: bool = False) -> None:
         """Note that a task changed the state on the device.
 
         Of so many microbatches there may be boundary values, with which a task can be done again.
         After an update there are no gradients.
+
+        Args:
+            hooks_write: whether a backward may change more than gradients.
         """
         self.written |= self.parts.intersection(WRITTEN[task.kind])
         if task.kind is ActionKind.U:
             self.written.discard(Part.GRADIENTS)
-        elif task.kind is ActionKind.B and Part.GRADIENTS not in self.sizes:
-            self.written.add(Part.PARAMETERS)  # what has no bytes apart
+        elif task.kind is ActionKind.B and (hooks_write or Part.GRADIENTS not in self.sizes):
+            self.written.add(Part.PARAMETERS)  # with what has no bytes apart
         oldest = (task.microbatch or 0) - most_open + 1
         if any((each.microbatch or 0) < oldest for each in self.unsaved):
             self.older_unsaved = True

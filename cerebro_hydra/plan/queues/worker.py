@@ -480,10 +480,12 @@ class WorkerState:
         self._now = max(self._now, queue.clock)
         task = unplaced(action)
         visit.finish(task, event.seconds)
-        if visit.spec.graph.training and (
-            action.kind is not ActionKind.F or visit.spec.shards[action.shard].forward_writes
-        ):
-            self._block(state_key(action.trial, action.shard)).wrote(task, visit.most_open)
+        writes = visit.spec.shards[action.shard].forward_writes
+        if visit.spec.graph.training and (action.kind is not ActionKind.F or writes):
+            # A hook of a layer may change its buffers in backward; a graph has no hooks.
+            hooks_write = writes and visit.spec.by_modules
+            block = self._block(state_key(action.trial, action.shard))
+            block.wrote(task, visit.most_open, hooks_write)
         if task == queue.given[0].tasks[-1]:
             self._end_unit(queue, visit)
 

@@ -99,6 +99,14 @@ def test_a_visit_begins_anew_if_a_device_dies_that_has_updated_its_home(at_home:
     assert (VisitRestarted(0) in simulation.state.handle([DeviceLost(0)])) is at_home
 
 
+def test_a_backward_by_modules_writes_buffers_too_as_its_hooks_may() -> None:
+    shard = replace(SHARD, state=8, gradients=2, forward_writes=True)
+    spec = replace(SPEC, graph=TaskGraph(3, 2, 2), shards=(shard,) * 3)
+    for by_modules, parts in ((True, "pg"), (False, "g")):
+        told = done(replace(spec, by_modules=by_modules), 8)
+        assert f"t0s1SPILL[{parts}]" in told[told.index("t0s1B0") : told.index("t0s0B0")], told
+
+
 def test_tasks_that_need_all_of_a_shard_get_it_at_once() -> None:
     assert "[" not in done(replace(SPEC, whole=True), 6)
 

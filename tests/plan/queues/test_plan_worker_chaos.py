@@ -185,7 +185,7 @@ def check_changes(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
             windows = map(visits[key[0]].lists, range(graph.windows))
             mine = [t for w in windows for tasks in w for t in tasks if t.shard == key[1]]
             for part in shard.sizes.keys() - {Part.GRADIENTS}:
-                assert home[key][part] == [t for t in mine if part in written_by(t, shard)]
+                assert home[key][part] == [t for t in mine if part in written_by(t, visits[key[0]])]
             assert not home[key].get(Part.GRADIENTS)
             sent.add(key)
         elif action.kind.computes:
@@ -194,21 +194,24 @@ def check_changes(timeline: WorkerTimeline, visits: list[VisitSpec]) -> None:
                 backwards = [replace(task, kind=ActionKind.B, microbatch=m) for m in window]
                 assert there[key][Part.GRADIENTS] == backwards
                 there[key][Part.GRADIENTS] = []
-            for part in written_by(task, shard):
+            for part in written_by(task, visits[key[0]]):
                 at_home = visits[key[0]].updates_at_home and part is Part.OPTIMIZER
                 (home if at_home else there)[key][part].append(task)
     expected = {(s.visit, k) for s in visits if s.graph.training for k in range(s.graph.shards)}
     assert sent == expected
 
 
-def written_by(task: Action, shard: ShardSpec) -> set[Part]:
+def written_by(task: Action, visit: VisitSpec) -> set[Part]:
     """Return the parts of its state that a task changes for good."""
+    shard = visit.shards[task.shard]
     parts = {*shard.sizes}
+    buffers = {Part.PARAMETERS} if shard.forward_writes else set()
     match task.kind:
         case ActionKind.F:
-            return {Part.PARAMETERS} if shard.forward_writes else set()
-        case ActionKind.B:
-            return {Part.GRADIENTS if Part.GRADIENTS in parts else Part.PARAMETERS}
+            return buffers
+        case ActionKind.B:  # hooks of modules write, too
+            own = {Part.GRADIENTS if Part.GRADIENTS in parts else Part.PARAMETERS}
+            return own | (buffers if visit.by_modules else set())
         case _:
             return parts - {Part.GRADIENTS}
 

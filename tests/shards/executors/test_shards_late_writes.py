@@ -246,6 +246,29 @@ def test_a_hook_may_write_to_its_own_layer() -> None:
     Cut(made(Own), "modules", at=2).prove()
 
 
+class Norms(zoo.Net):
+    """Scales what its middle layer gives by the norm of the gradient of the microbatch before."""
+
+    def add(self):
+        self.b.register_buffer("norm", torch.ones(()))
+        self.b.register_full_backward_hook(lambda b, _, out: b.norm.copy_(out[0].norm()) and None)
+
+    def forward(self, x):
+        return self.c((self.b(self.a(x).tanh()) / (1 + self.b.norm)).tanh())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_a_hook_writes_to_its_own_layer_between_microbatches_stays(executor: str) -> None:
+    make = made(Norms, accumulate=3, shards=["b", "c"])
+    windows = [[batch for window in WINDOWS for batch in window]]
+    trial = start(make(), windows)
+    assert trial.cut_model.num_shards == 3, trial.admission.report.text()
+    EXECUTORS[executor](trial, described(trial, windows), windows)
+    reference = PlainTrainer(make(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    reference.train(windows)
+    assert_same_state(trial.tensors(), reference)
+
+
 def test_a_pipeline_refuses_a_model_whose_hook_writes() -> None:
     always = hooked(in_place, hook=in_place)
     windows = [[batch for window in WINDOWS for batch in window]]
