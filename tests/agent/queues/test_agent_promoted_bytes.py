@@ -201,7 +201,7 @@ class Copies:
         for shard, tasks in (each for unit in self.units(made) for each in unit.items()):
             kinds = [task.kind for task in tasks]
             updated = U in kinds
-            parameters = updated or (F in kinds and self.profile.shards[shard].forward_writes)
+            parameters = updated or self.profile.shards[shard].forward_writes
             left = kinds[len(kinds) - kinds[::-1].index(U) :] if updated else kinds
             gradients = B in left and self.case.gradients_outlive_tasks
             parts = parameters + gradients + (self.case.state if updated else 0)
