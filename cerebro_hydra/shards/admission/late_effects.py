@@ -121,6 +121,8 @@ class LateEffects:
     def _read_schedule(self) -> Reading:
         """Return what an LR scheduler holds that is made anew, as each visit makes its own."""
         recipe = self._recipe
+        if recipe.lr_scheduler is None:
+            return {}
         same = {id(parameter): parameter for parameter in recipe.model.parameters()}
         optimizer = clone_optimizer(recipe.optimizer, same)
         try:
