@@ -361,8 +361,16 @@ class Recipe:
         """Let the recipe train on a device, and return it: batches will come there.
 
         Its model and losses are moved with every tensor that their attributes hold.
+
+        Raises:
+            ConfigurationError: its averages would be the CPU's, and those of a replay the device's.
         """
         if device != self.device:
+            if self.optimizer_on == "host" and self.ema is not None:
+                raise ConfigurationError(
+                    f"optimizer_on is 'host' and ema is {self.ema}, and a replay on {device.type} "
+                    "would average there, with other bits; leave one of them out"
+                )
             placement = Placement(device)
             placement.place_module(self.model)
             for loss in self.losses:

@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "autocast": ({"autocast": "float16"}, "autocast is 'float16': write `with torch.autocast"),
     "replicas": ({"replicas": 2}, "replicas is 2: gradients of replicas are summed before a step"),
     "recompute": ({"recompute": True}, "recompute is True: call torch.utils.checkpoint"),
+    "place": ({"optimizer_on": "host"}, "optimizer_on is 'host': the step itself calls its"),
     "no function": ({"training_step": 1}, "training_step is 1; give a function"),
     "no step": ({"training_step": None}, "optimizer is a list of 2, and nothing says when"),
     "none": ({"optimizer": []}, "optimizer is an empty list"),

@@ -109,6 +109,7 @@ RULES: dict[str, tuple[Any, ...]] = {
     "autocast": ("float8",),
     "grad_scaler": (torch.amp.GradScaler("cpu"),),
     "ema": ("0.9",),
+    "optimizer_on": ("cpu",),
     "metrics": (5,),
     "schedule": ("sharp", "oldest_first", "gpipe", "fastest"),
     "stages": (1, True, [3], [2, 0], 2.0, "all", 2),
