@@ -71,5 +71,5 @@ def test_a_forward_that_makes_tensors_on_the_cpu_is_told_what_to_write() -> None
 def test_an_average_on_the_host_of_what_a_replay_averages_elsewhere_is_refused() -> None:
     recipe = recipe_of(nn.Linear(2, 2), optimizer_on="host", ema=0.9)
     assert recipe.to(torch.device("cpu")) is recipe
-    with pytest.raises(ConfigurationError, match="optimizer_on is 'host' and ema is 0.9"):
+    with pytest.raises(ConfigurationError, match=r"optimizer_on is 'host' and ema is 0\.9"):
         recipe.to(META)
