@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cerebro_hydra.planning.memory_bill import MemoryBill
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
+from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.recipe import Recipe, fingerprint_differences, numeric_fingerprint
 from cerebro_hydra.recipe.compiled_units import compilable_units
 from tests.shards import zoo
@@ -102,7 +102,7 @@ def test_another_compiler_is_told_of_trials_that_are_compiled() -> None:
 
 
 def test_what_is_made_for_one_cpu_is_not_portable() -> None:
-    bill = MemoryBill(replace(DEFAULT_RESOURCES, numerics="portable"), 1, print)
+    bill = Biller(replace(DEFAULT_RESOURCES, numerics="portable"), 1, print)
     bill.check_compile(recipe(compile=False))
     with pytest.raises(ConfigurationError, match="numerics is 'portable', and what torch compiles"):
         bill.check_compile(recipe())
