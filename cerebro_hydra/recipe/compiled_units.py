@@ -213,10 +213,20 @@ def _of_kind(module: nn.Module) -> Callable[..., Any]:
 
 
 def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a copy of a forward, whose code counts by itself.
+
+    It has the forward's own globals: those of a notebook's class, which came to a worker pickled,
+    are in no module where torch would look for them.
+    """
+
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return plain(module, *args, **kwargs)
 
-    own = FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    of = plain if isinstance(plain, FunctionType) else forward
+    own = FunctionType(
+        of.__code__.replace(), of.__globals__, "forward", of.__defaults__, of.__closure__
+    )
+    own.__kwdefaults__ = of.__kwdefaults__
     compiled: Callable[..., Any] = torch.compile(own, dynamic=False, options=dict(_OPTIONS))
     return compiled
 
