@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 from cerebro_hydra.errors import ConfigurationError
@@ -117,3 +119,29 @@ def test_processes_that_compile_anew_have_equal_bits(tmp_path: Path) -> None:
     assert "param:1.linear.weight" in first
     assert run("second") == first
     assert run("first") == first, "what the cache has is other code"
+
+
+SCRIPT = """
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.relu(self.layer(x))
+"""
+
+
+def test_a_class_whose_module_is_not_here_is_compiled() -> None:
+    """Such is one of a notebook, on a worker."""
+    names: dict[str, Any] = {"__name__": "a_notebook", "nn": nn, "torch": torch}
+    exec(SCRIPT, names)
+    model = nn.Sequential(names["Scripted"](), names["Scripted"]())
+    units, x = (
+        compiled_units.CompiledUnits(compiled_units.compilable_units(model)),
+        torch.ones(3, 4),
+    )
+    assert units.names == ("0", "1")
+    with units.of(model):
+        found = model(x)
+    torch.testing.assert_close(found, model(x))
