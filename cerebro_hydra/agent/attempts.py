@@ -212,9 +212,15 @@ class VisitPlanner:
     ) -> VisitSpec:
         """Describe a visit of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
-        spec = replace(profile.training(number, microbatches, window, recompute), at_home=False)
+        spec = profile.training(number, microbatches, window, recompute)
+        if recompute:
+            return spec
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
-        return spec if recompute else replace(spec, unit_seconds=0.0, whole=True)
+        whole = replace(spec, unit_seconds=0.0, whole=True)
+        if self._budget is None or whole.device_need <= self._budget:
+            return whole
+        # A device has room for all but the optimizer state, which stays at home shard by shard.
+        return profile.training(number, microbatches, window, recompute=True)
 
     def can_spare(self, visit: Visit) -> bool:
         """Return whether a visit that ran out of memory may need less when it is done once more.

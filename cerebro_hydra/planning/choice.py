@@ -232,7 +232,7 @@ def _by_time(units: PlannedTrial, shards: int) -> tuple[int, ...]:
 
 def _by_bytes(units: PlannedTrial, shards: int) -> tuple[int, ...]:
     """Return where so many shards begin of which the largest is as small as can be."""
-    parts = cut_by_bytes(units.uncut_visit.shards, shards)
+    parts = cut_by_bytes(units.uncut_visit.device_shards, shards)
     return tuple(part.start for part in parts[1:])
 
 

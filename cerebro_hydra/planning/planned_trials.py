@@ -122,7 +122,8 @@ class PlannedTrial:
     def structure(self) -> str:
         """Return a name that trials share whose tasks cost the same."""
         spec = self.spec
-        told = (spec.cut, spec.template, spec.nbytes, spec.batch_size, spec.accumulate)
+        steps = (spec.batch_size, spec.accumulate, spec.optimizer_on)
+        told = (spec.cut, spec.template, spec.nbytes, *steps)
         return json.dumps(told, sort_keys=True, default=list)
 
     @cached_property

@@ -32,7 +32,7 @@ def train_stale(
         ReplayError: `lags` does not name the parameters of the model that are trained.
     """
     named = dict(trainer.recipe.model.named_parameters())
-    trained = {name: each.detach() for name, each in named.items() if each.requires_grad}
+    trained = {name: each for name, each in named.items() if each.requires_grad}
     if other := sorted(trained.keys() ^ lags.keys()):
         raise ReplayError(f"lags and trained parameters differ in {other}; give one for each")
     history = deque[dict[str, Tensor]](maxlen=max(lags.values()) + 1)  # the newest at the end
@@ -40,11 +40,11 @@ def train_stale(
     def read(*_: Any, stale: bool = False) -> None:
         for name, parameter in trained.items():
             version = min(lags[name], len(history) - 1) if stale else 0
-            parameter.copy_(history[-1 - version][name])
+            parameter.data.copy_(history[-1 - version][name])  # it may be on the host in a step
 
     def reading_older() -> Iterator[Window]:
         for window in windows:
-            history.append({name: each.clone() for name, each in trained.items()})
+            history.append({name: each.detach().clone() for name, each in trained.items()})
             read(stale=True)
             yield window
 

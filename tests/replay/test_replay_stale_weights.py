@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.schedules.pipedream import pipedream_graph
 from cerebro_hydra.plan.schedules.registry import SCHEDULES as ORDERS
 from cerebro_hydra.plan.schedules.two_buffers import two_buffers_graph
-from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe
+from cerebro_hydra.recipe import Columns, PlainTrainer, Recipe, placement
 from cerebro_hydra.replay.stale_weights import train_stale
 from tests.plan.schedules.test_plan_schedules import done_in_turn
 
@@ -157,16 +158,20 @@ def pipelined(
     return model, pipeline
 
 
-def trainer_of(optimizer: OptimizerOf, window: int) -> PlainTrainer:
+def trainer_of(optimizer: OptimizerOf, window: int, **options: Any) -> PlainTrainer:
     model = net()
-    recipe = Recipe(model, optimizer(model), nn.CrossEntropyLoss(), accumulate=window)
+    recipe = Recipe(model, optimizer(model), nn.CrossEntropyLoss(), accumulate=window, **options)
     return PlainTrainer(recipe.bind(Columns(("x",), ("y",))), SEED, 3)
 
 
 def referenced(
-    optimizer: OptimizerOf, graph: TaskGraph, data: list[Batch], lags: dict[str, int]
+    optimizer: OptimizerOf,
+    graph: TaskGraph,
+    data: list[Batch],
+    lags: dict[str, int],
+    **options: Any,
 ) -> tuple[PlainTrainer, tuple[float, int]]:
-    trainer = trainer_of(optimizer, graph.window)
+    trainer = trainer_of(optimizer, graph.window, **options)
     windows = [
         [data[k] for k in graph.window_of(number * graph.window)] for number in range(graph.windows)
     ]
@@ -251,3 +256,18 @@ def test_parameters_without_a_lag_are_named() -> None:
     del rule["0.bias"]
     with pytest.raises(ReplayError, match=r"differ in \['0.bias'\]; give one for each"):
         referenced(OPTIMIZERS["sgd"], graph_of("2bw", 2, 2, 4), batches(4), rule)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_older_weights_are_updated_likewise_where_the_optimizer_is_on_the_host(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step on the host has copies of the parameters, which are to be the newest then."""
+    window = 2 if schedule == "2bw" else 1
+    graph, data = graph_of(schedule, 2, window, 6), batches(6)
+    chosen = lags(schedule, 2)
+    there, total = referenced(OPTIMIZERS["adam"], graph, data, chosen)
+    monkeypatch.setattr(placement, "CPU", torch.device("cpu", 0))  # it seems to be elsewhere
+    here, same_total = referenced(OPTIMIZERS["adam"], graph, data, chosen, optimizer_on="host")
+    assert total == same_total
+    assert same(here.recipe.model, there.recipe.model)

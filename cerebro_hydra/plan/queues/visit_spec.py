@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind, Part
@@ -242,6 +242,15 @@ class VisitSpec:
         if not (self.graph.training or self.whole):
             return each.sizes[Part.PARAMETERS]
         return each.state - (each.optimizer if self.updates_at_home else 0)
+
+    @property
+    def device_shards(self) -> tuple[ShardSpec, ...]:
+        """Return the shards without what of them never comes to a device."""
+        if not self.updates_at_home:
+            return self.shards
+        return tuple(
+            replace(each, state=each.state - each.optimizer, optimizer=0) for each in self.shards
+        )
 
     @property
     def updates_at_home(self) -> bool:

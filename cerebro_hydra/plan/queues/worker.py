@@ -545,11 +545,11 @@ class WorkerState:
         for unit in queue.units:
             self.visits[unit.visit].end(unit)
         undone = [unplaced(task) for task in queue.unanswered]
+        torn |= {task.trial for task in undone if self.visits[task.trial].changes_home(task)}
         undone += queue.reserved.tasks if queue.reserved is not None else ()
         for task in undone:
             redo.setdefault(task.trial, []).append(task)
-            visit = self.visits[task.trial]
-            if not visit.can_redo(task) or visit.changes_home(task):
+            if not self.visits[task.trial].can_redo(task):
                 torn.add(task.trial)
         for block in self.ledger.on(queue.number):
             visit = self.visits[block.key.visit]

@@ -140,7 +140,7 @@ def _chosen(
             beside=max(0, shard.state - nbytes),
             activations=shard.activations,
         )
-        for shard, nbytes in zip(visit.shards, weights, strict=True)
+        for shard, nbytes in zip(visit.device_shards, weights, strict=True)
     ]
     devices = PipelineDevices((1.0,) * number)
     attempts: list[Fits | None] = [None]

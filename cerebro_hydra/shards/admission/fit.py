@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
@@ -124,12 +123,7 @@ def _units(
     if finest.tasks is None or finest.tasks.recompute is None:
         return None
     visit = finest.training(0, recipe.accumulate, recipe.accumulate, recompute=True)
-    return [
-        replace(
-            unit, state=visit.on_device(number), optimizer=0 if visit.at_home else unit.optimizer
-        )
-        for number, unit in enumerate(visit.shards)
-    ]
+    return visit.device_shards
 
 
 def measure_shards(

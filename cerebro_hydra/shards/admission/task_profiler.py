@@ -612,7 +612,7 @@ class TaskProfiler:
         budget = self.budget
 
         def enlarged(visit: VisitSpec) -> Needs:
-            free = [budget - visit.held_bytes - shard.state for shard in visit.shards]
+            free = [budget - visit.held_bytes - shard.state for shard in visit.device_shards]
             return tuple(
                 replace(shard, state=0, activations=max(shard.activations, most))
                 for shard, most in zip(visit.shards, free, strict=True)

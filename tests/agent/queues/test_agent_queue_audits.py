@@ -27,9 +27,11 @@ def audited(*args: Any, **options: Any) -> Any:
     return bench(*args, audit_share=0.01, trained=1e6, **options)
 
 
+@pytest.mark.parametrize("at_home", [False, True])
 @pytest.mark.parametrize("window", [1, 3])
-def test_audits_of_several_trials_change_no_byte(window: int) -> None:
-    trials = ByteTrials(SIZES, window)
+def test_audits_of_several_trials_change_no_byte(window: int, at_home: bool) -> None:
+    """The devices have no room for optimizer state if that stays at home, in audits either."""
+    trials = ByteTrials(SIZES, window, apart=400, at_home=at_home)
     need = trials.profile(0).training(0, 1, window, True).device_need
     with audited(trials, [need, need], 2 * need) as made:
         made.begin(3)

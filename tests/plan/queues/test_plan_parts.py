@@ -85,6 +85,19 @@ def test_a_visit_begins_anew_if_a_device_dies_that_was_given_an_update_at_home(
     assert (VisitRestarted(0) in simulation.state.handle([DeviceLost(0)])) is at_home
 
 
+def test_an_update_that_no_device_was_given_has_changed_no_home() -> None:
+    spec = replace(SPEC, by_modules=False, at_home=True)
+    simulation = WorkerSimulation(
+        [spec], [2], None, sharp, lambda action: 1.0, double_buffering=False
+    )
+    while "t0s1SPILL[p]@0" not in {str(each.action) for each in simulation.timeline.done}:
+        simulation.step()
+    queue = simulation.state.queues[0]
+    assert queue.reserved is not None and not queue.given
+    assert "t0s0U0" in map(str, queue.reserved.tasks)
+    assert VisitRestarted(0) not in simulation.state.handle([DeviceLost(0)])
+
+
 @pytest.mark.parametrize("at_home", [True, False])
 def test_a_visit_begins_anew_if_a_device_dies_that_has_updated_its_home(at_home: bool) -> None:
     """The first device has room for the second shard alone, so that the other one goes on."""
