@@ -87,6 +87,24 @@ gpipe, 1f1b, inter: the same in a pipeline of several microbatches; the second o
 uncut: the plain trainer in the segments of the shards.
 """
 
+QUICK_AT_HOME = {
+    "mlp, accumulated, clipped": "m",
+    "mlp, float16, accumulated, clipped": "m",
+    "mlp, frozen first, average": "m",
+    "resnet": "e",
+    "gpt2, accumulated, clipped": "m",
+    "layer thrice": "e",
+}
+"""As the table, for queues whose updates change optimizer state in DRAM."""
+
+QUICK_MOVES_AT_HOME = {
+    "mlp, dropout": "e",
+    "mlp, frozen first, clipped": "e",
+    "resnet": "e",
+    "tied, accumulated, clipped, average": "e",
+}
+"""As the table, for the same where microbatches move."""
+
 
 def column(name: str) -> dict[str, str]:
     header, *lines = (line for line in QUICK.splitlines() if line)
@@ -141,24 +159,24 @@ def spec_of(
     recompute: bool = True,
     devices: int = 1,
     schedule: str = "sequential",
+    at_home: bool = False,
 ) -> VisitSpec:
     """Describe a trial's sub-epoch to the queues."""
     microbatches, window = sum(map(len, each.sub_epochs[number])), each.trial.recipe.accumulate
-    return each.profile.training(
-        visit, microbatches, window, recompute, Pipeline(schedule, devices)
-    )
+    profile = replace(each.profile, at_home=at_home)
+    return profile.training(visit, microbatches, window, recompute, Pipeline(schedule, devices))
 
 
 class TestQueue(InTurn):
     quick = column("queue")
     alone = False
     recompute: ClassVar[bool] = True
-    share, devices = 1 / 8, 2
+    share, devices, at_home = 1 / 8, 2, False
 
     def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
         residents = []
         for which, each in enumerate(proofs):
-            spec = spec_of(each, number, which, self.recompute)
+            spec = spec_of(each, number, which, self.recompute, at_home=self.at_home)
             make = partial(
                 shard_run, each.trial, each.sub_epochs[number], None, self.recompute,
                 each.profile.tasks.shared,
@@ -204,6 +222,15 @@ class TestKept(TestQueue):
     share, devices = 1 / 2, 1
 
 
+class TestAtHome(TestQueue):
+    quick = dict.fromkeys(TRIALS, "") | QUICK_AT_HOME
+    share, at_home = 1 / 16, True
+
+    def takes(self, trial: int, way: int) -> bool:
+        """Leave each trial to one way, or to the executor whose microbatches move."""
+        return trial % 3 == way
+
+
 class TestEager(TestQueue):
     quick = column("eager")
     ways = "e"
@@ -225,11 +252,12 @@ class TestMoves(ExecutorCase):
     recompute: ClassVar[bool] = True
     devices: ClassVar[int] = DEVICES
     share: ClassVar[float] = 0
+    at_home: ClassVar[bool] = False
     seed = deaths = 0
 
     def train(self, proofs: Sequence[Proof], number: int) -> list[float]:
         self.residents = [
-            moving(each, number, which, self.recompute, self.devices, self.schedule)
+            moving(each, number, which, self.recompute, self.devices, self.schedule, self.at_home)
             for which, each in enumerate(proofs)
         ]
         return work(self.residents, self.seed + number, self.share, self.devices, self.deaths)
@@ -248,6 +276,15 @@ class TestMoves(ExecutorCase):
             residents.append(Resident(each.trial, spec, visit))
         work(residents, self.seed, self.share, self.devices, self.deaths)
         return [resident.visit.result for resident in residents]
+
+
+class TestMovesAtHome(TestMoves):
+    quick = dict.fromkeys(TRIALS, "") | QUICK_MOVES_AT_HOME
+    at_home = True
+
+    def takes(self, trial: int, way: int) -> bool:
+        """Take the trials that the executor whose microbatches stay leaves out."""
+        return trial % 3 == 2
 
 
 class TestGPipe(TestMoves):
@@ -279,9 +316,10 @@ def moving(
     recompute: bool = True,
     devices: int = DEVICES,
     schedule: str = "sequential",
+    at_home: bool = False,
 ) -> Resident:
     """Return a visit whose microbatches move."""
-    spec = spec_of(each, number, visit, recompute, devices, schedule)
+    spec = spec_of(each, number, visit, recompute, devices, schedule, at_home)
     assert spec.moves
     windows = each.sub_epochs[number]
 
@@ -376,7 +414,7 @@ def test_a_forward_that_is_computed_again_leaves_no_graph_on_its_device() -> Non
     before = tensors_of_graphs()
     for k in range(resident.spec.graph.shards):
         tasks, slot = [Action(0, k, ActionKind.F, 0, 0)], Slot.received(each.trial, k)
-        resident.visit.compute(tasks, {k: slot}, resident.visit.order(tasks))
+        resident.visit.compute(tasks, {k: slot}, resident.visit.order(tasks), {})
         assert tensors_of_graphs() == before
 
 
@@ -386,12 +424,14 @@ def test_a_forward_that_is_computed_again_leaves_no_graph_on_its_device() -> Non
     deaths=st.integers(0, 6),
     schedule=st.sampled_from(list(FLUSHED)),
     devices=st.integers(2, DEVICES),
+    at_home=st.booleans(),
 )
 def test_devices_that_die_change_no_bit(
-    seed: int, deaths: int, schedule: str, devices: int
+    seed: int, deaths: int, schedule: str, devices: int, at_home: bool
 ) -> None:
     """Units are done again, or whole sub-epochs."""
     executor = TestMoves()
+    executor.at_home = at_home
     executor.seed, executor.deaths, executor.share = seed, deaths, seed % 3
     recompute = schedule == "sequential" or seed % 2 == 0
     executor.schedule, executor.recompute, executor.devices = schedule, recompute, devices

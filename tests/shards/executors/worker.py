@@ -57,7 +57,10 @@ class Slot:
 
     Attributes:
         parts: of the shard that are here; a device's slot has poison in the place of the others.
+        lender: has the optimizer state that an update changes there, if it is not here.
     """
+
+    lender: Slot | None = None
 
     def __init__(self, trial: Trial, k: int, pool: BufferPool | None = None) -> None:
         layout = trial.layout.shards[k]
@@ -139,14 +142,13 @@ class Slot:
     @property
     def here(self) -> Segments:
         """Return the memory of what is here, as a visit takes it."""
-        ((frozen, trainable, versions), (optimizer,)) = (
-            self._places[part] for part in (Part.PARAMETERS, Part.OPTIMIZER)
-        )
+        frozen, trainable, versions = self._places[Part.PARAMETERS]
         segments = {"frozen": frozen, "trainable": trainable}
         if versions.nbytes:
             segments["versions"] = versions
-        if Part.OPTIMIZER in self.parts:
-            segments["optimizer"] = optimizer
+        owner = self if Part.OPTIMIZER in self.parts else self.lender
+        if owner is not None:
+            (segments["optimizer"],) = owner._places[Part.OPTIMIZER]
         return on_host(segments)
 
     def load(self, visit: VisitRun, k: int) -> None:
@@ -158,6 +160,17 @@ class Slot:
         """Let a visit have the parts, too, that have come since."""
         gradients = memory_of(self.gradients) if Part.GRADIENTS in self.parts else None
         visit.complete(k, self.here, gradients)
+
+    def perform(self, visit: VisitRun | ShardEvaluation, task: Action, lender: Slot | None) -> None:
+        """Do a task of the shard, which has what an update changes at home for so long alone."""
+        if task.kind is ActionKind.U and lender is not None:
+            self.lender = lender
+            self.complete(visit, task.shard)
+        visit.perform(task)
+        self.lender = None
+
+
+Homes = Mapping[int, Slot]  # those whose optimizer state updates change where it is
 
 
 def shard_run(
@@ -211,9 +224,11 @@ class Staying:
     def order(self, tasks: Sequence[Action]) -> None:
         """Nothing: microbatches stay."""
 
-    def compute(self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: None) -> None:
+    def compute(
+        self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: None, homes: Homes
+    ) -> None:
         for task in tasks:
-            self.visit.perform(task)
+            slots[task.shard].perform(self.visit, task, homes.get(task.shard))
             if task.kind is ActionKind.U:
                 slots[task.shard].cursor = json.dumps(self.visit.cursor(task.shard))
 
@@ -281,7 +296,9 @@ class Moving:
         self.ahead += passes and not (begins or order.record.tensors)
         return order
 
-    def compute(self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: Compute) -> None:
+    def compute(
+        self, tasks: Sequence[Action], slots: Mapping[int, Slot], order: Compute, homes: Homes
+    ) -> None:
         device, k = tasks[0].device, tasks[0].shard
         assert device is not None
         slot = slots[k]
@@ -294,7 +311,7 @@ class Moving:
             slot.load(visit, k) if isinstance(visit, VisitRun) else visit.load(k, slot.here)
             self._bound[k] = visit
         for task in tasks:
-            visit.perform(task)
+            slot.perform(visit, task, homes.get(k))
             if task.kind is ActionKind.B:
                 self._ended[k] = (task.microbatch or 0) + 1
             self.places.setdefault(task.microbatch or 0, set()).add(device)
@@ -511,7 +528,8 @@ class Worker:
                 resident.published[k] = content, slot.cursor
             case _:
                 slots = {k: slot for k, (_, slot) in resident.on.items()}
-                resident.visit.compute(actions, slots, order)
+                homes = resident.home if resident.spec.updates_at_home else {}
+                resident.visit.compute(actions, slots, order, homes)
 
     def _write(self, slot: Slot, home: Slot, action: Action) -> None:
         """Write the parts that an action names; gradients are gone if an update has used them."""
