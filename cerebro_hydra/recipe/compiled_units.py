@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
@@ -159,6 +160,7 @@ def _compiled(name: str, module: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if _is_watched():
             return plain(*args, **kwargs)
+        set_is_in_mode_without_ignore_compile_internals(False)  # torch mixes threads up
         try:
             return fast(module, *args, **kwargs)
         except Exception as error:

@@ -9,6 +9,8 @@ import functools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils import _python_dispatch
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, compiled_units
-from cerebro_hydra.shards.engine.microbatch import LiveBytes
+from cerebro_hydra.shards.engine.microbatch import LiveBytes, Places, UsesElsewhere
 from tests.shards import plain, zoo
 from tests.shards.compiled_blocks import blocks, compiled
 from tests.shards.executors import test_shards_executors as executors
@@ -83,6 +86,33 @@ def test_a_batch_of_another_shape_is_told_as_without_a_compiler() -> None:
     recipe = compiled()()
     with recipe.compiled(recipe.model), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         recipe.model[1](torch.ones(8, 5))
+
+
+def test_modes_of_other_threads_let_nothing_be_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those end in any order where visits take turns, and torch notes them for all threads."""
+    for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+        monkeypatch.setattr(_python_dispatch, name, False)  # given back afterwards
+    recipe, x = compiled()(), torch.ones(8, 6)
+
+    def run() -> None:
+        with recipe.compiled(recipe.model), UsesElsewhere.of(recipe, Places(), looks=True):
+            recipe.model(x)
+
+    run()
+    graphs = counters["stats"]["unique_graphs"]
+    first, second = LiveBytes(), LiveBytes()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread, step in (
+            (one, first.__enter__),
+            (other, second.__enter__),
+            (one, partial(first.__exit__, None, None, None)),
+            (other, partial(second.__exit__, None, None, None)),
+        ):
+            thread.submit(step).result()
+        run()
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_modules_are_as_they_were_after_they_ran_compiled() -> None:
