@@ -250,7 +250,7 @@ def test_an_audit_steps_with_an_optimizer_that_sees_all_gradients(
 ) -> None:
     monkeypatch.setattr("cerebro_hydra.agent.audits.drawn_window", lambda *_: RARE)
     monkeypatch.setattr(
-        "cerebro_hydra.shards.engine.sub_epoch.other_gradients_matter", lambda optimizer: None
+        "cerebro_hydra.shards.engine.sub_epoch.other_gradients_matter", lambda *given: None
     )
     agent = start(lambda: made(optimizer=ClipsLate, shards=2))
     failed = agent.train()

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.recipe.grad_scaling import take_step
 from cerebro_hydra.recipe.randomness import random_numbers_kept
 from cerebro_hydra.shards.cut.torch_cond import Watch
 from cerebro_hydra.shards.digest import tensor_digest
@@ -314,20 +315,25 @@ def _described(name: str) -> str:
     return "which optimizer state exists" if name == EXISTS else f"{_KINDS[kind]} {rest!r}"
 
 
-def other_gradients_matter(optimizer: torch.optim.Optimizer) -> Tensor | None:
+def other_gradients_matter(
+    optimizer: torch.optim.Optimizer, on_host: bool = False
+) -> Tensor | None:
     """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
 
     None is returned if there is none. It is tried with copies of the smallest parameter, before a
     step is taken; the optimizer stays as it is.
+
+    Args:
+        on_host: whether the kernels of the CPU take its steps, as in `take_step`.
     """
     given = [p for group in optimizer.param_groups for p in group["params"] if _is_dense(p.grad)]
     smallest = min(given, key=lambda p: p.nbytes, default=None)
     if smallest is None or smallest.nbytes > MOST_TRIED:
         return None
     with random_numbers_kept():
-        alone = _updated(optimizer, smallest, beside=False)
+        alone = _updated(optimizer, smallest, on_host, beside=False)
     with random_numbers_kept():
-        beside = _updated(optimizer, smallest, beside=True)
+        beside = _updated(optimizer, smallest, on_host, beside=True)
     is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
     return None if is_same else smallest
 
@@ -343,7 +349,7 @@ def _is_dense(gradient: Tensor | None) -> bool:
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, *, beside: bool
+    optimizer: torch.optim.Optimizer, parameter: Tensor, on_host: bool, *, beside: bool
 ) -> tuple[Tensor, str]:
     """Return a copy of a parameter after a step, and the options of its group.
 
@@ -367,6 +373,6 @@ def _updated(
         if "param_names" in group:
             (name,) = group["param_names"]
             group["param_names"] = [f"before {name}", name, f"after {name}"]
-    clone.step()
+    take_step(clone, None, 0, on_host)
     options = {name: value for name, value in group.items() if not name.startswith("param")}
     return mine, repr(options)

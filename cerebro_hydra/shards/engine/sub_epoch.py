@@ -524,7 +524,8 @@ class SubEpoch:
         optimizer = self._optimizers[k][0]
         if self._cut_model.num_shards == 1 or is_torchs_own(optimizer):
             return
-        if (found := other_gradients_matter(optimizer)) is not None:
+        on_host = self._recipe.optimizer_on == "host"
+        if (found := other_gradients_matter(optimizer, on_host)) is not None:
             (name,) = (name for name, p in self._states[k].params.items() if p is found)
             raise StepDiffers(
                 f"in step {self.step}, the optimizer updates parameter {name!r} otherwise if "

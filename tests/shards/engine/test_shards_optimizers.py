@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe import Recipe, grad_scaling
+from cerebro_hydra.shards.engine.differences import other_gradients_matter
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.trials import mlp_recipe, two_sub_epochs
 
@@ -113,3 +116,24 @@ def test_a_subclass_of_one_that_is_not_separable_is_refused_too():
     model = net()
     with pytest.raises(ConfigurationError, match=r"Mine can't be cut.*line search"):
         Recipe(model, Mine(model.parameters()), nn.CrossEntropyLoss())
+
+
+def test_a_step_that_is_tried_is_taken_where_the_trials_steps_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer on the host has its state there, and on a GPU its parameters are not."""
+    brought: list[int] = []
+
+    @contextmanager
+    def noted(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        brought.append(len(optimizer.param_groups[0]["params"]))
+        yield
+
+    monkeypatch.setattr(grad_scaling, "on_the_host", noted)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    assert other_gradients_matter(optimizer) is None
+    assert not brought
+    assert other_gradients_matter(optimizer, on_host=True) is None
+    assert brought == [1, 3]  # alone, and between two others
