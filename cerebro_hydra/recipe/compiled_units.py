@@ -12,8 +12,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -27,6 +26,7 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe.randomness import units
+from cerebro_hydra.recipe.torch_settings import SetForAll
 
 MOST_FORMS = 1024
 """Compiled forms of one kind of block in a process: one for each shape, mode and setting."""
@@ -233,27 +233,17 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-_lock = threading.Lock()
-_users = 0
-_before: dict[str, Any] = {}
-
-
-@contextmanager
-def _limits_kept() -> Iterator[None]:
-    """Let a form too many be an error, until the last of several threads has left."""
-    global _users
+def _keep_limits() -> Callable[[], object]:
     config: Any = torch._dynamo.config
-    with _lock:
-        if _users == 0:
-            _before.update({name: getattr(config, name) for name in _LIMITS})
-            for name, value in _LIMITS.items():
-                setattr(config, name, value)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                for name, value in _before.items():
-                    setattr(config, name, value)
+    before = {name: getattr(config, name) for name in _LIMITS}
+    _set_limits(_LIMITS)
+    return functools.partial(_set_limits, before)
+
+
+def _set_limits(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+_limits_kept = SetForAll(_keep_limits)
+"""Lets a form too many be an error."""

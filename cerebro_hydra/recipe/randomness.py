@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.recipe.torch_settings import SetForAll
 
 FORWARD = ""
 """Stands, in place of a unit's name, for a forward pass before its first unit."""
@@ -303,24 +304,11 @@ def autocasting(name: str | None, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, AUTOCAST[name], cache_enabled=False)
 
 
-_lock = threading.Lock()
-_users = 0
-_before = True
+def _begin_without_fast_path() -> Callable[[], object]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return partial(torch.backends.mha.set_fastpath_enabled, before)
 
 
-@contextmanager
-def without_fast_path() -> Iterator[None]:
-    """Run without the fast path; it comes back when the last of several threads has left."""
-    global _users, _before
-    with _lock:
-        if _users == 0:
-            _before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                torch.backends.mha.set_fastpath_enabled(_before)
+without_fast_path = SetForAll(_begin_without_fast_path)
+"""Lets torch's transformer layers compute by their parts, as they do in training."""

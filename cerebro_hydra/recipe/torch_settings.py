@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,3 +94,32 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
         f"{who} changes {', '.join(changes)}, which other trials of the process would have, too; "
         "set it at the top of the factory's module, for all trials, or set it back at once"
     )
+
+
+class SetForAll:
+    """Has something set for all threads of a process, from its first user's begin to the last end.
+
+    Args:
+        begin: sets it, and returns what gives it back.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[], object]]) -> None:
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._users = 0
+        self._end: Callable[[], object] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Use it for a while."""
+        with self._lock:
+            if self._users == 0:
+                self._end = self._begin()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:  # users end in any order
+                self._users -= 1
+                if self._users == 0 and self._end is not None:
+                    self._end()

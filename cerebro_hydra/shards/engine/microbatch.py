@@ -24,6 +24,7 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.recipe.plain_trainer import not_finite
+from cerebro_hydra.recipe.torch_settings import SetForAll
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches
@@ -412,32 +413,25 @@ class _UsesBesideBlocks(UsesElsewhere):
 
 
 _looking: list[UsesElsewhere] = []  # those that are entered, on any thread
-_visits = 0  # within `memory_reads_seen`
-_given: dict[str, tuple[Callable[..., Any], Any]] = {}
-"""What was set in place of each method meanwhile, and what a tensor's class itself had, if any."""
-_door = threading.Lock()
 _OF_MEMORY = ("numpy", "tolist", "__dlpack__")
 """Methods by which a tensor's memory is read, and no operation tells of it."""
 
 
-@contextmanager
-def memory_reads_seen() -> Iterator[None]:
-    """Let what reads the memory of tensors past torch be seen for a while; see `UsesElsewhere`."""
-    global _visits
-    with _door:
-        if _visits == 0:
-            for name in _OF_MEMORY:
-                _given[name] = _seen(getattr(Tensor, name)), vars(Tensor).get(name)
-                setattr(Tensor, name, _given[name][0])
-        _visits += 1
-    try:
-        yield
-    finally:
-        with _door:
-            _visits -= 1
-            if _visits == 0:  # visits end in any order
-                for name in _OF_MEMORY:
-                    _give_back(name, *_given.pop(name))
+def _see_memory_reads() -> Callable[[], object]:
+    # What is set in place of each method, and what a tensor's class itself had, if any.
+    given = {name: (_seen(getattr(Tensor, name)), vars(Tensor).get(name)) for name in _OF_MEMORY}
+    for name, (seen, _) in given.items():
+        setattr(Tensor, name, seen)
+
+    def end() -> None:
+        for name, (seen, own) in given.items():
+            _give_back(name, seen, own)
+
+    return end
+
+
+memory_reads_seen = SetForAll(_see_memory_reads)
+"""Lets what reads the memory of tensors past torch be seen for a while; see `UsesElsewhere`."""
 
 
 def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
