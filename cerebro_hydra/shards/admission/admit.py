@@ -37,6 +37,7 @@ from cerebro_hydra.shards.cut.choice import (
 from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Example, Sample
+from cerebro_hydra.shards.cut.second_names import SecondNames
 from cerebro_hydra.shards.cut.shard_graph import CrossingValue
 from cerebro_hydra.shards.cut.small_buffers import small_buffers
 from cerebro_hydra.shards.cut.spec import CutSpec
@@ -113,9 +114,11 @@ def on_disk(recipe: Recipe, folder: str, resident: float) -> Iterator[None]:
         ConfigurationError: two parameters share memory.
     """
     check_no_overlap(recipe)
+    stay = SecondNames(recipe.model).keys  # so that admission still finds them
     with MappedMemory(folder, resident):
-        for parameter in recipe.model.parameters():
-            parameter.data = parameter.data.clone()
+        for name, parameter in recipe.model.named_parameters():
+            if ("parameter", name) not in stay:
+                parameter.data = parameter.data.clone()
         yield
 
 

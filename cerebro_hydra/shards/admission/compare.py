@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,9 @@ from cerebro_hydra.shards.admission.written_tensors import (
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.cut.second_names import OTHER_VALUES, SecondNames
 from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
-from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.differences import (
     Recorder,
     TensorContent,
@@ -134,6 +135,7 @@ class CutCheck:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
         model = recipe.model
+        second_names = SecondNames(model)
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
@@ -177,6 +179,7 @@ class CutCheck:
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
+        _check_second_names(recipe, second_names, written, largest, trial_seed)
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
@@ -384,6 +387,61 @@ def _evaluated(
     effects.look()  # what loss and metrics have changed
     effects.draws |= generator_states(trainer.recipe.device) != states
     return Evaluated(example, outputs.contents, found)
+
+
+def _check_second_names(
+    recipe: Recipe,
+    names: SecondNames,
+    written: Collection[str],
+    example: Example,
+    trial_seed: int,
+) -> None:
+    """Check that nothing reads what training changes by another name than the model's own.
+
+    Args:
+        written: the buffers and frozen parameters that training changes.
+
+    Raises:
+        ConfigurationError: something does, which would see the updates of no worker.
+    """
+    trains = {name for name, p in recipe.model.named_parameters() if p.requires_grad}
+    keys = [key for key in names.keys if key[1] in trains or key[1] in written]
+    if not keys:
+        return
+
+    def results(overwritten: Collection[TensorKey], value: float) -> list[Any]:
+        parameters = ParameterValues.initial(recipe.model)
+        attributes = AttributeValues(recipe.model, kept=names.has)
+        found: list[Any] = []
+        with (
+            parameters.in_use(),
+            attributes.in_use(),
+            names.overwritten(overwritten, value),
+            suppress(Exception),
+        ):
+            trainer = plain_trainer(recipe, trial_seed)
+            found.append(trainer.train([_window(example, 1)]))
+            found.append(contents(trainer.tensors()))
+            outputs = _Outputs()
+            RandomKey(trial_seed, 0, 0).reseed("evaluation")
+            found.append(repr(trainer.evaluate(_window(example, 1), outputs)))
+            found.append(outputs.contents)
+        return found
+
+    expected = results((), 0.0)
+
+    def matters(overwritten: Collection[TensorKey]) -> bool:
+        return any(results(overwritten, value) != expected for value in OTHER_VALUES)
+
+    if not matters(keys):
+        return
+    kind, name = next((key for key in keys if matters([key])), keys[0])
+    raise ConfigurationError(
+        f"a hook, the forward or the loss reads {kind} {name!r} by another name, such as a tensor "
+        "or array that .data, .detach() or .numpy() gave when the model was made; that would see "
+        f"no update, as each worker has the model in memory of its own. Refer to the module that "
+        f"has the {kind}, and read it there in each step"
+    )
 
 
 class _Outputs:

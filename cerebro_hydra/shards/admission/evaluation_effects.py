@@ -30,8 +30,8 @@ from cerebro_hydra.shards.admission.readings import (
 )
 from cerebro_hydra.shards.admission.training_effects import forward_and_backward
 from cerebro_hydra.shards.cut.sample import Example, copy_example
-from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
-from cerebro_hydra.shards.engine.bound_model import TensorKey, bound_model
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
+from cerebro_hydra.shards.engine.bound_model import bound_model
 from cerebro_hydra.shards.engine.differences import checksum
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 

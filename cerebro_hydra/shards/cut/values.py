@@ -8,10 +8,14 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+TensorKey = tuple[Literal["parameter", "buffer"], str]
+"""The kind of a tensor and its name in the model."""
 
 _ATOMS = (int, float, str, type(None))
 _CONTAINERS = (dict, OrderedDict, set, list, deque)
@@ -162,12 +166,19 @@ class AttributeValues:
     refer to it, such as a hook, a lambda or a loss, refer to the model that runs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Copy what the modules have now."""
+    def __init__(self, model: nn.Module, kept: Callable[[Any], bool] | None = None) -> None:
+        """Copy what the modules have now.
+
+        Args:
+            kept: says of a tensor or an array that it is not copied.
+        """
         self._modules = list(model.modules())
         memo: dict[int, Any] = {id(each): each for each in self._modules}
         memo |= {id(parameter): parameter for parameter in model.parameters()}
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        if kept is not None:
+            leaves = tree_leaves([dict(vars(module)) for module in self._modules])
+            memo = {id(each): each for each in leaves if kept(each)} | memo
         self._values = [
             {name: _copied(value, memo) for name, value in vars(module).items()}
             for module in self._modules

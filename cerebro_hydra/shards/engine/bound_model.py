@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.cut.small_buffers import is_small
-from cerebro_hydra.shards.cut.values import StandIns, absent_value
+from cerebro_hydra.shards.cut.values import StandIns, TensorKey, absent_value
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
@@ -25,9 +25,6 @@ from cerebro_hydra.shards.engine.state import ShardState
 
 IF_PERSISTENT = ", or register it with persistent=True"
 """What lets a small buffer hop that no checkpoint holds."""
-
-TensorKey = tuple[Literal["parameter", "buffer"], str]
-"""The kind of a tensor and its name in the model."""
 
 _KINDS: Mapping[str, Literal["parameter", "buffer"]] = {"param": "parameter", "buffer": "buffer"}
 """Kinds of tensors by what the entries of a layout begin with."""

@@ -20,10 +20,10 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import BatchTensors, Evaluation, RandomKey, RunningEvaluation
 from cerebro_hydra.recipe.randomness import generator_states
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.shards.cut.values import TensorKey
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
-    TensorKey,
     bound_model,
     check_released,
     storages,

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.recipe.grad_scaling import GradScaling, take_step
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.shards.cut.values import absent_value
+from cerebro_hydra.shards.cut.values import TensorKey, absent_value
 from cerebro_hydra.shards.engine.barrier import Barrier, GradientFacts
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
     ShardMarks,
-    TensorKey,
     TensorMark,
     bound_model,
     check_released,

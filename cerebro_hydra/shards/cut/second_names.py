@@ -1,0 +1,89 @@
+"""Finds what refers to the memory of a model's tensors by another name than the model's own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.shards.cut.values import TensorKey
+
+_OWN_STORAGE = 2  # uses of it: the parameter, and whoever asks
+_OWN_OBJECT = 2  # references to it: the module's dictionary, and whoever asks
+
+OTHER_VALUES = (math.nan, math.inf, -math.inf)
+"""What memory is overwritten with, because a comparison may swallow one of them."""
+
+
+class SecondNames:
+    """Knows the parameters and buffers whose memory something else refers to, too.
+
+    Such is a hook that has closed over the `.data`, `.detach()` or `.numpy()` of a parameter, or
+    over a buffer. It sees every update of the model's own memory, and none of other memory that
+    the model is bound to.
+
+    Args:
+        model: with its own tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._memory: dict[TensorKey, Tensor] = {
+            ("parameter", name): parameter.data
+            for name, parameter in model.named_parameters()
+            if _uses(parameter) > _OWN_STORAGE
+        }
+        for place, module in model.named_modules():
+            for name in module._buffers:
+                if (memory := _also_elsewhere(module, name)) is not None:
+                    self._memory["buffer", f"{place}.{name}" if place else name] = memory
+
+    @property
+    def keys(self) -> Collection[TensorKey]:
+        """Return the kind and name of each of these tensors."""
+        return self._memory.keys()
+
+    def has(self, value: Any) -> bool:
+        """Return whether a tensor or array lies in this memory."""
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            at = value.untyped_storage().data_ptr()
+        elif isinstance(value, np.ndarray):
+            at = value.__array_interface__["data"][0]
+        else:
+            return False
+        storages = (each.untyped_storage() for each in self._memory.values())
+        return any(s.data_ptr() <= at < s.data_ptr() + s.nbytes() for s in storages)
+
+    @contextmanager
+    def overwritten(self, keys: Collection[TensorKey], value: float) -> Iterator[None]:
+        """Let the memory of these have another value for a while."""
+        memory = [self._memory[key] for key in keys]
+        before = [each.clone() for each in memory]
+        try:
+            for each in memory:
+                each.fill_(value) if each.is_floating_point() or each.is_complex() else each.add_(1)
+            yield
+        finally:
+            for each, own in zip(memory, before, strict=True):
+                each.copy_(own)
+
+
+def _also_elsewhere(module: nn.Module, name: str) -> Tensor | None:
+    """Return a buffer's memory if something else has the buffer, or another name for its memory."""
+    references = sys.getrefcount(module._buffers[name])
+    buffer = module._buffers[name]
+    if buffer is None or (references <= _OWN_OBJECT and _uses(buffer) <= _OWN_STORAGE):
+        return None
+    return buffer.data if buffer.layout is torch.strided else None
+
+
+def _uses(tensor: Tensor) -> int:
+    """Return how many uses the memory of a dense tensor has, this one among them."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,207 @@
+"""What reads a model's memory by another name than the model's own is refused by the tensor's name.
+
+Plainly it would see each update. A shard that is bound to other memory leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.admission.admit import admit, on_disk
+from cerebro_hydra.shards.cut.second_names import SecondNames
+from tests.shards import plain, zoo
+from tests.shards.hopping import start
+from tests.shards.trials import made
+
+WINDOWS = zoo.singly(zoo.vectors(8, 8))
+kept: dict[str, Tensor] = {}
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    yield
+    kept.clear()
+
+
+def net() -> nn.Sequential:
+    layers = (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    return nn.Sequential(*layers)
+
+
+def hooked(second: Callable[[nn.Sequential], Tensor]) -> Callable[[], nn.Module]:
+    """Return what makes a model with a hook that closes over a tensor."""
+
+    def make() -> nn.Module:
+        model = net()
+        taken = second(model)
+        model[3].register_forward_hook(lambda module, given, output: output + taken)
+        return model
+
+    return make
+
+
+def with_array() -> nn.Module:
+    model = net()
+    taken = model[0].bias.detach().numpy()
+    model[3].register_forward_hook(lambda module, given, out: out + torch.from_numpy(taken))
+    return model
+
+
+class InAttributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.taken = {"bias": [self.layers[0].bias.data]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.taken["bias"][0])
+
+
+def in_a_global() -> nn.Module:
+    model = net()
+    kept["bias"] = model[0].bias.detach()
+    model[3].register_forward_hook(lambda module, given, output: output + kept["bias"])
+    return model
+
+
+def compared() -> nn.Module:
+    """Reads what it takes in a comparison alone, which swallows NaN."""
+    model = net()
+    taken = model[0].bias.data
+    model[3].register_forward_hook(lambda m, given, out: out * (2.0 if taken.sum() > 9 else 1.0))
+    return model
+
+
+class InEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        taken = self.layers[0].bias.data
+        self.look = lambda x: x + taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x if self.training else self.look(x))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "data": (hooked(lambda m: m[0].bias.data), r"parameter '0\.bias'"),
+    "detached": (hooked(lambda m: m[0].weight.detach()[0]), r"parameter '0\.weight'"),
+    "array": (with_array, r"parameter '0\.bias'"),
+    "buffer": (hooked(lambda m: m[1].running_mean), r"buffer '1\.running_mean'"),
+    "view of a buffer": (hooked(lambda m: m[1].running_mean[:6]), r"buffer '1\.running_mean'"),
+    "attribute": (InAttributes, r"parameter 'layers\.0\.bias'"),
+    "global": (in_a_global, r"parameter '0\.bias'"),
+    "comparison": (compared, r"parameter '0\.bias'"),
+    "evaluation": (InEvaluation, r"parameter 'layers\.0\.bias'"),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("model", "told"), MODELS.values(), ids=MODELS)
+def test_a_second_name_that_is_read_is_refused(
+    model: Callable[[], nn.Module], told: str, shards: int
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"reads {told} by another name, .*Refer to the"):
+        start(made(model, shards=shards)(), WINDOWS)
+
+
+class Distance(nn.Module):
+    """A loss that has a buffer of the model as its own."""
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) + self.mean.square().sum()
+
+
+def of_weights(model: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
+    taken = model[4].weight.detach()
+    return lambda outputs, labels: F.cross_entropy(outputs, labels) + taken.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda model: Distance(model[1].running_mean), r"buffer '1\.running_mean'"),
+        (of_weights, r"parameter '4\.weight'"),
+    ],
+)
+def test_a_loss_that_reads_one_is_refused(loss: Callable[..., object], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"reads {told} by another name"):
+        start(made(net, loss)(), WINDOWS)
+
+
+def unread() -> nn.Module:
+    model = net()
+    kept["bias"] = model[0].bias.data
+    return model
+
+
+class Frozen(nn.Module):
+    """Closes over a parameter that no training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.layers[0].requires_grad_(False)
+        taken = self.layers[0].bias.data
+        self.layers[3].register_forward_hook(lambda module, given, output: output + taken)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Normed(nn.Module):
+    """Has, as torch's older normalization does, a weight as an attribute until the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        nn.utils.spectral_norm(self.layers[3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def named_twice() -> nn.Module:
+    model = net()
+    model[3].register_buffer("mean", model[1].running_mean)
+    return model
+
+
+@pytest.mark.parametrize("model", [net, unread, Frozen, Normed, named_twice])
+def test_one_that_nobody_reads_or_that_stays_as_it_is_changes_nothing(
+    model: Callable[[], nn.Module],
+) -> None:
+    trial = start(made(model)(), WINDOWS)
+    assert trial.cut_model.num_shards == 2
+
+
+def test_memory_has_its_values_again() -> None:
+    model = unread()
+    names, before = SecondNames(model), [p.detach().clone() for p in model.parameters()]
+    assert names.keys == {("parameter", "0.bias")}
+    with names.overwritten(names.keys, torch.inf):
+        assert model[0].bias.isinf().all()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not SecondNames(net()).keys
+
+
+def test_one_is_found_where_a_models_parameters_go_to_disk() -> None:
+    recipe = made(hooked(lambda model: model[0].bias.data))()
+    (batch,) = WINDOWS[0]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        on_disk(recipe, folder, resident=1 << 20),
+        pytest.raises(ConfigurationError, match=r"reads parameter '0\.bias' by another name"),
+    ):
+        admit(recipe, [(batch.features, batch.labels)], plain.TRIAL_SEED)
