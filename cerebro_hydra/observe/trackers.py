@@ -33,6 +33,7 @@ from cerebro_hydra.plan.messages.instructions import (
     Instruction,
     Redo,
 )
+from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
 from cerebro_hydra.storage.store import Store
@@ -230,9 +231,10 @@ class TensorBoardTracker(Tracker):
     """Writes `<log_dir>/<run id>/<trial id>` as the run goes on; an observer.
 
     Args:
-        log_dir: the folder to give to `tensorboard --logdir`.
+        log_dir: the folder to give to `tensorboard --logdir`, or a URL that tensorboard knows.
 
     Raises:
+        ConfigurationError: `log_dir` is no path.
         SetupError: tensorboard is not installed.
     """
 
@@ -244,7 +246,7 @@ class TensorBoardTracker(Tracker):
                 "TensorBoardTracker needs tensorboard; install it with "
                 "pip install 'cerebro-hydra[tensorboard]'"
             ) from error
-        self.log_dir = os.fspath(log_dir)
+        self.log_dir = path_or_url("log_dir", log_dir)
 
     def _start(self, document: RunDocument) -> None:
         self._folder = os.path.join(self.log_dir, document.run_id)

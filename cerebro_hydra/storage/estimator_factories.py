@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, ReplayError
+from cerebro_hydra.storage.local_paths import path_or_url
 
 Factory = Callable[[Any], Any]
 
@@ -135,4 +136,5 @@ def find(
 
 
 def _place(run_path: str) -> str:
-    return run_path.rstrip("/") if "://" in run_path else os.path.realpath(run_path)
+    place = path_or_url("run_path", run_path)
+    return os.path.realpath(place) if os.path.isabs(place) else place

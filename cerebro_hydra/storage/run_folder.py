@@ -18,6 +18,7 @@ from cerebro_hydra.storage.digest import (
     encode_lines,
 )
 from cerebro_hydra.storage.digest import digest as digest_of
+from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
 from cerebro_hydra.storage.run_document import (
     RUN_FILE,
@@ -69,7 +70,7 @@ class RunFolder:
         Raises:
             StoreError: there is no run at `path`.
         """
-        path = path.rstrip("/") if "://" in path else os.path.abspath(path)
+        path = path_or_url("run_path", path)
         runs, run_id = os.path.split(path)
         prefix, name = os.path.split(runs)
         there = ""

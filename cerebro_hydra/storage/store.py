@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.storage.local_paths import local_path
 from cerebro_hydra.storage.names import checked_name
 
 UNFINISHED = ".unfinished-"
@@ -28,11 +29,6 @@ UNFINISHED = ".unfinished-"
 UNFINISHED_NAME = re.compile(rf"{re.escape(UNFINISHED)}[0-9a-f]{{32}}")
 
 _SMALL = 64 << 20  # bytes that are read without a look at how much memory there is
-
-
-_FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a file of this machine
-_SCHEME = re.compile(r"(?:^|.*/)\s*([A-Za-z][A-Za-z0-9+.-]*)://|\s*([A-Za-z][A-Za-z0-9+.-]*):/")
-_FOREIGN = re.compile(r"\s*(abfss?|adl|dbfs|file|gs|hdfs|s3[an]?|viewfs|wasbs?):", re.IGNORECASE)
 
 
 class Usage(NamedTuple):
@@ -422,20 +418,16 @@ class LocalStore(Store):
         yield folder
 
 
-def _absolute(argument: str, path: Any) -> str:
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str) or not text:
-        raise ConfigurationError(f"{argument} is {path!r}; give the path of a folder")
-    text = _FILE_URL.sub("", text)
-    if scheme := _FOREIGN.match(text) or _SCHEME.match(text):
+def _absolute(argument: str, given: Any) -> str:
+    if (path := local_path(argument, given)) is None:
         instead = "for hdfs:// there is HDFSStore"
-        if scheme[0].strip().lower().startswith("dbfs:"):
+        if "dbfs:" in str(given).lower():
             instead = "dbfs:/x is mounted as /dbfs/x"
         raise ConfigurationError(
-            f"{argument} is {path!r}; a LocalStore takes a path of a file system that the driver "
+            f"{argument} is {given!r}; a LocalStore takes a path of a file system that the driver "
             f"and all workers see, such as a mounted share; {instead}"
         )
-    return os.path.abspath(os.path.expanduser(text))
+    return path
 
 
 def require_memory(nbytes: int, path: str) -> None:

@@ -23,6 +23,7 @@ from cerebro_hydra.shards.export.formats import write_onnx, write_torch
 from cerebro_hydra.spark import hadoop_files
 from cerebro_hydra.spark.outputs import RawOutputs
 from cerebro_hydra.spark.transform import Inference
+from cerebro_hydra.storage.local_paths import local_path, only_local
 from cerebro_hydra.storage.store import explained
 from cerebro_hydra.tune.trial import History, Trial
 from cerebro_hydra.tune.weights import ArchiveWeights, Weights
@@ -205,13 +206,14 @@ class TrainedModel:
         """
         if format not in ("torch", "onnx"):
             raise ConfigurationError(f"format is {format!r}; choose 'torch' or 'onnx'")
+        file = Path(only_local("path", path))
         model, rows = self.archive().module(), self._weights.rows()
         with explained("write", path):
             if format == "torch":
-                write_torch(model, rows, Path(path))
+                write_torch(model, rows, file)
             else:
                 outputs = self._outputs(len(model(*rows)))
-                write_onnx(model, rows, Path(path), self.feature_columns, outputs)
+                write_onnx(model, rows, file, self.feature_columns, outputs)
 
     def _outputs(self, count: int) -> list[str]:
         """Return a name for each prediction."""
@@ -262,7 +264,7 @@ def load_model(path: str) -> TrainedModel:
 
 def read_archive(path: str) -> ModelArchive:
     """Read a saved model; raises as `load_model`."""
-    if (folder := _on_this_machine(path)) is None:
+    if (folder := local_path("path", path)) is None:
         context = hadoop_files.active_context(path)
         return ModelArchive.read(lambda n: hadoop_files.read_file(context, f"{path}/{n}"), path)
 
@@ -281,10 +283,9 @@ def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
         StoreError: it can't be written.
         SetupError: the path is a URL, and there is no Spark session.
     """
-    path = str(path).rstrip("/")
-    if (folder := _on_this_machine(path)) is None:
+    if (folder := local_path("path", path)) is None:
         context = hadoop_files.active_context(path)
-        hadoop_files.write_folder(context, path, archive.files(), overwrite)
+        hadoop_files.write_folder(context, path.rstrip("/"), archive.files(), overwrite)
         return
     if not overwrite and os.path.exists(folder):
         raise ConfigurationError(
@@ -302,12 +303,6 @@ def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _on_this_machine(path: str) -> str | None:
-    """Return the path of a folder of this machine; None for the URL of another file system."""
-    path = path.removeprefix("file://")
-    return None if "://" in path else os.path.abspath(path)
 
 
 def output_names(labels: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreErr
 from cerebro_hydra.observe.text import duration, number
 from cerebro_hydra.observe.view import RunView, human_bytes
 from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import read_document
 
@@ -286,7 +286,7 @@ def cleanings(paths: Sequence[str]) -> list[Cleaning]:
     """
     named: dict[str, tuple[list[str], list[str], list[str]]] = {}
     for path in paths:
-        path = path.rstrip("/") if "://" in path else os.path.abspath(path)
+        path = path_or_url("path", path)
         above, name = posixpath.split(path)
         prefix, kind = posixpath.split(above)
         place = {"runs": 0, "data": 1}.get(kind, 2)

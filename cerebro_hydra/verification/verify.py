@@ -20,6 +20,7 @@ from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
 from cerebro_hydra.shards.export.archive import archived
 from cerebro_hydra.storage import RunFolder, Store
+from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import (
     NUMERIC_FILE,
@@ -48,9 +49,10 @@ def verify(
 
     Raises:
         StoreError: there is neither a run nor a store at `path`.
+        ConfigurationError: `path` can be none, such as the URL of a file system without a store.
     """
     found = []
-    for part in _parts(os.fspath(path).rstrip("/")):
+    for part in _parts(path_or_url("path", path)):
         found.append(part)
         if on_part is not None:
             on_part(part)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.errors import ConfigurationError, StoreError
-from cerebro_hydra.storage import LocalStore, Store
+from cerebro_hydra.storage import LocalStore, RunFolder, Store
+from cerebro_hydra.storage.local_paths import only_local
 from cerebro_hydra.testing.stores import StoreCase
 
 
@@ -82,6 +83,7 @@ def test_what_can_be_no_store_is_refused(tmp_path: Path, prefix: Any, said: str)
     [
         "s3://bucket/x", "dbfs:/x", "file://other-machine/x", "dbfs:x", "s3a:bucket/x", "file:x",
         " s3://bucket/x", "./s3://bucket/x", "store/abfss://container@account/x", "new+kind://x",
+        "./dbfs:/x", "a/../s3:/bucket", "/dbfs:/x", "C:\\data", "\\\\host\\share", "~nobody-here/x",
     ],
 )  # fmt: skip
 def test_a_path_with_a_scheme_makes_no_folder(
@@ -93,6 +95,33 @@ def test_a_path_with_a_scheme_makes_no_folder(
     with pytest.raises(ConfigurationError, match="train_path is"):
         LocalStore(tmp_path / "store", train_path=path)
     assert set(os.listdir(tmp_path)) <= {"store"}
+
+
+@pytest.mark.parametrize("path", ["./dbfs:/x", "s3:/x/m", "~nobody-here/m", "C:\\m", "hdfs:/m"])
+def test_nothing_else_that_takes_a_path_makes_a_folder_of_a_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"path is '.*'[;,] "):
+        only_local("path", path)
+    with pytest.raises((ConfigurationError, StoreError)):
+        RunFolder.open(f"{path}/runs/some")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_only_looks_like_a_home_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert LocalStore("./~nobody-here").prefix == f"{tmp_path}/~nobody-here"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert LocalStore("~/x").prefix == f"{tmp_path}/home/x"
+
+
+def test_the_url_of_a_run_in_a_folder_opens_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    RunFolder(store, "some").write_file("report.html", b"x")
+    assert RunFolder.open(f"file://{tmp_path}/runs/some/").path == f"{tmp_path}/runs/some"
 
 
 @pytest.mark.parametrize("scheme", ["", "file:", "file://"])

@@ -125,13 +125,28 @@ def test_a_saved_model_is_written_as_a_whole_and_never_over_another(
     assert torch.equal(again.torch()(torch.ones(2, 16))[0], loaded.torch()(torch.ones(2, 16))[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["dbfs:/models/m", "./s3:/models/m", "~nobody-here/m", "C:\\m"])
+def test_a_model_makes_no_folder_of_a_scheme(
+    result: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    with pytest.raises((ConfigurationError, SetupError)):
+        result.get_best_model().save(path)
+    with pytest.raises(ConfigurationError, match="path is '"):
+        result.get_best_model().export(path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_saved_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=r"can't read .*part-00000.*check the path"):
         cerebro_hydra.load_model(str(tmp_path))
     # Other tests of this process may have started a session.
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
-    with pytest.raises(SetupError, match="no Spark session; start one"):
-        cerebro_hydra.load_model("hdfs://far/away")
+    for path in ("hdfs://far/away", "dbfs:/away", "./s3:/away"):
+        with pytest.raises(SetupError, match="no Spark session; start one"):
+            cerebro_hydra.load_model(path)
 
 
 @pytest.mark.slow
