@@ -82,8 +82,43 @@ def test_a_path_of_a_table_whose_log_says_which_rows_count_is_refused(
         (root / log).mkdir()
         (root / log / "v1.metadata.json").write_text("{}")
         for path in (root, root / "day=1", root / "day=1" / "rows.parquet"):
-            with pytest.raises(DataError, match=rf"format\('{kind}'\)\.load\('file:{root}'\)"):
+            with pytest.raises(DataError, match=rf"format\('{kind}'\)\.load\('{root}'\)"):
                 dataframe_of(path, lambda: spark)
+
+
+@pytest.mark.parametrize("path", ["t?", "t*/*.parquet", "{t1,plain}", "parts", "links"])
+def test_a_table_behind_a_pattern_a_partition_or_a_link_is_refused_too(
+    spark: SparkSession, tmp_path: Path, path: str
+) -> None:
+    for folder in ("t1", "plain", "parts/year=1", "links"):
+        (tmp_path / folder).mkdir(parents=True)
+        if folder != "links":
+            pd.DataFrame({"a": [1.5]}).to_parquet(tmp_path / folder / "rows.parquet")
+    (tmp_path / "links" / "rows.parquet").symlink_to(tmp_path / "t1" / "rows.parquet")
+    assert dataframe_of(tmp_path / path, lambda: spark).count() >= 1
+    for folder in ("t1", "parts/year=1"):
+        (tmp_path / folder / "_delta_log").mkdir()
+    with pytest.raises(DataError, match="of the Delta table"):
+        dataframe_of(tmp_path / path, lambda: spark)
+
+
+@pytest.mark.parametrize("name", ["a b", "a%20b", "a#b", "a[1]", "a{b,c}", "a*b", "a\\b"])
+def test_a_folder_that_is_there_is_no_pattern(
+    spark: SparkSession, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    pd.DataFrame({"a": [1.5]}).to_parquet(tmp_path / name / "rows.parquet")
+    assert dataframe_of(tmp_path / name, lambda: spark).count() == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/x", "dbfs:/x", "https://host/x", "hdfs:/x", "file://localhost/x", "m:x"]
+)
+def test_a_path_of_a_file_system_that_is_not_there_is_told_in_a_sentence(
+    spark: SparkSession, path: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"'{path}' can't be read as Parquet or CSV: "):
+        dataframe_of(path, lambda: spark)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
 
 from cerebro_hydra.errors import DataError
 
@@ -26,35 +27,54 @@ Names = Callable[[str], Iterable[str] | None]
 """Returns what is in a folder, or None if there is no such folder."""
 
 
-def refuse_tables(files: Iterable[str], what: str) -> None:
+def refuse_tables(
+    files: Iterable[str], what: str, logs: Mapping[str, tuple[str, str]] = _LOGS
+) -> None:
     """Refuse files of this machine that belong to such a table.
 
     Raises:
         DataError: one does; the message names the table, and how to read it.
     """
-    folders = dict.fromkeys(map(os.path.dirname, files))
-    places = [Path(seen(each)) for seen in (os.path.realpath, os.path.abspath) for each in folders]
+    paths = {seen(file): None for file in files for seen in (os.path.realpath, os.path.abspath)}
+    places = map(Path, dict.fromkeys(map(os.path.dirname, paths)))
     for folder in dict.fromkeys(str(each) for at in places for each in (at, *at.parents)):
-        _refuse(folder, _names, what, _LOGS)
+        _refuse(folder, _names, what, logs)
 
 
-def refuse_tables_of_spark(folders: Iterable[str], names: Names, what: str) -> None:
-    """Refuse folders which Spark would read as plain Parquet; it knows its own streamed ones.
+def refuse_tables_of_spark(urls: Iterable[str], names: Names, what: str) -> None:
+    """Refuse files which Spark would read as plain Parquet; it knows its own streamed tables.
+
+    Args:
+        urls: of the files, wherever they are, as Spark spells them.
+        names: lists a folder that is not on this machine.
+        what: reads them, for the message.
 
     Raises:
-        DataError: one is such a table.
+        DataError: one belongs to such a table.
     """
     logs = {log: kind for log, kind in _LOGS.items() if kind[1] != "parquet"}
-    for folder in folders:
+    here, elsewhere = [], dict[str, None]()
+    for parts in map(urlsplit, urls):
+        if parts.scheme in ("", "file"):
+            here.append(unquote(parts.path))
+            continue
+        for at in PurePosixPath(unquote(parts.path)).parents:
+            elsewhere[f"{parts.scheme}://{parts.netloc}{at}"] = None
+    refuse_tables(here, what, logs)
+    for folder in elsewhere:
         _refuse(folder, names, what, logs)
 
 
 def _refuse(folder: str, names: Names, what: str, logs: Mapping[str, tuple[str, str]]) -> None:
     """Refuse a folder if it is the root of such a table."""
+    there = names(folder) or ()
     for log, (name, read_as) in logs.items():
-        found = names(f"{folder.rstrip('/')}/{log}")
-        if found is None or (log == "metadata" and not any(_ICEBERG in each for each in found)):
+        if log not in there:
             continue
+        if log == "metadata":
+            found = names(f"{folder.rstrip('/')}/{log}") or ()
+            if not any(_ICEBERG in each for each in found):
+                continue
         raise DataError(
             f"{what} has files of the {name} table {folder!r}, which may hold deleted rows beside "
             f"those that count; read it by spark.read.format({read_as!r}).load({folder!r}), and "

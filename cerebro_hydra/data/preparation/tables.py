@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from cerebro_hydra.data.preparation.table_formats import Names, refuse_tables_of_spark
 from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.errors import ConfigurationError, DataError, SetupError
+from cerebro_hydra.storage.local_paths import local_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -18,6 +20,9 @@ _ARROW = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",
 }
+
+_GLOB = re.compile(r"[\[\]{}*?\\]")
+"""What Spark takes for a pattern in a path."""
 
 
 def dataframe_of(given: Any, session: Callable[[], SparkSession | None]) -> DataFrame | Any:
@@ -56,42 +61,44 @@ def _made(spark: SparkSession, given: Any) -> DataFrame:
 
 
 def _read(spark: SparkSession, path: str) -> DataFrame:
-    from pyspark.errors import AnalysisException
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
 
-    here = Path(path)
-    url = f"file://{here.resolve()}" if "://" not in path and here.exists() else path
+    here = local_path("the path", path)
+    url, root = path, path
+    if here is not None and os.path.exists(here):
+        url = "file://" + _GLOB.sub(r"\\\g<0>", os.path.realpath(here))
+        root = quote(here)
     try:
         if path.lower().endswith((".csv", ".csv.gz")):
             return spark.read.csv(url, header=True, inferSchema=True)
-        refuse_tables_of_spark(*_folders(spark, url), f"the path {path!r}")
-        return spark.read.parquet(url)
-    except AnalysisException as error:
+        names, what = _lister(spark), f"the path {path!r}"
+        # Before Spark stumbles over the log; then where a pattern, a link or a partition led.
+        refuse_tables_of_spark([f"{root}/any"], names, what)
+        found = spark.read.parquet(url)
+        refuse_tables_of_spark(found.inputFiles(), names, what)
+        return found
+    except (Py4JError, PySparkException) as error:
+        said = str(getattr(error, "java_exception", error)) or type(error).__name__
         raise ConfigurationError(
-            f"{path!r} can't be read as Parquet or CSV: {str(error).splitlines()[0]}; give the "
+            f"{path!r} can't be read as Parquet or CSV: {said.splitlines()[0]}; give the "
             "path of a folder or file of Parquet, or of a file that ends in .csv and has a header"
         ) from error
 
 
-def _folders(spark: SparkSession, url: str) -> tuple[list[str], Names]:
-    """Return a path and the folders around it, and what lists one, wherever Spark finds them."""
-    from py4j.protocol import Py4JJavaError
+def _lister(spark: SparkSession) -> Names:
+    """Return what lists a folder, wherever Spark finds it."""
+    from py4j.protocol import Py4JError
 
     jvm: Any = spark._jvm
-    path = jvm.org.apache.hadoop.fs.Path(url)
-    try:
-        files = path.getFileSystem(spark._jsc.hadoopConfiguration())  # type: ignore[attr-defined]
-    except Py4JJavaError:  # Spark says why when it reads
-        return [], lambda folder: None
-    path, folders = files.makeQualified(path), []
-    while path is not None:
-        folders.append(path.toString())
-        path = path.getParent()
+    configuration = spark._jsc.hadoopConfiguration()  # type: ignore[attr-defined]
 
     def names(folder: str) -> list[str] | None:
+        path = jvm.org.apache.hadoop.fs.Path(folder)
         try:
-            found = files.listStatus(jvm.org.apache.hadoop.fs.Path(folder))
-        except Py4JJavaError:  # it is not there, or nobody may look into it
+            found = path.getFileSystem(configuration).listStatus(path)
+        except Py4JError:  # it is not there, or nobody may look into it
             return None
         return [each.getPath().getName() for each in found]
 
-    return folders, names
+    return names

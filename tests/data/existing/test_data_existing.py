@@ -357,9 +357,10 @@ def test_a_table_whose_log_says_which_rows_count_is_refused(
     root = make(write_plain(tmp_path / "tables" / "t", TABLE))
     part = next(path for path in sorted(root.rglob("*.parquet")))
     (link := tmp_path / "link").symlink_to(part.parent)
+    (file_link := tmp_path / "link.parquet").symlink_to(part)
     said = rf"{name} table '{root}'.* spark\.read\.format\('{kind}'\)\.load\('{root}'\)"
     plain = write_plain(tmp_path / "plain", TABLE)
-    for path in (root, root.parent, part.parent, part, link):
+    for path in (root, root.parent, part.parent, part, link, file_link):
         for store in (open_store(tmp_path, path), open_store(tmp_path, plain, path)):
             with pytest.raises(DataError, match=f"{said}, and give that to backend.prepare_data"):
                 describe(store, ["id"], 2, None if store.val_path is None else 0.2)
