@@ -105,6 +105,13 @@ class Claims:
                 if self._store.exists(path):  # it may have been deleted with all that it is for
                     self._store.write(path, _GIVEN_UP)
 
+    def taken_over(self, path: str) -> str | None:
+        """Return which program has claimed it later than `path` did, as it says; None if none."""
+        latest = _latest(self._store, self._folder)
+        if latest is None or int(latest) <= int(path.rpartition("/")[2]):
+            return None
+        return _said_owner(self._store.read(f"{self._folder}/{latest}"))
+
     def _renew(self, path: str, left: threading.Event) -> None:
         times = 0
         while not left.wait(self._seconds / _RENEWALS):
@@ -123,7 +130,7 @@ class Claims:
             return True
         now = time.monotonic()
         if self._seen != (path, content):
-            owner = content.partition(b",")[0].decode(errors="replace")
+            owner = _said_owner(content)
             if self._seen is None or self._seen[0] != path:
                 _LOGGER.warning("%s %s", owner, self._waiting)
             else:
@@ -160,6 +167,12 @@ def _latest(store: Store, claims: str) -> str | None:
     """Return the name of the highest claim, if there is one; others' files are none."""
     names = filter(_NAME.fullmatch, store.list(claims))
     return max(names, key=int, default=None)
+
+
+def _said_owner(content: bytes) -> str:
+    if content == _GIVEN_UP:
+        return "another program"
+    return content.partition(b",")[0].decode(errors="replace")
 
 
 def _owner() -> bytes:

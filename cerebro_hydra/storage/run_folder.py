@@ -134,8 +134,14 @@ class RunFolder:
 
         Raises:
             StoreError: that segment exists; what is journalled never changes.
+            JournalError: another program has written it, and merged it with others meanwhile.
         """
-        self._create_segment(SegmentRange(number, number), lines)
+        single = SegmentRange(number, number)
+        self._create_segment(single, lines)
+        # Its name is free again after a merge, and no reader would look at it.
+        if any(each.first <= number <= each.last and each != single for each in self._segments()):
+            self.store.delete_one(self._segment(single))
+            raise _of_another(self._segment(single))
 
     def holds_segment(self, number: int, lines: Sequence[Mapping[str, Any]]) -> bool:
         """Say whether a segment is there with just these lines.
@@ -147,10 +153,7 @@ class RunFolder:
         if not self.store.exists(path):
             return False
         if self.store.read(path) != encode_lines(lines):
-            raise JournalError(
-                f"{path!r} was written by another program, which runs or resumes the same run; "
-                "let only one of them go on"
-            )
+            raise _of_another(path)
         return True
 
     def journal_end(self) -> tuple[int, int]:
@@ -417,3 +420,10 @@ def in_order(names: Iterable[str]) -> list[SegmentRange]:
     found = (match for match in map(_SEGMENT.fullmatch, names) if match)
     ranges = (SegmentRange(int(each[1]), int(each[2] or each[1])) for each in found)
     return sorted(ranges, key=lambda each: (each.first, -each.last))
+
+
+def _of_another(path: str) -> JournalError:
+    return JournalError(
+        f"{path!r} was written by another program, which runs or resumes the same run; let only "
+        "one of them go on"
+    )

@@ -15,7 +15,13 @@ from types import FrameType
 
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, Interrupted, StoreError
+from cerebro_hydra.errors import (
+    CerebroHydraError,
+    ConfigurationError,
+    Interrupted,
+    JournalError,
+    StoreError,
+)
 from cerebro_hydra.hopper.backend import Backend, Factory
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.resumed_run import ResumedRun
@@ -150,6 +156,8 @@ def run_claim(folder: RunFolder) -> Iterator[None]:
 
     Raises:
         ConfigurationError: another program works on the run.
+        JournalError: this one was held up, and another one has taken over the run; whatever ended
+            the body is its cause.
     """
     claims, path = Claims(folder.store, folder.path, CLAIM_SECONDS, _WAITING), None
     with suppress(StoreError):
@@ -162,12 +170,23 @@ def run_claim(folder: RunFolder) -> Iterator[None]:
     if path is None:
         yield
         return
+    other: str | None = None
     try:
         with claims.renewed(path):
             yield
+    except CerebroHydraError as error:
+        with suppress(StoreError):
+            other = claims.taken_over(path)
+        if other is None:
+            raise
+        raise JournalError(
+            f"{other} has taken over the run {folder.path!r}, because this program was held up for "
+            f"more than {CLAIM_SECONDS:g} seconds; the run goes on there"
+        ) from error
     finally:
         with suppress(StoreError):
-            forget_claims(folder.store, folder.path)
+            if claims.taken_over(path) is None:
+                forget_claims(folder.store, folder.path)
 
 
 class WinnerArchive:

@@ -82,6 +82,19 @@ def test_a_reader_of_a_run_that_merges_meanwhile_sees_each_line_once(
     assert [line for segment in [*seen, *segments] for line in segment] == whole
 
 
+def test_a_segment_that_another_program_has_written_and_merged_is_not_written_again(
+    tmp_path: Path,
+) -> None:
+    folder = written(LocalStore(str(tmp_path)))
+    folder.merge_segments(2, 5)
+    before = names(folder)
+    for number in (2, 4, 5):
+        with pytest.raises(JournalError, match="written by another program"):
+            folder.write_segment(number, [{"n": "mine"}])
+    assert names(folder) == before
+    folder.write_segment(6, [])
+
+
 def test_a_gap_between_merged_segments_is_named(tmp_path: Path) -> None:
     folder = written(LocalStore(str(tmp_path)))
     folder.merge_segments(0, 1)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cerebro_hydra.data.claim import CLAIMS
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.data.claim import CLAIMS, is_claimed
+from cerebro_hydra.errors import ConfigurationError, JournalError, SetupError, StoreError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.observe import RunView
 from cerebro_hydra.observe.records import NotSaved
@@ -231,6 +231,19 @@ def test_a_run_that_another_program_works_on_is_not_touched(
             go_on(tmp_path, run)
         (tmp_path / "run.json").rename(Path(run, "run.json"))
         assert files(run) == before
+
+
+def test_a_driver_that_was_held_up_says_who_has_taken_over_and_leaves_that_claim(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.open(interrupted(tmp_path, 3))
+    claims = Path(folder.path, CLAIMS)
+    said = "process 7 on elsewhere has taken over the run"
+    with pytest.raises(JournalError, match=said), run_claim(folder):
+        (claims / "000001").write_text("process 7 on elsewhere, renewed 3 times")
+        raise SetupError("all agents are lost")  # because the other driver has ended them
+    assert (claims / "000001").exists()
+    assert is_claimed(folder.store, folder.path)
 
 
 def files(run: str) -> dict[Path, bytes]:
