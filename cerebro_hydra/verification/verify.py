@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
+from cerebro_hydra.data.manifest import MANIFEST_NAME
 from cerebro_hydra.data.partition import check_partitions
 from cerebro_hydra.data.preparation.prepared import read_manifest
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
@@ -64,7 +65,7 @@ def _parts(path: str) -> Iterator[VerifiedPart]:
         folder = RunFolder.open(path)
         yield from verify_run(folder)
         if (document := document_of(folder)) is not None:
-            yield from verify_data(folder.store, document.fingerprint)
+            yield from verify_data(folder.store, document.fingerprint, needed=True)
         return
     store = Store.at(path)
     runs, data = (store.list(f"{store.prefix}/{name}") for name in ("runs", "data"))
@@ -72,24 +73,35 @@ def _parts(path: str) -> Iterator[VerifiedPart]:
         raise StoreError(
             f"{path!r} holds neither runs nor data: give a store's folder, or <store>/runs/<run id>"
         )
-    for fingerprint in data:
-        yield from verify_data(store, fingerprint)
-    for run_id in runs:
-        yield from verify_run(RunFolder(store, run_id))
+    folders = [RunFolder(store, run_id) for run_id in runs]
+    documents = filter(None, map(document_of, folders))
+    needed = {document.fingerprint: None for document in documents}
+    for fingerprint in dict.fromkeys([*data, *needed]):
+        yield from verify_data(store, fingerprint, fingerprint in needed)
+    for folder in folders:
+        yield from verify_run(folder)
 
 
-def verify_data(store: Store, fingerprint: str) -> Iterator[VerifiedPart]:
-    """Verify a data set: its manifest, then the rows of every partition."""
+def verify_data(store: Store, fingerprint: str, needed: bool) -> Iterator[VerifiedPart]:
+    """Verify a data set: its manifest, then the rows of every partition.
+
+    Args:
+        store: has the data.
+        fingerprint: of the data.
+        needed: whether a run was trained on it, so that its preparation had ended.
+    """
     name, folder = f"data {fingerprint}", store.data_path(fingerprint)
     try:
         manifest = read_manifest(store, fingerprint)
     except StoreError as error:
         yield VerifiedPart(f"{name}: manifest", problems=(str(error),))
         return
-    if manifest is None and store.exists(folder):
+    if manifest is None and not needed and store.exists(folder):
         yield VerifiedPart(name, notes=("a preparation that did not end, for it has no manifest",))
     elif manifest is None:
-        yield VerifiedPart(name, problems=(f"{folder!r} is gone: restore it from a copy",))
+        gone = f"{folder}/{MANIFEST_NAME}" if store.exists(folder) else folder
+        said = f"{gone!r} is gone, and a run was trained on this data: restore it from a copy"
+        yield VerifiedPart(name, problems=(said,))
     else:
         yield VerifiedPart(f"{name}: manifest", f"{len(manifest.partitions)} partitions")
         with tempfile.TemporaryDirectory(prefix="cerebro-hydra-verify-") as scratch:

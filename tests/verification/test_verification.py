@@ -211,6 +211,16 @@ def test_data_that_is_gone_is_named(copied: RunFolder) -> None:
     assert [p for p in report.problems if "/data/" in p and "is gone" in p]
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "."])
+def test_a_store_that_lacks_the_data_of_a_run_is_damaged(copied: RunFolder, name: str) -> None:
+    (data,) = Path(copied.store.prefix, "data").iterdir()
+    gone = data / name
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    for path in (copied.path, copied.store.prefix):
+        said = verify(path).problems
+        assert [p for p in said if f"{str(gone)!r} is gone, and a run was trained" in p]
+
+
 def test_the_command_says_each_part_and_its_status(
     copied: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
