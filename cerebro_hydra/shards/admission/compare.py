@@ -39,6 +39,7 @@ from cerebro_hydra.shards.admission.training_effects import (
     refused_random_numbers,
 )
 from cerebro_hydra.shards.admission.written_tensors import (
+    BuffersInOneMemory,
     WrittenTensors,
     check_averaged,
     refused_writes,
@@ -135,7 +136,7 @@ class CutCheck:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
         model = recipe.model
-        second_names = SecondNames(model)
+        second_names, memory = SecondNames(model), BuffersInOneMemory(model)
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(
             (example, microbatches) for example in examples for _ in range(STEPS_PER_BATCH_SIZE)
@@ -162,6 +163,7 @@ class CutCheck:
             effects.check_kept()
             writes.check_shapes()
             written = writes.names()
+            memory.check(written)
             check_averaged(recipe, written)
             of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer))
             with refused_writes(trainer.evaluated_model()) as set_anew:

@@ -15,8 +15,31 @@ from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.cut.small_buffers import in_one_memory
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import same_bits
+
+
+class BuffersInOneMemory:
+    """Knows which buffers of a model lie in one another's memory; made before they are copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._together = tuple(in_one_memory(model.named_buffers()))
+
+    def check(self, written: Sequence[str]) -> None:
+        """Refuse what is written: each of them lies alone as soon as its shard is in a segment.
+
+        Raises:
+            ConfigurationError: there is one; the message names it and another.
+        """
+        for together in self._together:
+            name = next((each for each in together if each in written), None)
+            if name is not None:
+                other = next(each for each in together if each != name)
+                raise ConfigurationError(
+                    f"each step changes buffer {name!r}, which lies in the memory of buffer "
+                    f"{other!r} as another tensor; register a copy, or the same tensor twice"
+                )
 
 
 class WrittenTensors:

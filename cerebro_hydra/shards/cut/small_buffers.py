@@ -35,6 +35,21 @@ def small_buffers(model: nn.Module) -> set[str]:
     return found
 
 
+def in_one_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[str]]:
+    """Yield the names of tensors that reach into one another's memory, together."""
+    together: list[str] = []
+    end = 0
+    for start, stop, name in sorted(_spans(tensors)):
+        if start >= end:
+            if len(together) > 1:
+                yield together
+            together = []
+        together.append(name)
+        end = max(end, stop)
+    if len(together) > 1:
+        yield together
+
+
 def is_small(buffer: Tensor) -> bool:
     """Return whether a buffer has memory, and not more than a small one."""
     return 0 < buffer.nbytes <= MOST_OF_SMALL_BUFFER
@@ -43,7 +58,11 @@ def is_small(buffer: Tensor) -> bool:
 def _places(model: nn.Module) -> Iterator[tuple[int, int, str]]:
     """Yield where each tensor of a model begins and ends in memory; only buffers have a name."""
     others = (("", tensor) for tensor in (*model.parameters(), *_in_attributes(model)))
-    for name, tensor in (*model.named_buffers(), *others):
+    return _spans((*model.named_buffers(), *others))
+
+
+def _spans(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, int, str]]:
+    for name, tensor in tensors:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             elements = 1 + sum((size - 1) * stride for size, stride in steps)

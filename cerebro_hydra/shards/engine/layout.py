@@ -31,6 +31,7 @@ from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
+from cerebro_hydra.shards.cut.small_buffers import in_one_memory
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.mapped_memory import mapped
 
@@ -376,7 +377,7 @@ def read_tensors(buffer: Bytes) -> dict[str, Tensor]:
 
 
 def check_no_overlap(recipe: Recipe) -> None:
-    """Refuse a model two of whose parameters share memory, unless they are one.
+    """Refuse a model whose parameters share memory with one another, or a buffer, as other tensors.
 
     Raises:
         ConfigurationError: two are different views of the same memory.
@@ -391,6 +392,17 @@ def check_no_overlap(recipe: Recipe) -> None:
             raise ConfigurationError(
                 f"parameters {name!r} and {other!r} are different views of the same memory; "
                 "tie them by assigning one Parameter to both, or copy one"
+            )
+    trained = ((f"param:{n}", p) for n, p in recipe.model.named_parameters() if p.requires_grad)
+    buffers = ((f"buffer:{name}", buffer) for name, buffer in recipe.model.named_buffers())
+    for together in in_one_memory((*trained, *buffers)):
+        owner = next((name for name in together if name.startswith("param:")), None)
+        if owner is not None:
+            other = next(name for name in together if name.startswith("buffer:"))
+            raise ConfigurationError(
+                f"buffer {other.partition(':')[2]!r} lies in the memory of parameter "
+                f"{owner.partition(':')[2]!r}, which training changes; register a copy, or let the "
+                "forward read the parameter"
             )
 
 

@@ -415,3 +415,53 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
     recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     with pytest.raises(ConfigurationError, match="different views of the same memory"):
         start(recipe, [VECTORS])
+
+
+class Averages(nn.Module):
+    """Keeps a mean of what it was given, as BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.ones(12))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.linear(x) * self.scale[:6] - self.mean
+
+
+def of_averages(share: Callable[[Averages, Averages], object], shards: int) -> Recipe:
+    first, second = Averages(), Averages()
+    share(first, second)
+    model = nn.Sequential(first, second, nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (
+            lambda a, b: setattr(b, "mean", a.mean.view(6)),
+            r"buffer '[01]\.mean', which lies in the",
+        ),
+        (lambda a, b: setattr(b, "scale", a.linear.bias.data), r"'1\.scale' lies in the memory of"),
+        (lambda a, b: setattr(b, "scale", a.mean.view(6)), r"buffer '.*', which lies"),
+    ],
+)
+def test_a_buffer_that_moves_in_the_memory_of_another_tensor_is_refused(
+    share: Callable[[Averages, Averages], object], said: str, shards: int
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        start(of_averages(share, shards), [VECTORS])
+
+
+def test_buffers_in_one_memory_that_stay_as_they_are_do_no_harm() -> None:
+    start(of_averages(lambda a, b: setattr(b, "scale", a.scale[2:10]), 2), [VECTORS])
+
+
+def test_one_buffer_in_two_places_moves() -> None:
+    start(of_averages(lambda a, b: setattr(b, "mean", a.mean), 2), [VECTORS])
