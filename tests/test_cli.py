@@ -117,6 +117,18 @@ def test_doctor_is_1_for_a_spark_that_can_not_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.spark
+def test_a_run_is_not_resumed_where_no_session_starts_and_a_sentence_says_so(
+    trained: SearchResult,
+) -> None:
+    given = ["--factory", "tests.tune.tune_models:small", "--master", "nowhere"]
+    done = command("resume", trained.run_path, *given, code=1)
+    assert "cerebro-hydra: no session starts on nowhere: " in done.stderr
+    assert "check the master's URL" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_replay_gives_a_verdict_per_trial_and_0_if_all_agree(trained: SearchResult) -> None:
     done = command("replay", trained.run_path, "--trust")
     factory, *lines = done.stdout.splitlines()

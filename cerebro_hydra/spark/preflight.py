@@ -138,13 +138,9 @@ def doctor_of_new_session(
     """
     try:
         spark = session.new_session(master, settings, num_workers)
-    except SetupError:
-        raise
-    except Exception as error:
-        place = master or settings.get("spark.master", "this machine")
-        problem = f"no session starts on {place}: {_why(error)}"
-        remedy = "check the master's URL and its log, and the settings given with --conf"
-        return DoctorReport([Check("session", None, [Finding("spark.master", problem, remedy)])])
+    except session.NoSession as error:
+        found = Finding("spark.master", error.problem, error.remedy)
+        return DoctorReport([Check("session", None, [found])])
     try:
         return doctor(spark, num_workers, store, modules, devices_per_worker, numerics)
     finally:
@@ -231,7 +227,7 @@ def _network_checks(
         except Exception as error:
             if has_ended(context._gateway, _END_SECONDS):
                 raise
-            problem = f"Spark could not run the job that checks it: {_why(error)}"
+            problem = f"Spark could not run the job that checks it: {session.why(error)}"
             remedy = "mend what else is wrong, and see the executors' logs"
             yield Check("network", None, [Finding("network", problem, remedy)])
             return
@@ -253,11 +249,3 @@ def _version(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         # A Spark's own folder has packages that pip knows nothing of.
         return str(getattr(sys.modules.get(package), "__version__", "missing"))
-
-
-def _why(error: Exception) -> str:
-    """Return the line of a Java error's text that says why."""
-    told = str(error).strip().splitlines() or [type(error).__name__]
-    return next(
-        (line for line in told if "Exception:" in line or "Error:" in line), told[0]
-    ).strip()

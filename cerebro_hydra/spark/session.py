@@ -121,12 +121,42 @@ def new_session(master: str | None, settings: Mapping[str, str], num_workers: in
     Without a master it is like `local_spark`'s.
 
     Raises:
+        NoSession: none starts there, or with these settings.
         SetupError: there is no pyspark, or no Java that this Spark runs on.
     """
     require_pyspark("a session of Spark")
     given = {"spark.master": master or "", _PROGRESS: "false"}
     local = defaults(num_workers) | java_heap.heap_settings(os.environ)
-    return started({**(given if master else local), **settings})
+    try:
+        return started({**(given if master else local), **settings})
+    except SetupError:
+        raise
+    except Exception as error:
+        place = master or settings.get("spark.master", "this machine")
+        raise NoSession(f"no session starts on {place}: {why(error)}") from error
+
+
+class NoSession(SetupError):
+    """Spark starts no session.
+
+    Attributes:
+        problem: where not, and why.
+        remedy: what to look at.
+    """
+
+    remedy = "check the master's URL and its log, and the settings given with --conf"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; {self.remedy}")
+        self.problem = problem
+
+
+def why(error: Exception) -> str:
+    """Return the line of a Java error's text that says why."""
+    told = str(error).strip().splitlines() or [type(error).__name__]
+    return next(
+        (line for line in told if "Exception:" in line or "Error:" in line), told[0]
+    ).strip()
 
 
 def started(settings: Mapping[str, str], report: Callable[[str], None] = to_stderr) -> SparkSession:
