@@ -31,6 +31,7 @@ from cerebro_hydra.recipe.randomness import (
     unit_hooks,
 )
 from cerebro_hydra.shards.cut.choice import content_of, same_content
+from cerebro_hydra.shards.cut.crossings import boundary_hooks, output_hooks
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
 from cerebro_hydra.shards.engine.bound_model import BoundMark, BoundModel
@@ -105,6 +106,9 @@ class ModuleTasks:
             self._calls = stack.enter_context(unit_hooks(self._recipe.model, self._entered))
             stack.callback(delattr, self, "_calls")  # a circle would keep optimizers and tensors
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
+            if self._last:
+                units = (self._modules[name] for name in self._shard_of)
+                stack.enter_context(output_hooks(units, self._left))
             if self._recompute:
                 stack.enter_context(self._recomputed_units())
             yield self
@@ -202,11 +206,22 @@ class ModuleTasks:
         """Begin a shard before the forward enters one of its units for the first time."""
         if shard <= self._forward_at:
             return
-        for value in arguments:
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                before = functools.partial(self._go_backward, shard - 1)
-                value.grad_fn.register_prehook(lambda _, before=before: before())
+        self._go_backward_before(arguments, shard - 1)
         self._go_forward(shard)
+
+    def _left(self, outputs: Iterable[Any]) -> None:
+        """Begin B of a shard before autograd enters one of its units, whatever it came from.
+
+        Autograd goes back in the order of the forward, so B of all later shards is over by then.
+        """
+        if self._forward_at < self._last:
+            self._go_backward_before(outputs, self._forward_at)
+
+    def _go_backward_before(self, values: Iterable[Any], shard: int) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                before = functools.partial(self._go_backward, shard)
+                value.grad_fn.register_prehook(lambda _, before=before: before())
 
     def _go_forward(self, shard: int) -> None:
         while self._forward_at < shard:
@@ -428,33 +443,6 @@ def _save_another() -> None:
     that had saved the one before is over.
     """
     torch.zeros(1, requires_grad=True).exp()
-
-
-@contextmanager
-def boundary_hooks(
-    modules: Mapping[str, nn.Module],
-    shard_of: Mapping[str, int],
-    cross: Callable[[int, Iterable[Any]], None],
-) -> Iterator[None]:
-    """Call `cross` with the shard and the arguments of each unit behind shard 0 that is entered."""
-
-    def hook_of(shard: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling():
-                cross(shard, tree_leaves((args, kwargs)))
-
-        return hook
-
-    handles = [
-        modules[name].register_forward_pre_hook(hook_of(shard), with_kwargs=True, prepend=True)
-        for name, shard in shard_of.items()
-        if shard
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class ModulePredictor:

@@ -84,6 +84,36 @@ def test_a_view_of_a_parameter_crosses_a_cut_graph():
     trained(seeded(KeepsAView, ["b", "c"], cut="export"), [zoo.vectors(8)])
 
 
+class Towers(nn.Module):
+    """Adds two towers of the same inputs: the second one is given nothing that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a1, self.a2 = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.b1, self.b2 = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.c = nn.Linear(6, 3)
+
+    def forward(self, x):
+        first = self.a2(torch.tanh(self.a1(x)))
+        return self.c(torch.tanh(first + self.b2(torch.tanh(self.b1(x)))))
+
+
+class Forks(Towers):
+    """Gives both towers what its first layer returns."""
+
+    def forward(self, x):
+        x = self.a1(x)
+        return self.c(torch.tanh(self.a2(x) + self.b2(torch.tanh(self.b1(x)))))
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize(("model", "shards"), [(Towers, ["b1", "c"]), (Forks, ["a2", "b1", "c"])])
+def test_a_shard_whose_values_pass_the_next_one_by_is_back_for_its_backward(
+    model: type[nn.Module], shards: list[str], autocast: str | None
+) -> None:
+    trained(seeded(model, shards, cut="modules", autocast=autocast), zoo.singly(zoo.vectors(8, 8)))
+
+
 class RootScale(zoo.Net):
     """Reads a parameter of its own at its end."""
 
