@@ -11,13 +11,25 @@ def bytes_text(nbytes: float) -> str:
     """Return bytes in the largest binary unit that leaves at least 1, with three digits."""
     if nbytes == math.inf:
         return "no limit"
-    unit = "B"
+    unit, factor, digits = _form(nbytes)
+    return f"{nbytes / factor:.{digits}f} {unit}"
+
+
+def needed_text(nbytes: int) -> str:
+    """Return bytes as `bytes_text` does, but rounded up: who gives so many gives enough."""
+    unit, factor, digits = _form(nbytes)
+    return f"{-(-nbytes * 10**digits // factor) / 10**digits:.{digits}f} {unit}"
+
+
+def _form(nbytes: float) -> tuple[str, int, int]:
+    """Return the unit of bytes, the bytes of one, and how many digits follow the point."""
+    unit, factor = "B", 1
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024:
+        if abs(nbytes) < 1024 * factor:
             break
-        nbytes, unit = nbytes / 1024, larger
-    digits = 0 if unit == "B" or nbytes >= 100 else 1 if nbytes >= 10 else 2
-    return f"{nbytes:.{digits}f} {unit}"
+        unit, factor = larger, 1024 * factor
+    digits = 0 if factor == 1 or nbytes >= 100 * factor else 1 if nbytes >= 10 * factor else 2
+    return unit, factor, digits
 
 
 def seconds_text(seconds: float) -> str:

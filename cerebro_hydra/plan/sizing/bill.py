@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.costs.moves import MoveRates
-from cerebro_hydra.plan.human_units import bytes_text, numbers_text, seconds_text
+from cerebro_hydra.plan.human_units import bytes_text, needed_text, numbers_text, seconds_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.pick import DEFAULT_PICK, PICKS, Rule
 from cerebro_hydra.plan.queues.visit_spec import VisitSpec
@@ -179,18 +179,18 @@ def _refusal(trial: VisitSpec, line: BillLine) -> str:
         if trial.keeps_all:
             what, finer = "all shards, whose activations are kept", "recompute=True"
         return (
-            f"a device needs {bytes_text(line.device_least)} for {what}, and the largest device "
+            f"a device needs {needed_text(line.device_least)} for {what}, and the largest device "
             f"has {bytes_text(line.device_has)}; use {finer}, or raise device_memory"
         )
     if trial.host_need > line.host_has:
         return (
-            f"DRAM needs {bytes_text(trial.host_need)} for a shard and the boundary values, and "
+            f"DRAM needs {needed_text(trial.host_need)} for a shard and the boundary values, and "
             f"host_memory leaves {bytes_text(line.host_has)} for them; use more shards, smaller "
             "microbatches, or raise host_memory"
         )
     if line.disk > line.disk_has:
         return (
-            f"disk needs {bytes_text(line.disk)} beside {bytes_text(line.host_has)} of DRAM, and "
+            f"disk needs {needed_text(line.disk)} beside {bytes_text(line.host_has)} of DRAM, and "
             f"scratch has {bytes_text(line.disk_has)} free; use a larger scratch, raise "
             "host_memory, or lower residents"
         )
@@ -268,16 +268,16 @@ def bill_text(lines: Sequence[BillLine]) -> str:
 
 
 def _words(line: BillLine) -> str:
-    device = bytes_text(line.device_all)
+    device = needed_text(line.device_all)
     if line.device_least != line.device_all:
-        device = f"{bytes_text(line.device_least)} for the largest shard, {device} for all"
+        device = f"{needed_text(line.device_least)} for the largest shard, {device} for all"
     words = [
         f"a device needs {device}, and has {bytes_text(line.device_has)}",
-        f"DRAM needs {bytes_text(line.host)}, and has {bytes_text(line.host_has)}",
+        f"DRAM needs {needed_text(line.host)}, and has {bytes_text(line.host_has)}",
     ]
     if line.disk:
         free = bytes_text(line.disk_has)
-        words.append(f"{bytes_text(line.disk)} of that are for the disk, which has {free} free")
+        words.append(f"{needed_text(line.disk)} of that are for the disk, which has {free} free")
     if line.moved:
         words.append(
             f"a sub-epoch copies {bytes_text(line.moved)} between device, DRAM and disk, which "

@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.human_units import bytes_text
+from cerebro_hydra.plan.human_units import bytes_text, needed_text
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 
 
@@ -115,7 +115,7 @@ def _refusal(
 ) -> str:
     largest = max(range(len(units)), key=lambda number: _need(units[number], buffers))
     unit = units[largest]
-    need = _need(unit, buffers) + kept
+    need = needed_text(_need(unit, buffers) + kept)
     parts = [
         f"{buffers} x {bytes_text(unit.state)} of state",
         f"{bytes_text(unit.activations)} of activations",
@@ -123,8 +123,8 @@ def _refusal(
     if kept:
         parts.append(f"{bytes_text(kept)} of boundary values")
     return (
-        f"module {names[largest]!r} needs {bytes_text(need)} of a device ({', '.join(parts)}), and "
-        f"device_memory is {bytes_text(budget)}; give the devices at least {bytes_text(need)}, use "
+        f"module {names[largest]!r} needs {need} of a device ({', '.join(parts)}), and "
+        f"device_memory is {bytes_text(budget)}; give the devices at least {need}, use "
         "smaller microbatches, or make the module smaller"
     )
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.plan.human_units import bytes_text, seconds_text
+from cerebro_hydra.hopper.protocol.resources import WorkerResources
+from cerebro_hydra.plan.human_units import bytes_text, needed_text, seconds_text
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.plan.sizing.cuts import auto_cut, cut_by_bytes
@@ -128,6 +129,14 @@ def test_the_unit_that_can_not_fit_is_named_with_what_to_change() -> None:
         "smaller microbatches, or make the module smaller"
     )
     assert cut_of(units, 64 * MIB, buffers=1) == [range(0, 2)]
+
+
+def test_bytes_that_are_told_as_needed_are_enough() -> None:
+    for need in (1, 1023, 1025, 499_712, 500_001, 10 * MIB + 1, 100 * MIB - 1, 1024 * MIB - 1):
+        told = needed_text(need)
+        given = WorkerResources.checked(1, told, told, None, "auto").device_memory
+        assert given is not None and need <= given <= 1.01 * need + 1, told
+    assert needed_text(488 * 1024) == bytes_text(488 * 1024) == "488 KiB"
 
 
 def test_a_model_of_a_hundred_units_is_cut_at_once() -> None:

@@ -129,6 +129,13 @@ def test_states_that_are_kept_and_neighbours_go_to_disk_when_dram_is_full() -> N
         bill(runs, [memory(host=60, disk=100, residents=2)]).check()
 
 
+def test_what_a_refusal_tells_as_needed_is_not_rounded_down() -> None:
+    run = trial(0)
+    run = replace(run, shards=(replace(run.shards[0], activations=2 * MIB + 1), *run.shards[1:]))
+    (line,) = bill([run], [memory(device=12)]).lines
+    assert line.refusal.startswith("a device needs 12.1 MiB for the largest shard")
+
+
 def test_what_can_not_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
     runs = [trial(0), trial(1), trial(2, recompute=False), replace(trial(3), by_modules=True)]
     each = bill(runs, [memory(device=11), memory(device=64, host=12), memory(device=64)])
