@@ -7,15 +7,19 @@ Hyperparameter Importance" (ICML 2014).
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from cerebro_hydra.observe.view import RunView, TrialView
 
 FEWEST_TRIALS = 10
+
+_MOST_OPTIONS = 8  # Optuna's work doubles with each further one: with 30 it would never end
 
 _DECADES = 20  # a parameter whose values span more than this factor is taken as a logarithm
 
@@ -97,13 +101,15 @@ def _shares(known: list[tuple[dict[str, Any], float]]) -> dict[str, float]:
     try:
         study = optuna.create_study()
         common = [name for name in known[0][0] if all(name in params for params, _ in known)]
+        measured = [value for _, value in known]
         columns = {name: [params[name] for params, _ in known] for name in common}
+        columns = {name: _few_or_ranked(values, measured) for name, values in columns.items()}
         found = {name: _distribution(values) for name, values in columns.items()}
         kinds = {name: kind for name, kind in found.items() if kind is not None}
-        for number, (_, value) in enumerate(known):
+        for number, value in enumerate(measured):
             params = {name: _value(columns[name][number], kinds[name]) for name in kinds}
             study.add_trial(optuna.create_trial(params=params, distributions=kinds, value=value))
-        if not kinds or len({value for _, value in known}) == 1:
+        if not kinds or len(set(measured)) == 1:
             return {}
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
         shares: dict[str, float] = optuna.importance.get_param_importances(
@@ -114,11 +120,32 @@ def _shares(known: list[tuple[dict[str, Any], float]]) -> dict[str, float]:
         optuna.logging.set_verbosity(before)
 
 
+def _few_or_ranked(values: list[Any], measured: list[float]) -> list[Any]:
+    """Return values, or in place of many options the rank of each by the mean measured with it.
+
+    The best split of a regression tree parts options in that order.
+    """
+    if _are_numbers(values):
+        return values
+    found: dict[str, list[float]] = defaultdict(list)
+    for value, each in zip(values, measured, strict=True):
+        found[_text(value)].append(each)
+    if len(found) <= _MOST_OPTIONS:
+        return values
+    ranked = sorted(found, key=lambda option: (fmean(found[option]), option))
+    ranks = {option: rank for rank, option in enumerate(ranked)}
+    return [ranks[_text(value)] for value in values]
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+
+
 def _distribution(values: list[Any]) -> Any:
     """Return what Optuna calls these values; None if they are all the same."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-    if all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
+    if _are_numbers(values):
         low, high = float(min(values)), float(max(values))
         log = low > 0 and high >= _DECADES * low
         return FloatDistribution(low, high, log=log) if low < high else None

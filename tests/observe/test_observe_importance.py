@@ -44,6 +44,17 @@ def test_trials_are_compared_where_all_have_been_and_the_cause_is_found() -> Non
     assert importance_of(short, now=True) == found, "who trains on is not compared by that"
 
 
+def test_many_options_are_compared_too() -> None:
+    """Optuna's own way with options takes 2 to the power of their number."""
+    view, random = view_of(60), Random(3)
+    losses = [random.random() for _ in range(30)]
+    for number, trial in view.trials.items():
+        trial.params["net"] = f"net-{number % 30}"
+        trial.epochs = {0: {"val_loss": losses[number % 30]}}
+    found = importance_of(view, now=True)
+    assert max(found.shares, key=found.shares.__getitem__) == "net" and found.shares["net"] > 0.9
+
+
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     few = importance_of(view_of(FEWEST_TRIALS - 1), now=True)
     assert not few.shares and "from 10 trials on that have measured val_loss; here 9" in few.note
