@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.plan.human_units import bytes_text, needed_text
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec
 from cerebro_hydra.plan.sizing.cuts import auto_cut, cut_by_bytes
 from cerebro_hydra.recipe import RandomKey, Recipe
@@ -52,7 +53,7 @@ def choose_to_fit(
         least: how many shards there are to be, if the model has so many units.
 
     Raises:
-        ConfigurationError: a unit does not fit a device.
+        ConfigurationError: a unit does not fit a device, or no cut does.
     """
     budget = profiler.budget
 
@@ -75,16 +76,23 @@ def choose_to_fit(
     names = [module_of(unit) for unit in (*points.units[:1], *points.allowed)]
 
     def fitting(buffers: int) -> CutChoice:
-        shards = min(least, len(units))
-        while True:
+        shards, needs = min(least, len(units)), dict[int, int]()
+        while shards <= len(units):
             groups = auto_cut(
                 names, units, budget,
                 by_modules=points.mode == "modules", buffers=buffers, least=shards,
             )  # fmt: skip
             choice = choose_groups(points, seconds, groups)
-            if profiler.fits(recipe, profiled(choice.spec), buffers):
+            need = profiler.need(recipe, profiled(choice.spec), buffers)
+            if need <= budget:
                 return choice
-            shards = len(groups) + 1
+            needs[need], shards = len(groups), len(groups) + 1
+        need, shards = min(needs.items())
+        raise ConfigurationError(
+            f"cut into {shards} shards the model needs {needed_text(need)} of a device, other cuts "
+            f"need no less, and device_memory is {bytes_text(budget)}; give the devices at least "
+            f"{needed_text(need)}, use smaller microbatches, or make the modules smaller"
+        )
 
     with suppress(ConfigurationError):
         return fitting(buffers=2), seconds

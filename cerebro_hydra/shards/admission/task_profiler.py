@@ -593,13 +593,15 @@ class TaskProfiler:
 
     def fits(self, recipe: Recipe, found: TrialProfile, buffers: int) -> bool:
         """Return whether a device has room for so many of the trial's shards, of which one runs."""
-        if self.budget is None:
-            return True
+        return self.budget is None or self.need(recipe, found, buffers) <= self.budget
+
+    def need(self, recipe: Recipe, found: TrialProfile, buffers: int) -> int:
+        """Return the bytes of a device that has room for so many of the trial's shards."""
         window, pipeline = recipe.accumulate, found.pipeline(recipe, self._devices, self.budget)
         recompute = found.recomputes(asked_recompute(recipe), self.budget, window)
         alone = Pipeline(staleness=pipeline.staleness)
         visits = found.training(0, window, window, recompute, alone), found.evaluation(0, 1)
-        return all(visit.buffered_need(buffers) <= self.budget for visit in visits)
+        return max(visit.buffered_need(buffers) for visit in visits)
 
     def with_all_room(self, found: TrialProfile, window: int) -> TrialProfile:
         """Return the profile of a trial that needs more than was measured, by an unknown amount.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -219,6 +220,18 @@ def test_an_evaluation_has_room_for_a_batch_that_is_larger_than_all_that_train()
 def test_a_unit_that_no_device_can_hold_is_named():
     with pytest.raises(ConfigurationError, match=r"^module '\d[.\d]*' needs .* of a device"):
         admitted(30_000)
+
+
+def test_older_weights_that_no_cut_has_room_for_are_told_with_what_is_enough():
+    def admitted(budget: int) -> AdmittedCut:
+        made = recipe(schedule="pipedream", vertical_sync=True)
+        return admit(made, [EXAMPLE], 3, None, TaskProfiler(budget, devices=2))
+
+    with pytest.raises(ConfigurationError, match="other cuts need no less") as refused:
+        admitted(98_000)
+    told = re.search(r"give the devices at least ([\d.]+) KiB", str(refused.value))
+    assert told is not None and (enough := int(float(told[1]) * 1024)) > 98_000
+    assert shards_of(admitted(enough)) > 1
 
 
 def test_activations_are_kept_where_they_fit_and_made_again_elsewhere():
