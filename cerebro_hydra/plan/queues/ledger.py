@@ -170,6 +170,7 @@ class Ledger:
         self._on: dict[int, dict[BlockKey, Block]] = {device: {} for device in devices}
         self._device_used = dict.fromkeys(self._on, 0)
         self._host_used = 0
+        self.receiving = 0  # bytes of DRAM for what is on its way from elsewhere
         self._host_pinned = 0
 
     def __iter__(self) -> Iterator[Block]:
@@ -229,6 +230,7 @@ class Ledger:
         """Make room in DRAM for a shard's state that comes from elsewhere."""
         self._add(block := Block(state_key(visit, shard), sizes))
         self._host_used += block.nbytes
+        self.receiving += block.nbytes
         return Action(visit, shard, ActionKind.RECV)
 
     def load(self, block: Block, device: int, parts: Iterable[Part] = Part) -> Action:
@@ -290,6 +292,7 @@ class Ledger:
         match action.kind:
             case ActionKind.RECV:
                 block.home = "dram"
+                self.receiving -= block.nbytes
             case ActionKind.LOAD if action.device == HOST:
                 block.home, block.on_disk = "dram", True
             case ActionKind.LOAD:

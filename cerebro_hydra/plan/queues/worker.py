@@ -243,7 +243,13 @@ class WorkerState:
             visit.status = "open"
 
     def _receive(self) -> None:
-        """Receive shards in the order of their use, as DRAM has room for them."""
+        """Receive shards in the order of their use, as DRAM has room for them.
+
+        What comes may wait for another worker, which waits for a visit that is all here: that has
+        room for any of its shards beside what comes.
+        """
+        here = [v for v in self.visits.values() if v.status == "open" and not v.is_coming]
+        most = max((visit.spec.host_state_bytes for visit in here), default=0)
         for visit in self._coming:
             if visit.status != "open":
                 continue
@@ -251,6 +257,10 @@ class WorkerState:
                 sizes = visit.spec.shards[shard].sizes
                 nbytes = sum(sizes.values())
                 urgent = bool(visit.staying) and visit.next_use(shard) == 0
+                beside = self.ledger.host_pinned + self._chooser.kept_in_dram(but=visit) + most
+                if not urgent and self.ledger.receiving + nbytes + beside > self.ledger.host_budget:
+                    self._lacked_dram = True
+                    break
                 if not self._dram(nbytes, -1 if urgent else visit.next_use(shard)):
                     break
                 self._give(self.ledger.receive(visit.spec.visit, shard, sizes))

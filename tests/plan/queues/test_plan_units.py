@@ -8,6 +8,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import (
     ActionDone,
     DeviceLost,
+    VisitAdded,
     VisitCancelled,
     VisitEnded,
     VisitRestarted,
@@ -192,3 +193,24 @@ def test_a_device_that_dies_with_units_of_two_microbatches_may_have_begun_the_se
     run_until(simulation, 9.5 * seconds)
     answers = simulation.state.handle([DeviceLost(0), DeviceLost(1)])
     assert (VisitRestarted(0) in answers) == restarts
+
+
+@pytest.mark.parametrize("host_budget", [24, 28])
+def test_what_comes_from_another_worker_leaves_dram_for_a_visit_that_is_here(
+    host_budget: int,
+) -> None:
+    """The other worker may wait for that visit, so that nothing would ever arrive."""
+    never = 1e6
+    shard = ShardSpec(8, forward=1.0, backward=1.0, update=1.0)
+    here, coming = (VisitSpec(n, TaskGraph(3, 4), (shard,) * 3, by_modules=True) for n in (0, 1))
+    simulation = WorkerSimulation(
+        [here],
+        [12],
+        host_budget,
+        oldest_first,
+        lambda action: never if (action.trial, action.kind) == (1, ActionKind.RECV) else 1.0,
+        later=[(20.0, VisitAdded(coming))],
+    )
+    timeline = simulation.run()
+    assert timeline.outcome(0) == timeline.outcome(1) == "finished"
+    assert max(each.end for each in timeline.done if each.action.trial == 0) < never
