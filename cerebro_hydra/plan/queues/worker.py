@@ -39,7 +39,8 @@ That is why there is always progress:
   `TaskGraph.needs` allows is the first of its list, and ready.
 - So all that such a task can lack is its shard in DRAM. Its next use is 0, and that of a shard
   whose list waits is at least 1 (``Visit.next_use``), so the second goes to disk for the
-  first. Where all that is there is ready too, that goes on instead.
+  first. Where all that is there is ready too, that goes on instead. What is received can't go to
+  disk until it is here, so it leaves room for a shard of each visit that is all here.
 - What only one device may do waits for it, also if it has died.
 """
 
