@@ -165,6 +165,7 @@ class CutCheck:
             written = writes.names()
             memory.check(written)
             check_averaged(recipe, written)
+            del writes  # it refers to buffers, too
             of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer))
             with refused_writes(trainer.evaluated_model()) as set_anew:
                 evaluated = tuple(
@@ -172,6 +173,8 @@ class CutCheck:
                 )
                 with told_with_batch(trainer, largest):
                     warnings = metric_warnings(recipe, trainer.evaluated_model(), largest)
+            kept = SecondNames(model, known=1)  # by what gives the parameters these values
+            _check_second_names(recipe, kept, written, largest, trial_seed)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
@@ -440,9 +443,9 @@ def _check_second_names(
     kind, name = next((key for key in keys if matters([key])), keys[0])
     raise ConfigurationError(
         f"a hook, the forward or the loss reads {kind} {name!r} by another name, such as a tensor "
-        "or array that .data, .detach() or .numpy() gave when the model was made; that would see "
-        f"no update, as each worker has the model in memory of its own. Refer to the module that "
-        f"has the {kind}, and read it there in each step"
+        "or array that .data, .detach() or .numpy() gave when the model was made or in an earlier "
+        "step; that would see no update, as each worker has the model in memory of its own. Refer "
+        f"to the module that has the {kind}, and read it there in each step"
     )
 
 

@@ -29,14 +29,15 @@ class SecondNames:
     the model is bound to.
 
     Args:
-        model: with its own tensors.
+        model: with its own tensors, or with others for a while.
+        known: how many others are known to refer to the memory of each parameter.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, known: int = 0) -> None:
         self._memory: dict[TensorKey, Tensor] = {
             ("parameter", name): parameter.data
             for name, parameter in model.named_parameters()
-            if _uses(parameter) > _OWN_STORAGE
+            if _uses(parameter) > _OWN_STORAGE + known
         }
         for place, module in model.named_modules():
             for name in module._buffers:

@@ -90,6 +90,35 @@ class InEvaluation(nn.Module):
         return self.layers(x if self.training else self.look(x))
 
 
+class KeptByAForward(nn.Module):
+    """Keeps a view of a parameter from its first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.view: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.view is None:
+            self.view = self.layers[0].bias.data
+        return self.layers(x + self.view)
+
+
+class KeptInAClosure(nn.Module):
+    """Keeps, in training alone, a view where no attribute of a module shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        views: list[Tensor] = []
+        self.views = lambda: views
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.views():
+            self.views().append(self.layers[0].bias.detach())
+        return self.layers(x + self.views()[0])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data": (hooked(lambda m: m[0].bias.data), r"parameter '0\.bias'"),
     "detached": (hooked(lambda m: m[0].weight.detach()[0]), r"parameter '0\.weight'"),
@@ -100,6 +129,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "global": (in_a_global, r"parameter '0\.bias'"),
     "comparison": (compared, r"parameter '0\.bias'"),
     "evaluation": (InEvaluation, r"parameter 'layers\.0\.bias'"),
+    "forward": (KeptByAForward, r"parameter 'layers\.0\.bias'"),
+    "closure": (KeptInAClosure, r"parameter 'layers\.0\.bias'"),
 }
 
 
@@ -178,7 +209,19 @@ def named_twice() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model", [net, unread, Frozen, Normed, named_twice])
+class ViewedAnew(nn.Module):
+    """Keeps a view of a parameter until the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.view = self.layers[0].bias.data
+        return self.layers(x + self.view)
+
+
+@pytest.mark.parametrize("model", [net, unread, Frozen, Normed, ViewedAnew, named_twice])
 def test_one_that_nobody_reads_or_that_stays_as_it_is_changes_nothing(
     model: Callable[[], nn.Module],
 ) -> None:
