@@ -317,7 +317,8 @@ def _candidates(
     profile = check.profile
     starts = profile.starts(recipe.model, _is_number(recipe.shards))
     overwritten = tuple(sorted(profile.overwritten))
-    small = tuple(sorted(small_buffers(recipe.model).difference(check.written)))
+    fixed = check.named_elsewhere.union(check.written)
+    small = tuple(sorted(small_buffers(recipe.model).difference(fixed)))
     written = check.written + small
     between_units = CutPoints("modules", starts, profile.order, overwritten, written)
     if recipe.shards == 1 or (recipe.shards in ([], [[]]) and not recipe.cuts_graph):

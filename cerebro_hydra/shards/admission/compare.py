@@ -68,6 +68,8 @@ from cerebro_hydra.shards.engine.optimizer import StateTemplate
 
 STEPS_PER_BATCH_SIZE = 2
 
+_SCHEDULED_STEPS = 16  # of an LR scheduler alone, which take no time
+
 _ABOUT_SHAPES = re.compile(
     r"shape|size|dimension|\bdims?\b|\brank\b|channel|broadcast|elements|out of range in self"
     r"|out of bounds|index \d+ is"
@@ -125,6 +127,8 @@ class CutCheck:
     """Marks of what else these steps changed; see `KnownChanges`."""
     set_in_evaluation: tuple[str, ...]
     """What evaluations changed, which set it anew; see `EvaluationEffects`."""
+    named_elsewhere: frozenset[str]
+    """The buffers to which something else than the model refers, too."""
     warnings: Mapping[str, str]
     """What the user should know of metrics, by their names; see `metric_warnings`."""
 
@@ -190,6 +194,7 @@ class CutCheck:
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
             effects.known,
             tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
+            frozenset(name for kind, name in second_names.keys if kind == "buffer"),
             warnings,
         )  # fmt: skip
 
@@ -431,6 +436,7 @@ def _check_second_names(
             RandomKey(trial_seed, 0, 0).reseed("evaluation")
             found.append(repr(trainer.evaluate(_window(example, 1), outputs)))
             found.append(outputs.contents)
+            found.append(_learning_rates(trainer))
         return found
 
     expected = results((), 0.0)
@@ -442,11 +448,20 @@ def _check_second_names(
         return
     kind, name = next((key for key in keys if matters([key])), keys[0])
     raise ConfigurationError(
-        f"a hook, the forward or the loss reads {kind} {name!r} by another name, such as a tensor "
-        "or array that .data, .detach() or .numpy() gave when the model was made or in an earlier "
-        "step; that would see no update, as each worker has the model in memory of its own. Refer "
-        f"to the module that has the {kind}, and read it there in each step"
+        f"a hook, the forward, the loss or an LR schedule reads {kind} {name!r} by another name, "
+        "such as a tensor or array that .data, .detach() or .numpy() gave when the model was made "
+        "or in an earlier step; that would see no update, as each worker has the model in memory "
+        f"of its own. Refer to the module that has the {kind}, and read it there in each step"
     )
+
+
+def _learning_rates(trainer: PlainTrainer) -> list[str]:
+    """Return the learning rates of each param group that an LR scheduler gives next."""
+    found: list[str] = []
+    for _ in range(_SCHEDULED_STEPS):
+        trainer.recipe.lr_schedule.advance(trainer.scheduler, steps=1, epochs=1)
+        found += [repr(group["lr"]) for group in trainer.recipe.optimizer.param_groups]
+    return found
 
 
 class _Outputs:

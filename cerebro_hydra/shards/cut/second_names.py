@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,7 +79,10 @@ def _also_elsewhere(module: nn.Module, name: str) -> Tensor | None:
     """Return a buffer's memory if something else has the buffer, or another name for its memory."""
     references = sys.getrefcount(module._buffers[name])
     buffer = module._buffers[name]
-    if buffer is None or (references <= _OWN_OBJECT and _uses(buffer) <= _OWN_STORAGE):
+    if buffer is None:
+        return None
+    references += weakref.getweakrefcount(buffer)
+    if references <= _OWN_OBJECT and _uses(buffer) <= _OWN_STORAGE:
         return None
     return buffer.data if buffer.layout is torch.strided else None
 

@@ -6,14 +6,17 @@ Plainly it would see each update. A shard that is bound to other memory leaves i
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import admit, on_disk
 from cerebro_hydra.shards.cut.second_names import SecondNames
 from tests.shards import plain, zoo
@@ -90,6 +93,13 @@ class InEvaluation(nn.Module):
         return self.layers(x if self.training else self.look(x))
 
 
+def weakly() -> nn.Module:
+    model = net()
+    taken = weakref.ref(model[1].running_mean)
+    model[3].register_forward_hook(lambda module, given, output: output + taken())
+    return model
+
+
 class KeptByAForward(nn.Module):
     """Keeps a view of a parameter from its first forward on."""
 
@@ -125,6 +135,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "array": (with_array, r"parameter '0\.bias'"),
     "buffer": (hooked(lambda m: m[1].running_mean), r"buffer '1\.running_mean'"),
     "view of a buffer": (hooked(lambda m: m[1].running_mean[:6]), r"buffer '1\.running_mean'"),
+    "weak reference": (weakly, r"buffer '1\.running_mean'"),
     "attribute": (InAttributes, r"parameter 'layers\.0\.bias'"),
     "global": (in_a_global, r"parameter '0\.bias'"),
     "comparison": (compared, r"parameter '0\.bias'"),
@@ -169,6 +180,51 @@ def of_weights(model: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 def test_a_loss_that_reads_one_is_refused(loss: Callable[..., object], told: str) -> None:
     with pytest.raises(ConfigurationError, match=f"reads {told} by another name"):
         start(made(net, loss)(), WINDOWS)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("first", [0, 1, 9])
+def test_an_lr_lambda_that_reads_one_is_refused(first: int, interval: str) -> None:
+    def make() -> Recipe:
+        model = net()
+        taken = model[4].bias.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+            return LambdaLR(optimizer, lambda n: 1 + taken.sum().item() if n >= first else 1.0)
+
+        return Recipe(
+            model, optimizer, nn.CrossEntropyLoss(), lr_scheduler=schedule, lr_interval=interval
+        )
+
+    with pytest.raises(ConfigurationError, match=r"reads parameter '4\.bias' by another name"):
+        start(make(), WINDOWS)
+
+
+class ReadsWhatMovesLate(nn.Module):
+    """Adds what a small buffer has, by a second name, and begins to change it in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("shift", torch.zeros(6))
+        taken = self.shift
+        self.layers[3].register_forward_hook(lambda module, given, output: output + taken)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            if self.steps > 2:
+                self.shift += 0.1
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_small_buffer_with_a_second_name_that_begins_to_move_fails_by_name(shards: int) -> None:
+    trial = start(made(ReadsWhatMovesLate, shards=shards)(), WINDOWS[:1])
+    with pytest.raises(ConfigurationError, match="wrote to buffer 'shift', as none did"):
+        trial.train(zoo.singly(zoo.vectors(8, 8, 8, 8)))
 
 
 def unread() -> nn.Module:
