@@ -256,3 +256,26 @@ def test_an_audit_steps_with_an_optimizer_that_sees_all_gradients(
     failed = agent.train()
     assert isinstance(failed, events.AuditFailed), failed
     assert "parameter '0.weight'" in failed.difference
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "second_name", [lambda model: model[0].bias.data, lambda model: model[2].steps]
+)
+def test_what_reads_a_second_name_only_late_fails_its_trial(
+    start: Callable[..., Agent], second_name: Callable[[nn.Module], Tensor], shards: int
+) -> None:
+    def make() -> Recipe:
+        recipe = made(Event(lambda *_: None), shards=shards)
+        taken = second_name(recipe.model)
+
+        def add(module: Any, given: object, output: Tensor) -> Tensor:
+            return output + taken.sum() if module.steps > RARE and HAPPENS[0] else output
+
+        recipe.model[2].register_forward_hook(add)
+        return recipe
+
+    agent = start(make)
+    failed = agent.train()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert "the loss is nan" in failed.error

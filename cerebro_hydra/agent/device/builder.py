@@ -40,6 +40,7 @@ from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.cut.second_names import SecondNames
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.layout import TrialLayout, TrialRuntime
@@ -152,11 +153,13 @@ class TrialBuilder:
         begun = time.perf_counter()
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
+        second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
+        second_names.spoil(cut_model.spec.written)
         recipe = self._placed(recipe)
         runtime = TrialRuntime(
             recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness
@@ -182,6 +185,7 @@ class TrialBuilder:
         other = build_keeping_random_state(
             self._factory, mine.spec.params, self._document.seed, self._columns
         )
+        SecondNames(other.model).spoil(mine.runtime.cut_model.spec.written)
         if not set(_parts(mine.runtime.recipe.model)).isdisjoint(_parts(other.model)):
             # The factory may have changed the model, which fits the newer recipe then.
             newer = replace(mine.runtime, recipe=self._placed(other))

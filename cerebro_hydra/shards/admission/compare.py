@@ -414,8 +414,7 @@ def _check_second_names(
     Raises:
         ConfigurationError: something does, which would see the updates of no worker.
     """
-    trains = {name for name, p in recipe.model.named_parameters() if p.requires_grad}
-    keys = [key for key in names.keys if key[1] in trains or key[1] in written]
+    keys = names.changed_by_training(written)
     if not keys:
         return
 

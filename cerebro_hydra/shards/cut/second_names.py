@@ -40,6 +40,7 @@ class SecondNames:
             for name, parameter in model.named_parameters()
             if _uses(parameter) > _OWN_STORAGE + known
         }
+        self._trains = {name for name, p in model.named_parameters() if p.requires_grad}
         for place, module in model.named_modules():
             for name in module._buffers:
                 if (memory := _also_elsewhere(module, name)) is not None:
@@ -49,6 +50,28 @@ class SecondNames:
     def keys(self) -> Collection[TensorKey]:
         """Return the kind and name of each of these tensors."""
         return self._memory.keys()
+
+    def changed_by_training(self, written: Collection[str]) -> list[TensorKey]:
+        """Return those that training changes.
+
+        Args:
+            written: the buffers and frozen parameters that it writes to.
+        """
+        return [key for key in self.keys if key[1] in self._trains or key[1] in written]
+
+    def spoil(self, written: Collection[str]) -> None:
+        """Let the memory of those that training changes be NaN for whoever else refers to it.
+
+        What reads it only after the steps that admission took makes the loss NaN, and fails. The
+        model must not use it any more. Integers stay as they are.
+
+        Args:
+            written: the buffers and frozen parameters that training writes to.
+        """
+        for key in self.changed_by_training(written):
+            memory = self._memory[key]
+            if memory.is_floating_point() or memory.is_complex():
+                memory.fill_(math.nan)
 
     def has(self, value: Any) -> bool:
         """Return whether a tensor or array lies in this memory."""
