@@ -170,17 +170,21 @@ class AttributeValues:
         """Copy what the modules have now.
 
         Args:
-            kept: says of a tensor or an array that it is not copied.
+            kept: says of a tensor or an array that it is not copied, but where it is a buffer.
         """
         self._modules = list(model.modules())
         memo: dict[int, Any] = {id(each): each for each in self._modules}
         memo |= {id(parameter): parameter for parameter in model.parameters()}
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        elsewhere = memo
         if kept is not None:
             leaves = tree_leaves([dict(vars(module)) for module in self._modules])
-            memo = {id(each): each for each in leaves if kept(each)} | memo
+            elsewhere = memo | {id(each): each for each in leaves if kept(each)}
         self._values = [
-            {name: _copied(value, memo) for name, value in vars(module).items()}
+            {
+                name: _copied(value, memo if name == "_buffers" else elsewhere)
+                for name, value in vars(module).items()
+            }
             for module in self._modules
         ]
 

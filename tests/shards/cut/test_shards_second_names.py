@@ -5,6 +5,7 @@ Plainly it would see each update. A shard that is bound to other memory leaves i
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -114,6 +115,21 @@ class KeptByAForward(nn.Module):
         return self.layers(x + self.view)
 
 
+class KeepsABuffer(nn.Module):
+    """Keeps a buffer itself, from the first step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    @functools.cached_property
+    def mean(self) -> Tensor:
+        return self.layers[1].running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.mean if self.training else x)
+
+
 class KeptInAClosure(nn.Module):
     """Keeps, in training alone, a view where no attribute of a module shows it."""
 
@@ -141,6 +157,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "comparison": (compared, r"parameter '0\.bias'"),
     "evaluation": (InEvaluation, r"parameter 'layers\.0\.bias'"),
     "forward": (KeptByAForward, r"parameter 'layers\.0\.bias'"),
+    "buffer itself": (KeepsABuffer, r"buffer 'layers\.1\.running_mean'"),
     "closure": (KeptInAClosure, r"parameter 'layers\.0\.bias'"),
 }
 
