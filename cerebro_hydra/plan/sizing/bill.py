@@ -183,10 +183,11 @@ def _refusal(trial: VisitSpec, line: BillLine) -> str:
             f"has {bytes_text(line.device_has)}; use {finer}, or raise device_memory"
         )
     if trial.host_need > line.host_has:
+        hundredths = -(-100 * trial.host_need // max(1, int(line.host_has)))  # rounded up
         return (
             f"DRAM needs {needed_text(trial.host_need)} for a shard and the boundary values, and "
             f"host_memory leaves {bytes_text(line.host_has)} for them; use more shards, smaller "
-            "microbatches, or raise host_memory"
+            f"microbatches, or {hundredths / 100:.2f} times this host_memory"
         )
     if line.disk > line.disk_has:
         return (

@@ -145,13 +145,13 @@ def test_what_can_not_fit_is_refused_with_the_numbers_and_what_to_change() -> No
         "trial 0-1 on worker 0: a device needs 12.0 MiB for the largest shard, and the largest "
         "device has 11.0 MiB; use more shards, smaller microbatches, or raise device_memory",
         "trial 0-1 on worker 1: DRAM needs 14.0 MiB for a shard and the boundary values, and "
-        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or raise "
-        "host_memory",
+        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or 1.17 "
+        "times this host_memory",
         "trial 2 on worker 0: a device needs 48.0 MiB for all shards, whose activations are kept, "
         "and the largest device has 11.0 MiB; use recompute=True, or raise device_memory",
         "trial 2 on worker 1: DRAM needs 40.0 MiB for a shard and the boundary values, and "
-        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or raise "
-        "host_memory",
+        "host_memory leaves 12.0 MiB for them; use more shards, smaller microbatches, or 3.34 "
+        "times this host_memory",
         "trial 3 on worker 0: a device needs 16.0 MiB for the largest shard, and the largest "
         "device has 11.0 MiB; use more shards, smaller microbatches, or raise device_memory",
     ]
