@@ -164,7 +164,7 @@ class ShardState:
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy state that lies outside of the segment into the segment.
 
-        The optimizer has made it there, or keeps it on the host.
+        The optimizer has made it there, or keeps it on the host. What it dropped exists no more.
 
         Raises:
             ConfigurationError: the optimizer made state that its template does not have, or under
@@ -172,7 +172,7 @@ class ShardState:
         """
         check_state_keys(optimizer)
         on_host: list[tuple[Tensor, Tensor]] = []
-        marks = self._marks.copy()
+        marks = [0] * len(self._marks)
         for name, parameter in self.params.items():
             state = optimizer.state.get(parameter)
             if not state:

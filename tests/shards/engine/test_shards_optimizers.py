@@ -13,6 +13,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe, grad_scaling
 from cerebro_hydra.shards.engine.differences import other_gradients_matter
+from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.trials import mlp_recipe, two_sub_epochs
 
@@ -137,3 +138,30 @@ def test_a_step_that_is_tried_is_taken_where_the_trials_steps_are(
     assert not brought
     assert other_gradients_matter(optimizer, on_host=True) is None
     assert brought == [1, 3]  # alone, and between two others
+
+
+class Restarts(torch.optim.SGD):
+    """Drops its momentum after every fourth step: the state, its entry, or the tensor alone."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.how = how
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for parameter in group["params"] if group["taken"] % 4 == 0 else ():
+                if self.how == "state":
+                    self.state.pop(parameter, None)
+                elif self.how == "entry":
+                    self.state[parameter].clear()
+                else:
+                    self.state[parameter]["momentum_buffer"] = None
+
+
+@pytest.mark.parametrize("how", ["state", "entry", "tensor"])
+def test_state_that_an_optimizer_drops_is_not_there_after_a_hop(how: str) -> None:
+    sub_epochs = [zoo.singly(zoo.vectors(*[8] * 4, seed=seed)) for seed in range(2)]
+    make = mlp_recipe(optimizer=lambda model: Restarts(model.parameters(), how))
+    assert_equal_to_plain(make, sub_epochs, "modules")
