@@ -106,10 +106,9 @@ class ModuleTasks:
             self._calls = stack.enter_context(unit_hooks(self._recipe.model, self._entered))
             stack.callback(delattr, self, "_calls")  # a circle would keep optimizers and tensors
             stack.enter_context(boundary_hooks(self._modules, self._shard_of, self._cross))
-            if self._last:
+            if self._recompute:  # else no shard leaves between F and B
                 units = (self._modules[name] for name in self._shard_of)
-                stack.enter_context(output_hooks(units, self._left))
-            if self._recompute:
+                stack.enter_context(output_hooks(units if self._last else (), self._left))
                 stack.enter_context(self._recomputed_units())
             yield self
 
