@@ -387,6 +387,8 @@ class Ledger:
             assert used == sum(b.device_bytes for b in self.on(device)), f"bytes of device {device}"
         in_dram = sum(block.nbytes for block in self if block.home != "disk")
         assert self._host_used == in_dram, "bytes of DRAM"
+        coming = sum(block.nbytes for block in self if block.home == "receiving")
+        assert self.receiving == coming, "bytes of DRAM for what is received"
         pinned = sum(block.nbytes for block in self if block.pinned)
         assert self._host_pinned == pinned, "pinned bytes of DRAM"
         assert self._host_used <= self.host_budget, f"{self._host_used} bytes are in DRAM"
