@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.storage import LocalStore, RunFolder
-from tests.agent.lone_agent import Agent, train_without_agent, trained_many
+from tests.agent.lone_agent import WIDTH, Agent, train_without_agent, trained_many
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def make_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     agents: list[Agent] = []
 
     def make(
-        cut: str | RunFolder, everything: bool = False, width: int = 32, **options: Any
+        cut: str | RunFolder, everything: bool = False, width: int = WIDTH, **options: Any
     ) -> Agent:
         if isinstance(cut, RunFolder):
             agents.append(Agent(cut, tmp_path, **options))

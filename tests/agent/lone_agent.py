@@ -109,8 +109,11 @@ ALL: dict[str, Any] = {
 
 
 @functools.cache
-def trained_many(cut: str, everything: bool = False, width: int = WIDTH) -> tuple[RunFolder, Make]:
-    """Return the run of a trial of many shards, and its factory."""
+def trained_many(cut: str, everything: bool, width: int, /) -> tuple[RunFolder, Make]:
+    """Return the run of a trial of many shards, and its factory.
+
+    Without defaults and names, because what is left out or named would be trained a second time.
+    """
     factory = functools.partial(many_shards, cut, width=width, **(ALL if everything else {}))
     store = LocalStore(f"{_folder.name}/{cut}-{everything}-{width}")
     return train_without_agent(store, factory), factory

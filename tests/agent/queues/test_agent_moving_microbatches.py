@@ -34,7 +34,7 @@ from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.run_folder import read_document
-from tests.agent.lone_agent import ROWS, Agent, trained_many
+from tests.agent.lone_agent import ROWS, WIDTH, Agent, trained_many
 from tests.agent.queues.queue_bench import QueueBench, bench
 from tests.agent.standins import SECONDS
 
@@ -52,7 +52,7 @@ class Copies:
         schedule: str = "sequential",
         recompute: bool = True,
     ) -> None:
-        folder, factory = trained_many("export", everything)
+        folder, factory = trained_many("export", everything, WIDTH)
         self.agent = Agent(folder, Path(scratch), 0.0, factory)
         built = self.agent.builder.get(0)
         runtime = built.runtime
