@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from cerebro_hydra.recipe import Recipe
@@ -11,6 +10,9 @@ from tests.tune import tune_models
 
 trained: threading.Event | None = None
 """Set in the driver's process when a trial has trained; agents have none."""
+
+woken = threading.Event()
+"""Set when what hangs in a call of the system returns from it."""
 
 
 def patient(params: dict[str, Any]) -> Recipe:
@@ -25,7 +27,7 @@ def hanging(params: dict[str, Any]) -> Recipe:
     while params.get("hangs") == "python":
         pass
     if params.get("hangs") == "system":
-        time.sleep(3600)
+        woken.wait(3600)
     return tune_models.small(params)
 
 
