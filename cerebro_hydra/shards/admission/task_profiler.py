@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
@@ -372,8 +373,9 @@ class _Crossing:
     def __init__(self) -> None:
         self._batch = 0
         self._held: dict[str, int] = {}
-        self._values: dict[tuple[str, int], list[int]] = {}  # by name and address
-        self._gradients: dict[tuple[str, str, int], list[int]] = {}
+        # By name and memory: the address of one that was freed may be the next one's.
+        self._values: dict[tuple[str, StorageWeakRef], list[int]] = {}
+        self._gradients: dict[tuple[str, str, StorageWeakRef], list[int]] = {}
 
     def note(
         self,
@@ -391,12 +393,12 @@ class _Crossing:
             self._batch = sum(n for (what, _), n in sizes.items() if what in ("feature", "target"))
             for (what, name), nbytes in sizes.items():
                 if what == "value" and name in behind:
-                    place = str(name), tensors[what, name].data_ptr()
-                    self._values.setdefault(place, [k, k, nbytes])[1] = k + 1
+                    value = str(name), _memory(tensors[what, name])
+                    self._values.setdefault(value, [k, k, nbytes])[1] = k + 1
         else:
             for (what, name), nbytes in sizes.items():
                 if what in ("gradient", "tied"):
-                    gradient = what, str(name), tensors[what, name].data_ptr()
+                    gradient = what, str(name), _memory(tensors[what, name])
                     self._gradients.setdefault(gradient, [k, k, nbytes])[1] = k
 
     @property
@@ -407,6 +409,10 @@ class _Crossing:
             for spans in (self._values, self._gradients)
         )
         return CrossingBytes(self._batch + sum(self._held.values()), values, gradients)
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _stored_bytes(tensor: Tensor) -> int:

@@ -103,6 +103,32 @@ def test_without_recomputation_activations_stay_and_nothing_else_is_held():
     assert again.device_need < kept.device_need
 
 
+class ReadsFirst(nn.Module):
+    """Lets every layer read what the first one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x)) + first
+        return self.head(x)
+
+
+def test_a_gradient_that_each_shard_adds_to_crosses_anew_wherever_its_memory_lies():
+    trial = trial_of(ReadsFirst(), [f"layers.{k}" for k in range(1, 7)], cut="export")
+    nbytes = ROWS * WIDTH * 4
+    # That of the first layer's value and that of the layer before, which are one for layer 1.
+    expected = [(1, 1, nbytes)] + [(k, k, nbytes) for k in range(2, 7) for _ in range(2)]
+    held = []
+    for number in range(20):
+        assert sorted(tasks_of(trial).crossing.gradients) == expected
+        held.append(torch.empty(number, ROWS, WIDTH))  # so that others get other addresses
+
+
 class ReadsBack(nn.Module):
     """Calls its first layer again at the end, and reads the weight of its second one by hand."""
 
