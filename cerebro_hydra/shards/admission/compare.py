@@ -47,7 +47,7 @@ from cerebro_hydra.shards.admission.written_tensors import (
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
-from cerebro_hydra.shards.cut.second_names import OTHER_VALUES, SecondNames
+from cerebro_hydra.shards.cut.second_names import OTHER_VALUES, SecondNames, on_copies
 from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.differences import (
@@ -148,11 +148,12 @@ class CutCheck:
         losses = []
         profile, effects = UnitProfile(), SideEffects(recipe)
         largest = largest_example(examples)
-        recipe = _settled(recipe, windows, trial_seed)
+        kept: list[SecondNames] = []
+        recipe = _settled(recipe, windows, trial_seed, kept)
         if recipe.training_step is not None:
             trainer = plain_trainer(recipe, trial_seed)
             with told_with_batch(trainer, largest):
-                check_own_step(trainer, largest)
+                check_own_step(trainer, largest, kept)
         initial = state_tensors(recipe)
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
         with parameters.in_use(), attributes.in_use(), refused_random_numbers():
@@ -177,8 +178,9 @@ class CutCheck:
                 )
                 with told_with_batch(trainer, largest):
                     warnings = metric_warnings(recipe, trainer.evaluated_model(), largest)
-            kept = SecondNames(model, known=1)  # by what gives the parameters these values
-            _check_second_names(recipe, kept, written, largest, trial_seed)
+            kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
+            for names in kept:
+                _check_second_names(recipe, names, written, largest, trial_seed)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
@@ -340,10 +342,18 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
             raise ConfigurationError(f"on first rows with labels ({labels}), {error}") from error
 
 
-def _settled(recipe: Recipe, windows: Sequence[tuple[Example, int]], trial_seed: int) -> Recipe:
+def _settled(
+    recipe: Recipe,
+    windows: Sequence[tuple[Example, int]],
+    trial_seed: int,
+    kept: list[SecondNames],
+) -> Recipe:
     """Return the recipe at a scale of its losses that stays, and with which no step is skipped.
 
     Steps that are skipped would show nothing of the optimizer.
+
+    Args:
+        kept: as of `on_copies`.
 
     Raises:
         ConfigurationError: there is no such scale, or the steps can't be taken.
@@ -352,7 +362,7 @@ def _settled(recipe: Recipe, windows: Sequence[tuple[Example, int]], trial_seed:
         return recipe
     recipe = recipe.at_scale(recipe.scaler.get_scale())
     while True:
-        with ParameterValues.initial(recipe.model).in_use(), AttributeValues(recipe.model).in_use():
+        with on_copies(recipe.model, kept):
             trainer = plain_trainer(recipe, trial_seed)
             scaling = trainer.scaling
             assert scaling is not None
@@ -447,10 +457,11 @@ def _check_second_names(
         return
     kind, name = next((key for key in keys if matters([key])), keys[0])
     raise ConfigurationError(
-        f"a hook, the forward, the loss or an LR schedule reads {kind} {name!r} by another name, "
-        "such as a tensor or array that .data, .detach() or .numpy() gave when the model was made "
-        "or in an earlier step; that would see no update, as each worker has the model in memory "
-        f"of its own. Refer to the module that has the {kind}, and read it there in each step"
+        f"a hook, the forward, the loss, the training step or an LR schedule reads {kind} {name!r} "
+        "by another name, such as a tensor or array that .data, .detach() or .numpy() gave when "
+        "the model was made or in an earlier step; that would see no update, as each worker has "
+        f"the model in memory of its own. Refer to the module that has the {kind}, and read it "
+        "there in each step"
     )
 
 

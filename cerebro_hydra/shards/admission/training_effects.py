@@ -34,6 +34,7 @@ from cerebro_hydra.shards.admission.readings import (
     told,
 )
 from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.second_names import SecondNames, on_copies
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.bound_model import bound_model
 from cerebro_hydra.shards.engine.differences import same_bits
@@ -275,7 +276,7 @@ def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
     return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
 
 
-def check_own_step(trainer: PlainTrainer, example: Example) -> None:
+def check_own_step(trainer: PlainTrainer, example: Example, kept: list[SecondNames]) -> None:
     """Take two steps, and more of them, each with the gradients of the one before, spoilt.
 
     One that gathers gradients for several batches may use them some steps later. The model has its
@@ -283,6 +284,7 @@ def check_own_step(trainer: PlainTrainer, example: Example) -> None:
 
     Args:
         trainer: is not to be used afterwards.
+        kept: as of `on_copies`.
 
     Raises:
         ConfigurationError: no parameter moves, one trains no more, or gradients are added to those
@@ -290,7 +292,7 @@ def check_own_step(trainer: PlainTrainer, example: Example) -> None:
     """
     model, state = trainer.recipe.model, trainer.recipe.optimizer.state
     parameters, known = dict(model.named_parameters()), len(state)
-    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+    with on_copies(model, kept):
         before = {name: p.detach().clone() for name, p in parameters.items()}
         trains = {name: p.requires_grad for name, p in parameters.items()}
         for _ in range(2):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.shards.cut.values import TensorKey
+from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 
 _OWN_STORAGE = 2  # uses of it: the parameter, and whoever asks
 _OWN_OBJECT = 2  # references to it: the module's dictionary, and whoever asks
@@ -96,6 +96,18 @@ class SecondNames:
         finally:
             for each, own in zip(memory, before, strict=True):
                 each.copy_(own)
+
+
+@contextmanager
+def on_copies(model: nn.Module, kept: list[SecondNames]) -> Iterator[None]:
+    """Let a model have copies of its tensors and attributes for a while.
+
+    Args:
+        kept: is given what refers to these copies at the end, as what keeps its first call's does.
+    """
+    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+        yield
+        kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
 
 
 def _also_elsewhere(module: nn.Module, name: str) -> Tensor | None:

@@ -18,11 +18,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.objective.step_module import StepBatch
 from cerebro_hydra.shards.admission.admit import admit, on_disk
 from cerebro_hydra.shards.cut.second_names import SecondNames
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
-from tests.shards.trials import made
+from tests.shards.trials import COLUMNS, made, scaler
 
 WINDOWS = zoo.singly(zoo.vectors(8, 8))
 kept: dict[str, Tensor] = {}
@@ -216,6 +217,59 @@ def test_an_lr_lambda_that_reads_one_is_refused(first: int, interval: str) -> No
 
     with pytest.raises(ConfigurationError, match=r"reads parameter '4\.bias' by another name"):
         start(make(), WINDOWS)
+
+
+def keeps_one(model: nn.Module, tensor: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    """Return what gives a tensor of the model as the first call has seen it."""
+    views: list[Tensor] = []
+
+    def first_seen() -> Tensor:
+        if not views:
+            views.append(tensor(model))
+        return views[0]
+
+    return first_seen
+
+
+FIRST_SEEN = [
+    (lambda model: model[0].bias.detach(), r"parameter '0\.bias'"),
+    (lambda model: model[1].running_mean, r"buffer '1\.running_mean'"),
+]
+
+
+@pytest.mark.parametrize(("tensor", "told"), FIRST_SEEN)
+def test_what_a_training_step_keeps_of_its_first_call_is_refused(
+    tensor: Callable[[nn.Module], Tensor], told: str
+) -> None:
+    model = net()
+    first_seen = keeps_one(model, tensor)
+
+    def step(model: nn.Module, batch: StepBatch, optimizers: list[torch.optim.Optimizer]) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(model(x), y)
+        optimizers[0].zero_grad()
+        (loss + loss * first_seen().sum()).backward()
+        optimizers[0].step()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=f"reads {told} by another name"):
+        start(Recipe(model, optimizer, F.cross_entropy, training_step=step).bind(COLUMNS), WINDOWS)
+
+
+@pytest.mark.parametrize(("tensor", "told"), FIRST_SEEN)
+def test_what_a_hook_keeps_while_a_scale_is_sought_is_refused(
+    tensor: Callable[[nn.Module], Tensor], told: str
+) -> None:
+    model = net()
+    first_seen = keeps_one(model, tensor)
+    model[3].register_forward_hook(lambda module, given, output: output + first_seen())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(
+        model, optimizer, nn.CrossEntropyLoss(), autocast="float16", grad_scaler=scaler(4e5)
+    )
+    with pytest.raises(ConfigurationError, match=f"reads {told} by another name"):
+        start(recipe, WINDOWS)
 
 
 class ReadsWhatMovesLate(nn.Module):
