@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +30,9 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
+from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
+from cerebro_hydra.shards.admission.readings import Reading, told
 from cerebro_hydra.shards.admission.training_effects import (
     STEPS_PER_EPOCH,
     ExampleBatch,
@@ -47,7 +50,13 @@ from cerebro_hydra.shards.admission.written_tensors import (
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
-from cerebro_hydra.shards.cut.second_names import OTHER_VALUES, SecondNames, on_copies
+from cerebro_hydra.shards.cut.second_names import (
+    OTHER_VALUES,
+    SecondNames,
+    in_place,
+    move,
+    on_copies,
+)
 from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.differences import (
@@ -84,6 +93,9 @@ _OF_INFERENCE = "; take torch.no_grad() in place of torch.inference_mode(), or c
 _OF_SPARSE = "; set sparse=False in the embedding, or leave clipping out"
 _OF_TYPE = "; cast the columns there, or with collate"
 _OF_CODE = "; correct it, and try it on such a batch alone"
+
+_VIEWS = "such as a tensor or array that .data, .detach() or .numpy()"
+_OWN_MEMORY = "as each worker has the model in memory of its own"
 
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -180,7 +192,7 @@ class CutCheck:
                     warnings = metric_warnings(recipe, trainer.evaluated_model(), largest)
             kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
             for names in kept:
-                _check_second_names(recipe, names, written, largest, trial_seed)
+                _check_second_names(recipe, names, written, largest, trial_seed, second_names.keys)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
             key = RandomKey(trial_seed, 0, 0)
@@ -190,7 +202,11 @@ class CutCheck:
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
-        _check_second_names(recipe, second_names, written, largest, trial_seed)
+        with (
+            ParameterValues.initial(model).in_use(),
+            AttributeValues(model, kept=second_names.has).in_use(),
+        ):
+            _check_second_names(recipe, second_names, written, largest, trial_seed)
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
@@ -415,11 +431,16 @@ def _check_second_names(
     written: Collection[str],
     example: Example,
     trial_seed: int,
+    built: Collection[TensorKey] | None = None,
 ) -> None:
     """Check that nothing reads what training changes by another name than the model's own.
 
+    The model has copies of its tensors meanwhile, which are to be as they were.
+
     Args:
         written: the buffers and frozen parameters that training changes.
+        built: the tensors that have such names since the model was built, if steps have made these
+            names: then nothing may keep another one for later steps, either.
 
     Raises:
         ConfigurationError: something does, which would see the updates of no worker.
@@ -427,42 +448,66 @@ def _check_second_names(
     keys = names.changed_by_training(written)
     if not keys:
         return
+    # A copy of the model has its own buffer where an attribute refers to one since it was built.
+    of_steps = [] if built is None else [key for key in keys if key not in built]
+    held = HeldState(recipe)
 
-    def results(overwritten: Collection[TensorKey], value: float) -> list[Any]:
-        parameters = ParameterValues.initial(recipe.model)
-        attributes = AttributeValues(recipe.model, kept=names.has)
+    def repeated(moved: Collection[TensorKey], value: float) -> tuple[list[Any], list[Reading]]:
+        """Return what steps give, and what is held after each, if these tensors hop before each."""
         found: list[Any] = []
-        with (
-            parameters.in_use(),
-            attributes.in_use(),
-            names.overwritten(overwritten, value),
-            suppress(Exception),
-        ):
-            trainer = plain_trainer(recipe, trial_seed)
-            found.append(trainer.train([_window(example, 1)]))
-            found.append(contents(trainer.tensors()))
-            outputs = _Outputs()
-            RandomKey(trial_seed, 0, 0).reseed("evaluation")
-            found.append(repr(trainer.evaluate(_window(example, 1), outputs)))
-            found.append(outputs.contents)
-            found.append(_learning_rates(trainer))
-        return found
+        readings: list[Reading] = []
+        with in_place(recipe.model, names.has, written):
+            move(recipe.model, moved, value)
+            with names.overwritten(moved, value), suppress(Exception):
+                trainer = plain_trainer(recipe, trial_seed)
+                for _ in range(2 if of_steps else 1):
+                    found.append(trainer.train([_window(example, 1)]))
+                    found.append(contents(trainer.tensors()))
+                    outputs = _Outputs()
+                    RandomKey(trial_seed, 0, 0).reseed("evaluation")
+                    with suppress(NonFiniteLoss):
+                        found.append(repr(trainer.evaluate(_window(example, 1), outputs)))
+                    found.append(outputs.contents)
+                    if of_steps:
+                        readings.append(held.read())
+                    move(recipe.model, moved, value)
+                found.append(_learning_rates(trainer))
+        return found, readings
 
-    expected = results((), 0.0)
+    repeated((), 0.0)  # what it does once, such as to fill a cache, is done
+    expected, readings = repeated((), 0.0)
+    again, others = repeated((), 0.0)
+    if again != expected:
+        return  # what the steps keep, or draw, is told elsewhere
 
-    def matters(overwritten: Collection[TensorKey]) -> bool:
-        return any(results(overwritten, value) != expected for value in OTHER_VALUES)
+    def matters(moved: Collection[TensorKey]) -> bool:
+        return any(repeated(moved, value)[0] != expected for value in OTHER_VALUES)
 
-    if not matters(keys):
-        return
-    kind, name = next((key for key in keys if matters([key])), keys[0])
-    raise ConfigurationError(
-        f"a hook, the forward, the loss, the training step or an LR schedule reads {kind} {name!r} "
-        "by another name, such as a tensor or array that .data, .detach() or .numpy() gave when "
-        "the model was made or in an earlier step; that would see no update, as each worker has "
-        f"the model in memory of its own. Refer to the module that has the {kind}, and read it "
-        "there in each step"
-    )
+    if matters(keys):
+        kind, name = next((key for key in keys if matters([key])), keys[0])
+        raise ConfigurationError(
+            f"a hook, the forward, the loss, the training step or an LR schedule reads {kind} "
+            f"{name!r} by another name, {_VIEWS} gave when the model was made or in an earlier "
+            f"step; that would see no update, {_OWN_MEMORY}. Refer to the module that has the "
+            f"{kind}, and read it there in each step"
+        )
+
+    def kept(moved: Collection[TensorKey]) -> str | None:
+        """Return where something is kept from one step to the next."""
+        _, after = repeated(moved, math.nan)
+        for plain, other, reading in zip(readings, others, after, strict=False):
+            for path, text in sorted(plain.items()):
+                if other.get(path) == text != reading.get(path, text):
+                    return path
+        return None
+
+    if of_steps and (path := kept(of_steps)) is not None:
+        kind, name = next((key for key in of_steps if kept([key]) is not None), of_steps[0])
+        raise ConfigurationError(
+            f"{told(path)} keeps {kind} {name!r} by another name for later steps, {_VIEWS} gave in "
+            f"one of the first; that would see no update, {_OWN_MEMORY}. Set it anew in every "
+            f"step, before it is read, or refer to the module that has the {kind}"
+        )
 
 
 def _learning_rates(trainer: PlainTrainer) -> list[str]:

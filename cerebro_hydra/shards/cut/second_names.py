@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,11 +91,71 @@ class SecondNames:
         before = [each.clone() for each in memory]
         try:
             for each in memory:
-                each.fill_(value) if each.is_floating_point() or each.is_complex() else each.add_(1)
+                _overwrite(each, value)
             yield
         finally:
             for each, own in zip(memory, before, strict=True):
                 each.copy_(own)
+
+
+@contextmanager
+def in_place(
+    model: nn.Module, kept: Callable[[Any], bool], written: Collection[str]
+) -> Iterator[None]:
+    """Let a model run on with its tensors and copies of its attributes, and give all of it back.
+
+    What refers to its tensors sees what happens to them, as in plain PyTorch.
+
+    Args:
+        kept: as of `AttributeValues`.
+        written: the frozen parameters that it may write to.
+    """
+    own = {p: p.data for name, p in model.named_parameters() if p.requires_grad or name in written}
+    of_parameters = {parameter: dict(vars(parameter)) for parameter in own}
+    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    tensors = [*own.values(), *{id(b): b for *_, b in buffers if b is not None}.values()]
+    before = [each.clone() for each in tensors]
+    with AttributeValues(model, kept).in_use():
+        for registered, name, buffer in buffers:
+            registered[name] = buffer
+        try:
+            yield
+        finally:
+            for parameter, data in own.items():
+                parameter.data, parameter.grad = data, None
+                vars(parameter).clear()
+                vars(parameter).update(of_parameters[parameter])
+            for tensor, content in zip(tensors, before, strict=True):
+                tensor.copy_(content)
+
+
+def move(model: nn.Module, keys: Collection[TensorKey], value: float) -> None:
+    """Let a model have some of its tensors in other memory, as after a hop.
+
+    Args:
+        value: what the memory is overwritten with that they had.
+    """
+    parameters, buffers = (
+        dict(model.named_parameters()),
+        dict(model.named_buffers(remove_duplicate=False)),
+    )
+    for kind, name in keys:
+        if kind == "parameter":
+            memory = parameters[name].data
+            parameters[name].data = memory.clone()
+        else:
+            memory = buffers[name]
+            moved = memory.clone()
+            for module in model.modules():
+                for leaf, buffer in module._buffers.items():
+                    if buffer is memory:
+                        module._buffers[leaf] = moved
+        _overwrite(memory, value)
+
+
+def _overwrite(memory: Tensor, value: float) -> None:
+    is_number = memory.is_floating_point() or memory.is_complex()
+    memory.fill_(value) if is_number else memory.add_(1)
 
 
 @contextmanager

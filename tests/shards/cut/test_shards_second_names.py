@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,6 +274,135 @@ def test_what_a_hook_keeps_while_a_scale_is_sought_is_refused(
         start(recipe, WINDOWS)
 
 
+class Counting(nn.Module):
+    """Counts its steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = self.looked(x, int(self.steps))
+            self.steps += 1
+        return self.layers(x)
+
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        raise NotImplementedError
+
+
+class ReadLate(Counting):
+    """Keeps a view from its first step on, and reads it late."""
+
+    def __init__(self, view: Callable[[nn.Parameter], object] = Tensor.detach) -> None:
+        super().__init__()
+        self.view, self.kept = view, {}
+
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        if step == 0:
+            self.kept["view"] = self.view(self.layers[3].bias)
+        return x + torch.as_tensor(self.kept["view"]) if step > 6 else x
+
+
+class InAClosureReadLate(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_seen = keeps_one(self.layers, lambda layers: layers[3].bias.data)
+
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        kept = self.first_seen()
+        return x + kept if step > 6 else x
+
+
+class ABufferReadLate(Counting):
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        if step == 1:
+            self.kept = self.layers[1].running_mean
+        return x + self.kept if step > 6 else x
+
+
+class Refreshed(Counting):
+    """Takes a view every few steps, and reads it in all of them."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        if step % self.every == 0:
+            self.kept = self.layers[3].bias.data
+        return x + self.kept
+
+
+class RefreshedOnParameter(Refreshed):
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        bias = self.layers[3].bias
+        if step % self.every == 0:
+            bias.old = bias.data
+        return x + bias.old
+
+
+class RefreshedAndReadLate(RefreshedOnParameter):
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        looked = super().looked(x, step)
+        return looked if step > 6 else x
+
+
+class RefreshedInAClosure(Refreshed):
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
+        views: list[Tensor] = [torch.zeros(6)]
+        self.views = lambda: views
+
+    def looked(self, x: Tensor, step: int) -> Tensor:
+        if step % self.every == 0:
+            self.views()[0] = self.layers[3].bias.data
+        return x + self.views()[0]
+
+
+KEPT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "view": (ReadLate, r"attribute 'kept' of .* at \['view'\] keeps parameter 'layers\.3\.bias'"),
+    "array": (
+        lambda: ReadLate(lambda p: p.detach().numpy()),
+        r"attribute 'kept' of .* at \['view'\] keeps parameter 'layers\.3\.bias'",
+    ),
+    "closure": (
+        InAClosureReadLate,
+        r"\.first_seen|'first_seen' .* keeps parameter 'layers\.3\.bias'",
+    ),
+    "buffer": (ABufferReadLate, r"attribute 'kept' .* keeps buffer 'layers\.1\.running_mean'"),
+    **{f"every {n}": (lambda n=n: Refreshed(n), r"parameter 'layers\.3\.bias'") for n in (2, 3, 4)},
+    **{
+        f"on a parameter, every {n}": (
+            lambda n=n: RefreshedOnParameter(n),
+            r"parameter 'layers\.3\.bias'",
+        )
+        for n in (2, 3, 4)
+    },
+    **{
+        f"in a closure, every {n}": (
+            lambda n=n: RefreshedInAClosure(n),
+            r"parameter 'layers\.3\.bias'",
+        )
+        for n in (2, 3, 4)
+    },
+    "every other, read late": (
+        lambda: RefreshedAndReadLate(2),
+        r"attribute 'old' of parameter 'layers\.3\.bias' keeps parameter 'layers\.3\.bias'",
+    ),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("model", "told"), KEPT.values(), ids=KEPT)
+def test_one_that_steps_keep_for_later_ones_is_refused(
+    model: Callable[[], nn.Module], told: str, shards: int
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(model, shards=shards)(), WINDOWS)
+
+
 class ReadsWhatMovesLate(nn.Module):
     """Adds what a small buffer has, by a second name, and begins to change it in the third step."""
 
@@ -348,12 +479,102 @@ class ViewedAnew(nn.Module):
         return self.layers(x + self.view)
 
 
-@pytest.mark.parametrize("model", [net, unread, Frozen, Normed, ViewedAnew, named_twice])
+class ViewedInEvaluation(nn.Module):
+    """Keeps a view until the next evaluation, where no module has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.box = net(), SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.box.view = self.layers[3].bias.data
+        return self.layers(x) if self.training else self.layers(x) + self.box.view.sum()
+
+
+class KeepsItsGraph(nn.Module):
+    """Keeps its outputs until the next forward, and with their graph the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs = self.layers(x)
+        return self.outputs
+
+
+class Recurrent(nn.Module):
+    """Has flat weights, normed ones, a parametrized one and two that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(6, 6)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.constrained = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.other.weight = self.one.weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.cells(x)
+        with nn.utils.parametrize.cached():
+            x = self.constrained(self.constrained(self.normed(x)))
+        return self.last(self.other(self.one(x)))
+
+
+@pytest.mark.parametrize("model", [net, unread, Frozen, Normed, ViewedAnew, named_twice, Recurrent])
 def test_one_that_nobody_reads_or_that_stays_as_it_is_changes_nothing(
     model: Callable[[], nn.Module],
 ) -> None:
     trial = start(made(model)(), WINDOWS)
     assert trial.cut_model.num_shards == 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Refreshed(1),
+        lambda: RefreshedOnParameter(1),
+        lambda: RefreshedInAClosure(1),
+        ViewedInEvaluation,
+        KeepsItsGraph,
+    ],
+)
+def test_one_that_is_set_anew_before_it_is_read_is_no_harm(model: Callable[[], nn.Module]) -> None:
+    start(made(model)(), WINDOWS)
+
+
+def unread_and_timed() -> nn.Module:
+    model = unread()
+    scale = lambda output: output * (1 + time.perf_counter_ns() % 9973)  # noqa: E731
+    model[3].register_forward_hook(lambda module, given, output: scale(output))
+    return model
+
+
+class ViewedAnewAndCounted(ViewedAnew):
+    def __init__(self) -> None:
+        super().__init__()
+        calls = [0]
+        self.calls = lambda: calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls()[0] += self.training
+        return super().forward(x) * self.calls()[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (unread_and_timed, "can't be trained reproducibly, as .* the loss of step 0 is"),
+        (ViewedAnewAndCounted, r"each step changes attribute 'calls' .* at \.calls\[0\]"),
+    ],
+)
+def test_steps_that_differ_are_told_by_what_differs_where_a_second_name_is_no_harm(
+    model: Callable[[], nn.Module], told: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(model)(), WINDOWS)
 
 
 def test_memory_has_its_values_again() -> None:
