@@ -258,24 +258,34 @@ def test_an_audit_steps_with_an_optimizer_that_sees_all_gradients(
     assert "parameter '0.weight'" in failed.difference
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("shards", "evaluates"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize(
-    "second_name", [lambda model: model[0].bias.data, lambda model: model[2].steps]
+    ("second_name", "told"),
+    [
+        (lambda model: model[0].bias.data, r"parameter '0\.bias'"),
+        (lambda model: model[2].steps, r"buffer '2\.steps'"),
+    ],
 )
 def test_what_reads_a_second_name_only_late_fails_its_trial(
-    start: Callable[..., Agent], second_name: Callable[[nn.Module], Tensor], shards: int
+    start: Callable[..., Agent],
+    second_name: Callable[[nn.Module], Tensor],
+    told: str,
+    shards: int,
+    evaluates: bool,
 ) -> None:
     def make() -> Recipe:
         recipe = made(Event(lambda *_: None), shards=shards)
         taken = second_name(recipe.model)
 
         def add(module: Any, given: object, output: Tensor) -> Tensor:
-            return output + taken.sum() if module.steps > RARE and HAPPENS[0] else output
+            reads = HAPPENS[0] and module.steps > RARE and module.training is not evaluates
+            return output + taken.sum() if reads else output
 
         recipe.model[2].register_forward_hook(add)
         return recipe
 
     agent = start(make)
-    failed = agent.train()
+    trained = agent.train()
+    failed = agent.evaluate(1) if evaluates else trained
     assert isinstance(failed, events.TaskFailed), failed
-    assert "the loss is nan" in failed.error
+    assert re.search(f"loss .*is nan.* or the loss reads {told} by another name", failed.error)

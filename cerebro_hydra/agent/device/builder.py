@@ -159,10 +159,10 @@ class TrialBuilder:
         sample = Sample.of(recipe, (example.features, example.labels))
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
-        second_names.spoil(cut_model.spec.written)
+        spoilt = second_names.spoil(cut_model.spec.written)
         recipe = self._placed(recipe)
         runtime = TrialRuntime(
-            recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness
+            recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness, spoilt
         )
         return BuiltTrial(spec, runtime, build_seconds)
 

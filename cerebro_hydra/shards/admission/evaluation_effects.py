@@ -30,6 +30,7 @@ from cerebro_hydra.shards.admission.readings import (
 )
 from cerebro_hydra.shards.admission.training_effects import forward_and_backward
 from cerebro_hydra.shards.cut.sample import Example, copy_example
+from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.bound_model import bound_model
 from cerebro_hydra.shards.engine.differences import checksum
@@ -177,7 +178,7 @@ class LateEvaluation:
         evaluated: Collection[str],
         budget: AuditBudget,
     ) -> None:
-        self._recipe = trial.recipe
+        self._recipe, self._spoilt = trial.recipe, trial.spoilt
         self._trained, self._known = KnownChanges(trained), set(evaluated)
         self._budget = budget
         self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
@@ -191,8 +192,12 @@ class LateEvaluation:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the generators of Python and NumPy while the trial computes."""
-        with self._draws.watched():
+        """Watch the generators of Python and NumPy while the trial computes.
+
+        Raises:
+            NonFiniteLoss: see `told_if_nan`.
+        """
+        with told_if_nan(self._spoilt), self._draws.watched():
             yield
 
     def check(self, written: Collection[TensorKey], draws: bool) -> None:

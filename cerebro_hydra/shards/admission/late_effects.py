@@ -28,6 +28,7 @@ from cerebro_hydra.shards.admission.readings import (
     told,
 )
 from cerebro_hydra.shards.admission.training_effects import remedy
+from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
@@ -66,8 +67,12 @@ class LateEffects:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the generators of Python and NumPy while the trial computes."""
-        with self._draws.watched():
+        """Watch the generators of Python and NumPy while the trial computes.
+
+        Raises:
+            NonFiniteLoss: see `told_if_nan`.
+        """
+        with told_if_nan(self._trial.spoilt), self._draws.watched():
             yield
 
     def check(self, optimizers: Iterable[tuple[Optimizer, Any]]) -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import NonFiniteLoss
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 
 _OWN_STORAGE = 2  # uses of it: the parameter, and whoever asks
 _OWN_OBJECT = 2  # references to it: the module's dictionary, and whoever asks
+_MOST_TOLD = 3
 
 OTHER_VALUES = (math.nan, math.inf, -math.inf)
 """What memory is overwritten with, because a comparison may swallow one of them."""
@@ -59,19 +61,20 @@ class SecondNames:
         """
         return [key for key in self.keys if key[1] in self._trains or key[1] in written]
 
-    def spoil(self, written: Collection[str]) -> None:
+    def spoil(self, written: Collection[str]) -> tuple[TensorKey, ...]:
         """Let the memory of those that training changes be NaN for whoever else refers to it.
 
         What reads it only after the steps that admission took makes the loss NaN, and fails. The
-        model must not use it any more. Integers stay as they are.
+        model must not use it any more. Integers stay as they are, and the others are returned.
 
         Args:
             written: the buffers and frozen parameters that training writes to.
         """
-        for key in self.changed_by_training(written):
-            memory = self._memory[key]
-            if memory.is_floating_point() or memory.is_complex():
-                memory.fill_(math.nan)
+        keys = self.changed_by_training(written)
+        spoilt = tuple(key for key in keys if _has_nan(self._memory[key]))
+        for key in spoilt:
+            self._memory[key].fill_(math.nan)
+        return spoilt
 
     def has(self, value: Any) -> bool:
         """Return whether a tensor or array lies in this memory."""
@@ -154,8 +157,35 @@ def move(model: nn.Module, keys: Collection[TensorKey], value: float) -> None:
 
 
 def _overwrite(memory: Tensor, value: float) -> None:
-    is_number = memory.is_floating_point() or memory.is_complex()
-    memory.fill_(value) if is_number else memory.add_(1)
+    memory.fill_(value) if _has_nan(memory) else memory.add_(1)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Return whether there is a NaN of a tensor's type."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@contextmanager
+def told_if_nan(spoilt: Collection[TensorKey]) -> Iterator[None]:
+    """Let the error of a loss that is NaN tell what may have read a second name that is NaN.
+
+    Args:
+        spoilt: as `SecondNames.spoil` returns them.
+
+    Raises:
+        NonFiniteLoss: the body has raised it.
+    """
+    try:
+        yield
+    except NonFiniteLoss as error:
+        if not spoilt or "is nan" not in str(error):
+            raise
+        names = " or ".join(f"{kind} {name!r}" for kind, name in tuple(spoilt)[:_MOST_TOLD])
+        raise NonFiniteLoss(
+            f"{error}; or refer to the module, if a hook, the forward or the loss reads {names} by "
+            "another name, such as a tensor or array that .data, .detach() or .numpy() gave when "
+            "the model was made: on workers that is NaN, as it would see no update"
+        ) from error
 
 
 @contextmanager

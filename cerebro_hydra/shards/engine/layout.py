@@ -32,6 +32,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
 from cerebro_hydra.shards.cut.small_buffers import in_one_memory
+from cerebro_hydra.shards.cut.values import TensorKey
 from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.mapped_memory import mapped
 
@@ -232,6 +233,7 @@ class TrialRuntime:
         steps_per_epoch: is given to LR schedulers that take it.
         staleness: by shard, how many updates older the weights are that its tasks read; see
             `TaskGraph`.
+        spoilt: what something else than the model refers to by a second name, which is NaN here.
     """
 
     recipe: Recipe
@@ -240,6 +242,7 @@ class TrialRuntime:
     seed: int
     steps_per_epoch: int
     staleness: tuple[int, ...] = ()
+    spoilt: tuple[TensorKey, ...] = ()
 
     @property
     def num_shards(self) -> int:
