@@ -68,7 +68,8 @@ class TrialSpec:
     `sizes` is what else its profile says, by which it can be planned. A
     trial that may be cut `finer` is, once, when it runs out of memory; its document changes then.
     `attributes` marks what else its first steps changed, which may change later, too;
-    `set_in_evaluation` is what its first evaluations changed. `staleness` says, by shard, how many
+    `set_in_evaluation` is what its first evaluations changed, and what of training they leave
+    unread. `staleness` says, by shard, how many
     updates older the weights are that its tasks read, where its schedule lets them. `stages` is how
     many shards each stage of its pipeline has; it is empty where `tasks` and the devices decide, as
     that changes no result. `plan` is what `plan="auto"` chose in place of `schedule` and

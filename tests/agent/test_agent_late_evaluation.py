@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.evaluation_effects import SetByTraining
 from cerebro_hydra.storage import LocalStore
 from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 
@@ -90,9 +95,42 @@ OF_MODEL: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "a buffer by numpy": (by_numpy, "changed buffer '2.seen'"),
     "an attribute": (dampens, "changed attribute 'gain' of module '2'"),
     "an entry": (shifts, "changed attribute 'shifts' of module '2'"),
-    "what training sets": (what_training_sets, "changed attribute 'scale' of module '2'"),
+    "what training sets": (what_training_sets, "reads attribute 'scale' of module '2'"),
     "what trains": (freezes, "changed which parameters train"),
 }
+
+
+READS: dict[str, Callable[[Any, Tensor], object]] = {
+    "times": lambda scale, x: x * scale,
+    "of it": lambda scale, x: scale * x,
+    "where": lambda scale, x: torch.where(x > 0, x, scale),
+    "to here": lambda scale, x: x[:scale],
+    "a function": lambda scale, x: math.exp(scale),
+    "an array": lambda scale, x: np.ones(3) * scale,
+    "a condition": lambda scale, x: x if scale else 2 * x,
+    "greater": lambda scale, x: x if scale > 1 else 2 * x,
+    "equal": lambda scale, x: x if scale == 1 else 2 * x,
+    "its method": lambda scale, x: x * scale.is_integer(),
+    "its entry": lambda scale, x: x * scale["w"],
+    "a call": lambda scale, x: scale(x),
+}
+"""What an evaluation may do with what training sets."""
+
+
+class SetsAnew(nn.Module):
+    """Sets its scale in each forward, and late it shows what training set, and copies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.latest = 1.0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.detach().mean().item()
+        if self.training:
+            self.latest = self.scale
+        elif HAPPENS[0]:
+            f"{self.latest:.3f} {copy.deepcopy(self).latest}"
+        return x * self.scale
 
 
 def in_a_cell() -> Callable[..., Tensor]:
@@ -189,6 +227,33 @@ def test_what_an_evaluation_changes_late_in_its_model_fails_the_trial_by_name(
     shards, uncut = options.pop("shards"), options.pop("uncut", False)
     agent = start(lambda: made(lambda: InEvaluation(does), shards), **options)
     assert_fails_late(agent, name, uncut)
+
+
+@pytest.mark.parametrize("way", ["one shard", "two shards"])
+def test_an_evaluation_that_reads_late_what_training_sets_fails_the_trial_by_name(
+    start: Callable[..., Agent], way: str
+) -> None:
+    agent = start(lambda: made(lambda: InEvaluation(lambda self, x: x * self.scale), **WAYS[way]))
+    agent.train()
+    assert_fails_late(agent, "reads attribute 'scale' of module '2', which training sets", False)
+
+
+@pytest.mark.parametrize("does", READS.values(), ids=READS)
+def test_what_computes_with_what_training_sets_is_told_its_name(
+    does: Callable[[Any, Tensor], object],
+) -> None:
+    with pytest.raises(ConfigurationError, match="an evaluation reads attribute 'scale', which"):
+        does(SetByTraining("attribute 'scale'"), torch.ones(16))
+
+
+def test_an_evaluation_that_computes_with_nothing_that_training_sets_is_no_harm(
+    start: Callable[..., Agent],
+) -> None:
+    agent = start(lambda: made(SetsAnew))
+    agent.train()
+    before = agent.evaluate(0)
+    HAPPENS[0] = True
+    assert agent.evaluate(0).sums == before.sums
 
 
 @pytest.mark.parametrize(

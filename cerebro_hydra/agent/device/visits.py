@@ -445,15 +445,17 @@ class EvaluationVisit:
     ) -> None:
         self.stays = self.resident = order.resident
         self._looks = looks
-        self._kept = ExitStack()
         known = order.trial.attributes, order.trial.set_in_evaluation
         self._effects = LateEvaluation(trial, *known, looks)
         may_look = _may_look(looks)
-        if may_look:
-            self._effects.begin()
-        self._kept.enter_context(kept_attributes(trial.recipe.model))
         waits = order.task.uncut and order.resident  # else shards leave before others come
-        self._visit = ShardEvaluation(trial, batches, execution, may_look, waits)
+        with ExitStack() as kept:
+            kept.enter_context(kept_attributes(trial.recipe.model))
+            self._effects.stand_in()
+            if may_look:
+                self._effects.begin()
+            self._visit = ShardEvaluation(trial, batches, execution, may_look, waits)
+            self._kept = kept.pop_all()
 
     def moved(self, slots: Segments) -> Segments:
         """Return the slots, for an evaluation copies nothing."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
@@ -33,11 +35,66 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.bound_model import bound_model
-from cerebro_hydra.shards.engine.differences import checksum
+from cerebro_hydra.shards.engine.differences import TensorContent, checksum
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 
 DRAWS = "random numbers of torch"
 """Stands among what evaluations set anew for numbers that they draw, on which nothing depends."""
+
+UNREAD = "unread: "
+"""Begins, among what evaluations set anew, the names of attributes that training sets, and with
+which no evaluation computes unless it has set them itself."""
+
+_COMPUTING = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv",
+    "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift",
+    "and", "rand", "or", "ror", "xor", "rxor", "neg", "pos", "abs", "invert", "lt", "le", "eq",
+    "ne", "gt", "ge", "hash", "bool", "int", "float", "complex", "index", "round", "len", "iter",
+    "next", "contains", "getitem", "setitem", "delitem", "call", "enter",
+)  # fmt: skip
+
+
+class SetByTraining:
+    """Stands in an evaluation for an attribute that training sets: who computes with it fails.
+
+    A worker that evaluates may not have trained the step before, and has then another value.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def error(self) -> ConfigurationError:
+        """Return the error of who computes with it."""
+        return ConfigurationError(
+            f"an evaluation reads {self._name}, which training sets, as none did at admission; a "
+            "worker that evaluates may not have trained before. Register it as a buffer of the "
+            "model, or let every forward set it anew"
+        )
+
+    def __format__(self, form: str) -> str:
+        return str(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).error()
+
+
+def _refuse(self: SetByTraining, *args: Any) -> Any:
+    raise self.error()
+
+
+for _operation in _COMPUTING:
+    setattr(SetByTraining, f"__{_operation}__", _refuse)
+
+
+_MOST_READ = 8  # attributes that an evaluation reads; of more, nothing is known
 
 
 class EvaluationEffects:
@@ -57,11 +114,13 @@ class EvaluationEffects:
         """What evaluations have changed; that later ones do so, too, is no harm."""
         self.draws = False
         """Whether one has drawn random numbers of torch."""
+        self._unread: set[str] = set()
 
     @property
     def set_anew(self) -> set[str]:
-        """Return what evaluations changed and drew, which is no harm."""
-        return self.written | ({DRAWS} if self.draws else set())
+        """Return what evaluations changed and drew, which is no harm, and what none reads."""
+        unread = {UNREAD + name for name in self._unread}
+        return self.written | unread | ({DRAWS} if self.draws else set())
 
     def begin(self) -> None:
         """Note what there is before an evaluation."""
@@ -93,6 +152,7 @@ class EvaluationEffects:
         """
         if not self.written and not trained_attributes:
             return  # there is no history
+        self._unread = self._find_unread(trained, example, key, trained_attributes)
         evaluated = AttributeValues(self._recipe.model)
         before = self._after(trained, evaluated, lambda: None)
         alone = self._after(trained, evaluated, lambda: self.evaluate(example))
@@ -141,17 +201,52 @@ class EvaluationEffects:
             run()
             return _read(self._held)
 
-    def evaluate(self, example: Example) -> None:
-        """Evaluate an example with what the model has, and keep nothing of it."""
+    def _find_unread(
+        self,
+        trained: Mapping[str, Tensor],
+        example: Example,
+        key: RandomKey,
+        changed_names: Collection[str],
+    ) -> set[str]:
+        """Return with which of the attributes that training has changed no evaluation computes."""
+
+        def result(names: Collection[str]) -> list[str]:
+            found: list[str] = []
+
+            def run() -> None:
+                stand_in(self._held, names)
+                key.reseed("evaluation")
+                found.extend(self.evaluate(example))
+
+            self._after(trained, AttributeValues(self._recipe.model), run)
+            return found
+
+        names = {name for *_, name in self._held.attributes(changed_names)}
+        plain = result(()) if names else []
+        for _ in range(_MOST_READ + 1):
+            if not names or not plain:
+                break
+            try:
+                return names if result(names) == plain else set()
+            except Exception as error:
+                names -= {name for name in names if str(SetByTraining(name).error()) in str(error)}
+        return set()
+
+    def evaluate(self, example: Example) -> list[str]:
+        """Evaluate an example with what the model has; return what tells what that gave."""
         recipe, model = self._recipe, self._recipe.model.eval()
         columns, labels = copy_example(example)
         rows = int((labels or columns)[0].shape[0])
         features, targets = recipe.collated(columns, labels, None)
         compiled = recipe.compiled(model)
+        evaluation, found = RunningEvaluation(recipe), []
         with torch.no_grad(), recipe.precision(), compiled, suppress(NonFiniteLoss):
             outputs = recipe.call(model, recipe.inputs(features, targets))
             loss = recipe.compute_loss(outputs, targets).item()
-            RunningEvaluation(recipe).add(loss, outputs, targets, rows)
+            evaluation.add(loss, outputs, targets, rows)
+            leaves = (each for each in tree_leaves(outputs) if isinstance(each, Tensor))
+            found = [repr(evaluation.result()), *(repr(TensorContent.of(each)) for each in leaves)]
+        return found
 
     def _step(self, example: Example, key: RandomKey) -> str:
         """Return what a forward and a backward give: the loss, and checksums of the gradients."""
@@ -180,11 +275,16 @@ class LateEvaluation:
     ) -> None:
         self._recipe, self._spoilt = trial.recipe, trial.spoilt
         self._trained, self._known = KnownChanges(trained), set(evaluated)
+        self._unread = {e.removeprefix(UNREAD) for e in evaluated if e.startswith(UNREAD)}
         self._budget = budget
         self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
         self._draws = GlobalDraws()
         self._before: Reading | None = None
+
+    def stand_in(self) -> None:
+        """Let what training sets and evaluations don't read be nothing to compute with."""
+        stand_in(self._held, self._unread)
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
@@ -250,6 +350,12 @@ class LateEvaluation:
 
     def _read_trains(self) -> dict[str, bool]:
         return {name: p.requires_grad for name, p in self._recipe.model.named_parameters()}
+
+
+def stand_in(held: HeldState, names: Collection[str]) -> None:
+    """Let attributes of these names be `SetByTraining`, also those that were not set yet."""
+    for module, attribute, name in held.attributes(names):
+        vars(module)[attribute] = SetByTraining(name)
 
 
 def _read(held: HeldState) -> Reading:

@@ -86,6 +86,14 @@ class HeldState:
         reader.read_code()
         return reader
 
+    def attributes(self, names: Collection[str]) -> Iterator[tuple[nn.Module, str, str]]:
+        """Yield the modules that have attributes of these names, as readings have them, or may."""
+        for place, module in self._recipe.model.named_modules():
+            end = f" of {self._told(place)}"
+            for name in names:
+                if name.startswith("attribute ") and name.endswith(end):
+                    yield module, name[len("attribute ") : -len(end)].strip("'"), name
+
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""
         reader = self._reader()
@@ -161,10 +169,13 @@ class HeldState:
                 addresses[address] = f"the address of {name!r}"
         return ObjectReader(leaves, self._packages, addresses)
 
+    def _told(self, place: str) -> str:
+        return f"module {place!r}" if place else self._root
+
     def _read_model(self, reader: ObjectReader) -> None:
         model, seen = self._recipe.model, set()
         for place, module in model.named_modules(remove_duplicate=False):
-            told = f"module {place!r}" if place else self._root
+            told = self._told(place)
             if id(module) in seen:
                 reader.read(f"the object that is {told}", module)
                 continue

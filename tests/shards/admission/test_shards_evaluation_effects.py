@@ -11,6 +11,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
+from cerebro_hydra.shards.admission.evaluation_effects import UNREAD
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.hopping import start
@@ -144,6 +145,29 @@ def test_what_depends_on_earlier_evaluations_is_refused_by_name(
 def test_what_evaluation_alone_keeps_for_nobody_is_no_harm(shards: int) -> None:
     trial = assert_equal_to_plain(made(Shows, shards=shards), two_sub_epochs(), "modules")
     assert "attribute 'evaluated' of the model (Shows)" in trial.admission.set_in_evaluation
+
+
+class LooksAtWhatTrainingSets(nn.Module):
+    """Has attributes that training sets; in evaluation it looks at two of them, for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.mean = zoo.Net(), None
+        self.largest, self.smallest = 0.0, 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.largest, self.smallest, self.mean = x.max().item(), x.min().item(), x.mean()
+        return (
+            self.net(x) + 0 * (self.largest < -9) + 0 * len([each for each in [self.mean] if each])
+        )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_evaluation_does_not_read_of_training_is_known(shards: int) -> None:
+    trial = start(made(LooksAtWhatTrainingSets, shards=shards)(), VECTORS)
+    unread = {each for each in trial.admission.set_in_evaluation if each.startswith(UNREAD)}
+    assert unread == {f"{UNREAD}attribute 'smallest' of the model (LooksAtWhatTrainingSets)"}
 
 
 class Halves:
