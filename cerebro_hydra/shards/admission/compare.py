@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -480,29 +479,29 @@ def _check_second_names(
     if again != expected:
         return  # what the steps keep, or draw, is told elsewhere
 
-    def matters(moved: Collection[TensorKey]) -> bool:
-        return any(repeated(moved, value)[0] != expected for value in OTHER_VALUES)
+    def spoilt(moved: Collection[TensorKey]) -> tuple[bool, str | None]:
+        """Return whether something reads these, and where one is kept from one step to the next."""
+        runs = [repeated(moved, value) for value in OTHER_VALUES]
+        read = any(found != expected for found, _ in runs)
+        for plain, other, after in zip(readings, others, runs[0][1], strict=False):
+            for path, text in sorted(plain.items()):
+                if other.get(path) == text != after.get(path, text):
+                    return read, path
+        return read, None
 
-    if matters(keys):
-        kind, name = next((key for key in keys if matters([key])), keys[0])
+    read, path = spoilt(keys)
+    if read:
+        kind, name = next((key for key in keys if spoilt([key])[0]), keys[0])
         raise ConfigurationError(
             f"a hook, the forward, the loss, the training step or an LR schedule reads {kind} "
             f"{name!r} by another name, {_VIEWS} gave when the model was made or in an earlier "
             f"step; that would see no update, {_OWN_MEMORY}. Refer to the module that has the "
             f"{kind}, and read it there in each step"
         )
-
-    def kept(moved: Collection[TensorKey]) -> str | None:
-        """Return where something is kept from one step to the next."""
-        _, after = repeated(moved, math.nan)
-        for plain, other, reading in zip(readings, others, after, strict=False):
-            for path, text in sorted(plain.items()):
-                if other.get(path) == text != reading.get(path, text):
-                    return path
-        return None
-
-    if of_steps and (path := kept(of_steps)) is not None:
-        kind, name = next((key for key in of_steps if kept([key]) is not None), of_steps[0])
+    if path is not None and of_steps != keys:
+        _, path = spoilt(of_steps)
+    if path is not None:
+        kind, name = next((key for key in of_steps if spoilt([key])[1]), of_steps[0])
         raise ConfigurationError(
             f"{told(path)} keeps {kind} {name!r} by another name for later steps, {_VIEWS} gave in "
             f"one of the first; that would see no update, {_OWN_MEMORY}. Set it anew in every "

@@ -76,6 +76,11 @@ class SecondNames:
             self._memory[key].fill_(math.nan)
         return spoilt
 
+    def forget_unused(self) -> None:
+        """Forget the tensors to which nothing refers any more, once the model has others."""
+        used = {key: each for key, each in self._memory.items() if _uses(each) > _OWN_STORAGE}
+        self._memory = used
+
     def has(self, value: Any) -> bool:
         """Return whether a tensor or array lies in this memory."""
         if isinstance(value, Tensor) and value.layout is torch.strided:
@@ -193,11 +198,15 @@ def on_copies(model: nn.Module, kept: list[SecondNames]) -> Iterator[None]:
     """Let a model have copies of its tensors and attributes for a while.
 
     Args:
-        kept: is given what refers to these copies at the end, as what keeps its first call's does.
+        kept: is given what refers to these copies afterwards, as what keeps its first call's does.
     """
-    with ParameterValues.initial(model).in_use(), AttributeValues(model).in_use():
+    parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
+    with parameters.in_use(), attributes.in_use():
         yield
-        kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
+        names = SecondNames(model, known=1)  # by what gives the parameters these values
+    del parameters, attributes
+    names.forget_unused()
+    kept.append(names)
 
 
 def _also_elsewhere(module: nn.Module, name: str) -> Tensor | None:

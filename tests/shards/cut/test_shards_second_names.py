@@ -239,24 +239,28 @@ FIRST_SEEN = [
 ]
 
 
+@pytest.mark.parametrize("first", [0, 40])
 @pytest.mark.parametrize(("tensor", "told"), FIRST_SEEN)
 def test_what_a_training_step_keeps_of_its_first_call_is_refused(
-    tensor: Callable[[nn.Module], Tensor], told: str
+    tensor: Callable[[nn.Module], Tensor], told: str, first: int
 ) -> None:
     model = net()
     first_seen = keeps_one(model, tensor)
 
     def step(model: nn.Module, batch: StepBatch, optimizers: list[torch.optim.Optimizer]) -> Tensor:
         x, y = batch
-        loss = F.cross_entropy(model(x), y)
+        model.latest = F.cross_entropy(model(x), y)  # whose graph holds the weights
         optimizers[0].zero_grad()
-        (loss + loss * first_seen().sum()).backward()
+        kept = first_seen().sum()
+        reads = model[1].num_batches_tracked > first
+        (model.latest * (1 + kept) if reads else model.latest).backward()
         optimizers[0].step()
-        return loss
+        return model.latest
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=f"reads {told} by another name"):
-        start(Recipe(model, optimizer, F.cross_entropy, training_step=step).bind(COLUMNS), WINDOWS)
+    recipe = Recipe(model, optimizer, F.cross_entropy, training_step=step).bind(COLUMNS)
+    with pytest.raises(ConfigurationError, match=f"{'keeps' if first else 'reads'} {told} by"):
+        start(recipe, WINDOWS)
 
 
 @pytest.mark.parametrize(("tensor", "told"), FIRST_SEEN)
