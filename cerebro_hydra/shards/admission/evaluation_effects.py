@@ -223,13 +223,14 @@ class EvaluationEffects:
 
         names = {name for *_, name in self._held.attributes(changed_names)}
         plain = result(()) if names else []
-        for _ in range(_MOST_READ + 1):
-            if not names or not plain:
-                break
+        for _ in range(_MOST_READ + 1 if plain else 0):
             try:
                 return names if result(names) == plain else set()
             except Exception as error:
-                names -= {name for name in names if str(SetByTraining(name).error()) in str(error)}
+                read = {name for name in names if str(SetByTraining(name).error()) in str(error)}
+                names -= read
+                if not (read and names):
+                    break
         return set()
 
     def evaluate(self, example: Example) -> list[str]:
