@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cerebro_hydra.foreign_text import LONGEST_TEXT, error_text, traceback_text
+from cerebro_hydra.agent.device.messages import FailureKind
+from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
+from cerebro_hydra.foreign_text import LONGEST_TEXT, error_text, named_error_text, traceback_text
 from cerebro_hydra.recipe import Recipe
 from tests.end_to_end import models
 from tests.end_to_end.runs import classes, search
 
+ONCE = ("huge", "exit", "nameless")
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202egnol"
-FAULTS = ("none", "mute", "huge", "cancelled", "huge at once", "exit at once")
+FAULTS = ("none", "mute", "huge", "cancelled", "nameless", *(f"{f} at once" for f in ONCE))
 
 
 class Mute(Exception):
@@ -31,11 +34,33 @@ class SaysExit(Exception):
         raise SystemExit(3)
 
 
+def refuse(*_: Any) -> Any:
+    raise RuntimeError("this is not told")
+
+
+class NoName(type):
+    __name__ = property(refuse)  # type: ignore[assignment]
+
+
+class Nameless(Exception, metaclass=NoName):
+    """Raises whatever it is asked for."""
+
+    __class__ = __cause__ = __context__ = property(refuse)  # type: ignore[assignment]
+    __notes__ = error_code = property(refuse)  # type: ignore[assignment]
+    __str__ = __repr__ = refuse
+
+
+class Placeless(Nameless):
+    __traceback__ = property(refuse)  # type: ignore[assignment]
+
+
 def raising(fault: str) -> None:
     if fault == "mute":
         raise Mute
     if fault == "cancelled":
         raise asyncio.CancelledError  # which is no Exception
+    if fault.startswith("nameless"):
+        raise Nameless
     if fault == "exit at once":
         sys.exit(ESCAPE)
     raise ValueError(ESCAPE + "x" * (50 << 20) + ESCAPE)
@@ -69,9 +94,11 @@ def test_errors_without_words_or_with_too_many_cost_their_trial_alone(
     space = {"fault": FAULTS, "note": [ESCAPE], "driver": [os.getpid()]}
     result = search(tmp_path, factory, space, classes(600), 1, num_epochs=1, verbose=1)
     told = {trial.params["fault"]: trial.error or "" for trial in result.trials}
-    assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 5]
+    assert [trial.status for trial in result.trials] == ["finished", *["failed"] * 7]
     assert "Mute" in told["mute"] and "in raising" in told["mute"]
     assert "CancelledError" in told["cancelled"] and "in raising" in told["cancelled"]
+    for fault in ("nameless", "nameless at once"):
+        assert "in raising" in told[fault] and "Nameless: <its __str__ raised Runt" in told[fault]
     assert "SystemExit: \\x1b]0;owned" in told["exit at once"]
     for fault in ("huge", "huge at once"):
         assert "ValueError: \\x1b]0;owned" in told[fault]
@@ -87,7 +114,7 @@ def test_errors_without_words_or_with_too_many_cost_their_trial_alone(
     assert controls(out + err) == set() and len(out + err) < 1 << 20
 
 
-@pytest.mark.parametrize("words", [error_text, traceback_text])
+@pytest.mark.parametrize("words", [error_text, named_error_text, traceback_text])
 def test_whatever_an_error_says_is_short_and_visible(words: Any) -> None:
     for message in (ESCAPE * 9999, "ü" * 40_000, "\x00" * 20_000, "\ud800" * 9, "a\nb\tc"):
         told = words(ValueError(message))
@@ -95,3 +122,13 @@ def test_whatever_an_error_says_is_short_and_visible(words: Any) -> None:
     assert "a\nb\tc" in told
     assert "Mute" in traceback_text(Mute()) and "RuntimeError" in error_text(Mute())
     assert "SystemExit" in error_text(SaysExit())
+
+
+def test_an_error_that_raises_whatever_it_is_asked_is_an_error_as_others_are() -> None:
+    try:
+        raise Placeless
+    except Placeless as error:
+        assert named_error_text(error) == "Placeless: <its __str__ raised RuntimeError>"
+        assert "in test_an_error" in traceback_text(error)
+        assert FailureKind.of(error) is FailureKind.OTHER
+        assert memory_that_ran_out(error) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cerebro_hydra.errors import SetupError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.observe.records import (
     Decision,
     Record,
@@ -221,7 +221,7 @@ class MLflowTracker(Tracker):
             try:
                 write_mlflow_model(archive, Path(scratch, MODEL))
             except Exception as error:
-                reason = utf8(f"{type(error).__name__}: {error_text(error)}")[:LONGEST_PARAM]
+                reason = utf8(f"{named_error_text(error)}")[:LONGEST_PARAM]
                 self._client.set_tag(self._parent, "model_not_logged", reason)
             else:
                 self._client.log_artifacts(self._parent, str(Path(scratch, MODEL)), MODEL)

@@ -24,7 +24,7 @@ from torch import nn
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import is_error, named_error_text
 from cerebro_hydra.recipe.randomness import units
 from cerebro_hydra.recipe.torch_settings import SetForAll
 
@@ -164,14 +164,14 @@ def _compiled(name: str, module: nn.Module) -> Callable[..., Any]:
         try:
             return fast(module, *args, **kwargs)
         except Exception as error:
-            if not isinstance(error, _errors()):
+            if not is_error(error, *_errors()):
                 raise
-            if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+            if is_error(error, torch._dynamo.exc.TorchRuntimeError):
                 plain(*args, **kwargs)  # says it in the words of the layer that fails
-            said = error_text(error).partition("\n\n")[0]
+            said = named_error_text(error).partition("\n\n")[0]
             raise ConfigurationError(
                 f"torch.compile can't take unit {name!r}, a {type(module).__name__} "
-                f"({type(error).__name__}: {said}); leave compile out, or compile the layers that "
+                f"({said}); leave compile out, or compile the layers that "
                 "it takes in the function that makes the model"
             ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.objective.step_module import BY_HAND
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 
@@ -186,7 +186,7 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer, steps_per_
     except Exception as error:
         raise ConfigurationError(
             f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
-            f"{type(error).__name__}: {error_text(error)}"
+            f"{named_error_text(error)}"
         ) from error
     if made is not None and not callable(getattr(made, "step", None)):
         raise ConfigurationError(

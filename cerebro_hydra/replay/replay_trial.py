@@ -12,7 +12,7 @@ import torch
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.errors import CerebroHydraError, NonFiniteLoss, ReplayError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import (
     Columns,
     PlainTrainer,
@@ -117,7 +117,7 @@ def replay_here(
                 except Exception as error:
                     raise ReplayError(
                         f"{trial_id} of run {run_path!r} can't be trained again "
-                        f"({type(error).__name__}: {error_text(error)}); give the factory that "
+                        f"({named_error_text(error)}); give the factory that "
                         "the run was started with"
                     ) from error
         return compare(recipe, replayed, expected, run)

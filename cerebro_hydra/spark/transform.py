@@ -23,6 +23,7 @@ from cerebro_hydra.data.given_rows import table_tensors, to_tensor
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.data.spec import matching_columns, require_dataframe
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
 from cerebro_hydra.shards.export.program import EXPORTED_FILES, load_exported
 from cerebro_hydra.spark import outputs as arrow_columns
@@ -89,7 +90,7 @@ class Inference:
                 spec.name: list(column.shape) for spec, column in zip(self.specs, rows, strict=True)
             }
             raise ConfigurationError(
-                f"forward fails on two rows of {what} ({type(error).__name__}: {error}), from "
+                f"forward fails on two rows of {what} ({named_error_text(error)}), from "
                 f"which transform learns what it predicts; their shapes are {shapes}: let forward "
                 "take them"
             ) from error

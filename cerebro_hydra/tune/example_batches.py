@@ -24,7 +24,7 @@ from cerebro_hydra.data.partition import (
 )
 from cerebro_hydra.data.preparation.prepared import Range
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import error_text, is_error, named_error_text
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.recipe.objective.objective import is_log_odds
 from cerebro_hydra.shards.cut.sample import Example, copy_example
@@ -165,10 +165,10 @@ def _check(
     name, is_feature, held = column
     kind, remedy = ("feature", "an embedding for every value") if is_feature else ("label", "")
     story = f"{kind} column {name!r} holds values from {held[0]} to {held[1]}, and "
-    if isinstance(error, ConfigurationError):  # it has its own remedy
+    if is_error(error, ConfigurationError):  # it has its own remedy
         raise ConfigurationError(f"{story}{error}") from error
     raise ConfigurationError(
-        f"{story}{part} fails at {value}: {type(error).__name__}: {error_text(error)}; give the "
+        f"{story}{part} fails at {value}: {named_error_text(error)}; give the "
         f"model {remedy or 'an output for every class'}, or correct the column"
     ) from error
 

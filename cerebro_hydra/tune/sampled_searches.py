@@ -11,6 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.errors import ConfigurationError, SetupError, StoreError
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.observe.records import ENDS
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.tune.search import AT_ONCE_PER_PARTITION, Search, drawn, require_as_begun
@@ -254,7 +255,7 @@ def _explained(study: optuna.Study, folder: RunFolder) -> Iterator[None]:
     except Exception as error:
         raise StoreError(
             f"the run is over, and its trials can't be added to the study {study.study_name!r}: "
-            f"{type(error).__name__}: {error}\nthe result is in search.result; to add those that "
+            f"{named_error_text(error)}\nthe result is in search.result; to add those that "
             f"are missing, mend the study's storage and call search.fit(df, resume="
             f"{folder.path!r})"
         ) from error

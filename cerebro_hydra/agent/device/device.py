@@ -52,7 +52,7 @@ from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.task_watch import Task
 from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
 from cerebro_hydra.errors import Cancelled, StepDiffers
-from cerebro_hydra.foreign_text import error_text, traceback_text
+from cerebro_hydra.foreign_text import attribute_of, error_text, is_error, traceback_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
@@ -267,7 +267,7 @@ class Device:
             _log.error("the device is lost, and starts again: %s", story)
             self._owner.end()
             return
-        if isinstance(error, StepDiffers):
+        if is_error(error, StepDiffers):
             story = error_text(error)
         if number is not None:
             task = self._live.pop(number, None)
@@ -466,7 +466,7 @@ class Device:
 
 
 def _is_assertion(error: BaseException) -> bool:
-    return getattr(error, "error_code", None) == CUDA_ASSERT or _ASSERTION in error_text(error)
+    return attribute_of(error, "error_code") == CUDA_ASSERT or _ASSERTION in error_text(error)
 
 
 class DeviceOwner(Protocol):

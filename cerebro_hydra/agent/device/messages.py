@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from cerebro_hydra.errors import NonFiniteLoss, ScratchFull, StepDiffers, TransferError
+from cerebro_hydra.foreign_text import is_error
 from cerebro_hydra.plan.messages.actions import Action, Part
 from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.recipe import Evaluation
@@ -247,7 +248,7 @@ class FailureKind(Enum):
     @classmethod
     def of(cls, error: BaseException) -> FailureKind:
         """Return what a task failed of that raised this."""
-        kinds = (kind for raised, kind in _FAILURE_KINDS.items() if isinstance(error, raised))
+        kinds = (kind for raised, kind in _FAILURE_KINDS.items() if is_error(error, raised))
         return next(kinds, cls.OTHER)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import attribute_of, error_text, is_error, origins_of
 
 _CUDA_MEMORY_ALLOCATION = 2  # `cudaErrorMemoryAllocation`, where torch's own allocator didn't ask
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # torch has no type for this one
@@ -23,13 +23,13 @@ def memory_that_ran_out(error: BaseException) -> str | None:
     """
     for each in _chain(error):
         words = error_text(each)
-        torch_error = isinstance(each, RuntimeError)
-        code = getattr(each, "error_code", None)
-        if isinstance(each, torch.OutOfMemoryError) or (
+        torch_error = is_error(each, RuntimeError)
+        code = attribute_of(each, "error_code")
+        if is_error(each, torch.OutOfMemoryError) or (
             torch_error and (code == _CUDA_MEMORY_ALLOCATION or _CUBLAS in words)
         ):
             return f"the GPU has no room for {_asked(words)}"
-        if isinstance(each, MemoryError) or (torch_error and _CPU_ALLOCATOR in words):
+        if is_error(each, MemoryError) or (torch_error and _CPU_ALLOCATOR in words):
             return f"the machine has no room for {_asked(words)}"
     return None
 
@@ -44,10 +44,10 @@ def _asked(words: str) -> str:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that led to it."""
     seen: set[int] = set()
-    left: list[BaseException | None] = [error]
+    left = [error]
     while left:
         each = left.pop()
-        if each is not None and id(each) not in seen:
+        if id(each) not in seen:
             seen.add(id(each))
             yield each
-            left += [each.__cause__, None if each.__suppress_context__ else each.__context__]
+            left += origins_of(each)

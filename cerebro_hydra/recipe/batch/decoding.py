@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, DataError, SetupError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.batch.cells import Cells, Pool
 from cerebro_hydra.recipe.batch.decoded_rows import DecodedRows
 
@@ -166,7 +166,7 @@ def _called(name: str, decoder: Decoder, pool: Pool, row: int) -> Tensor:
     except Exception as error:
         raise DataError(
             f"{told} can't be decoded: the function of decode[{name!r}] fails on its {len(cell)} "
-            f"bytes ({type(error).__name__}: {error_text(error)}); write the row again, or drop it"
+            f"bytes ({named_error_text(error)}); write the row again, or drop it"
         ) from error
     if isinstance(made, np.ndarray) and made.dtype == np.uint8:
         made = torch.from_numpy(made.copy())
@@ -203,7 +203,7 @@ def _decoded_by_pillow(cell: bytes, format: str, told: str) -> Tensor:
     except Exception as error:  # of a damaged file Pillow raises what its codec does
         raise DataError(
             f"{told} is a damaged {FORMATS[format]} image of {len(cell)} bytes "
-            f"({type(error).__name__}: {error_text(error)}); write the row again, or drop it"
+            f"({named_error_text(error)}); write the row again, or drop it"
         ) from error
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 
 Direction = Literal["min", "max"]
@@ -188,5 +188,5 @@ def told_with_metric(metric: Metric) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"metric {metric.name!r} failed on a batch: {type(error).__name__}: {error_text(error)}"
+            f"metric {metric.name!r} failed on a batch: {named_error_text(error)}"
         ) from error

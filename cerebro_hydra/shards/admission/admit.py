@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import error_text, is_error, named_error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
@@ -271,9 +271,9 @@ def _uncompiled(name: str) -> str:
 
 
 def _failed(error: Exception) -> str:
-    if isinstance(error, StepDiffers):
+    if is_error(error, StepDiffers):
         return f"training differs from the uncut model: {error}"
-    return f"a step failed: {type(error).__name__}: {error_text(error)}"
+    return f"a step failed: {named_error_text(error)}"
 
 
 def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError:

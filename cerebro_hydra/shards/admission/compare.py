@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import error_text, is_error, named_error_text, traceback_of
 from cerebro_hydra.recipe import (
     Evaluation,
     PlainTrainer,
@@ -558,7 +558,7 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
         raise ConfigurationError(
             f"{hook or f'the {trainer.phase}'} failed on a batch with features "
             f"({_forms(example[0], features)}) and labels ({_forms(example[1], labels)}): "
-            f"{type(error).__name__}: {error_text(error)}"
+            f"{named_error_text(error)}"
             f"{_OF_CODE if hook else _remedy(trainer.phase, error)}"
         ) from error
 
@@ -567,10 +567,10 @@ def _remedy(phase: str, error: Exception) -> str:
     words = error_text(error)
     if _ABOUT_INFERENCE.search(words):
         return _OF_INFERENCE
-    if isinstance(error, NotImplementedError) and _ABOUT_SPARSE.search(words):
+    if is_error(error, NotImplementedError) and _ABOUT_SPARSE.search(words):
         return _OF_SPARSE
     # torch raises these for what a batch holds; any other is about the code that raised it.
-    if phase not in _REMEDIES or not isinstance(error, RuntimeError | ValueError | IndexError):
+    if phase not in _REMEDIES or not is_error(error, RuntimeError, ValueError, IndexError):
         return _OF_CODE
     if "dtype" in words or "scalar type" in words:
         return _OF_TYPE
@@ -585,7 +585,7 @@ def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
         for attribute, kind in _HOOKS.items()
         for hook in getattr(module, attribute).values()
     }
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    for frame, _ in traceback.walk_tb(traceback_of(error)):
         if frame.f_code in hooks:
             return hooks[frame.f_code]
     return None

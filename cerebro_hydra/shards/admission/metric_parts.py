@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, TorchMetric
@@ -69,7 +69,7 @@ def _difference(
         if is_torchs:
             raise ConfigurationError(
                 f"metric {metric.name!r} can't be put together from the states of partitions by "
-                f"the rules of torchmetrics: {type(error).__name__}: {error_text(error)}; give an "
+                f"the rules of torchmetrics: {named_error_text(error)}; give an "
                 "object with start, update, merge and compute"
             ) from error
         return None  # such as an AUC of rows of one class, which fails in training if it is met

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from cerebro_hydra.foreign_text import class_name, error_text
 from cerebro_hydra.recipe import ForwardCall
 from cerebro_hydra.shards.cut.sample import Sample
 
@@ -154,8 +155,8 @@ def _told(error: Exception) -> str:
 
 def first_line(error: Exception) -> str:
     """Return the name of an error, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    lines = error_text(error).strip().splitlines()
+    return f"{class_name(error)}: {lines[0] if lines else ''}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cerebro_hydra.foreign_text import error_text
+from cerebro_hydra.foreign_text import named_error_text, traceback_of
 
 
 class Watch(TorchDispatchMode):
@@ -42,15 +42,15 @@ class Watch(TorchDispatchMode):
 
 def is_of_cond(error: Exception) -> bool:
     """Tell whether torch.cond raised an error."""
-    frames = traceback.walk_tb(error.__traceback__)
+    frames = traceback.walk_tb(traceback_of(error))
     names = {frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames}
     return any(name.endswith("torch/_higher_order_ops/cond.py") for name in names)
 
 
 def cond_failed(error: Exception, when: str) -> str:
     """Say when torch.cond failed, and with what error."""
-    said = error_text(error).partition("\n")[0]
-    return f"torch.cond of the forward failed {when} ({type(error).__name__}: {said})"
+    said = named_error_text(error).partition("\n")[0]
+    return f"torch.cond of the forward failed {when} ({said})"
 
 
 def leave_cond() -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
+from cerebro_hydra.foreign_text import is_error
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
@@ -160,7 +161,7 @@ class ModuleTasks:
             with told_writes_to_absent(), uses:
                 yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_error(error, torch.OutOfMemoryError):
                 raise
             step = self._batch.key.step
             if uses.found is not None:

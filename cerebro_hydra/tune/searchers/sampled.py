@@ -15,6 +15,7 @@ import optuna
 from optuna.trial import TrialState
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.tune.searchers.optuna_space import OptunaSpace
 from cerebro_hydra.tune.searchers.searcher import SearchDecision, SearchedRun
 from cerebro_hydra.tune.searchers.studies import StudyOfRun
@@ -34,7 +35,7 @@ def draw(study: StudyOfRun, space: OptunaSpace) -> tuple[optuna.Trial, dict[str,
     except Exception as error:
         raise ConfigurationError(
             f"the sampler {type(study.sampler).__name__} draws no candidate of search_space: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}; give a sampler of these "
+            f"{named_error_text(error).rstrip('.')}; give a sampler of these "
             "parameters, bounds and scales"
         ) from error
 
