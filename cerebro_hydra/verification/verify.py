@@ -201,11 +201,21 @@ class _Verification:
             problems.append(str(error))
         else:
             self._follow(lines[1:])
+            problems += self._gone(lines[1:])
             over = sum(trial.over for trial in state.trials.values())
             if not state.finished:
                 notes.append(f"the run did not end: {over} of {len(state.trials)} trials did")
         name = f"{self._name}: journal"
         return VerifiedPart(name, f"{len(lines)} lines", tuple(problems), tuple(notes))
+
+    def _gone(self, records: Sequence[dict[str, Any]]) -> list[str]:
+        """Say which documents are gone that are written when an agent joins."""
+        if not any(record["event"]["type"] == "WorkerJoined" for record in records):
+            return []
+        there = self._folder.store.list(self._folder.path)
+        gone = [name for name in (NUMERIC_FILE, WORKERS_FILE) if name not in there]
+        said = "is gone, and agents joined, for each of which it is written: restore it from a copy"
+        return [f"{f'{self._folder.path}/{name}'!r} {said}" for name in gone]
 
     def _fold(self, lines: Sequence[dict[str, Any]]) -> HopState:
         path, document = self._folder.path, self._document

@@ -221,6 +221,14 @@ def test_a_store_that_lacks_the_data_of_a_run_is_damaged(copied: RunFolder, name
         assert [p for p in said if f"{str(gone)!r} is gone, and a run was trained" in p]
 
 
+@pytest.mark.parametrize("name", ["numeric.json", "workers.json"])
+def test_a_document_that_is_gone_is_named(copied: RunFolder, name: str) -> None:
+    gone = Path(copied.path, name)
+    gone.unlink()
+    (said,) = verify(copied.path).problems
+    assert f"{str(gone)!r} is gone, and agents joined" in said
+
+
 def test_the_command_says_each_part_and_its_status(
     copied: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
