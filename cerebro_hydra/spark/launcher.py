@@ -57,6 +57,9 @@ _FAILED = "most recent failure"
 _SHUT_DOWN = re.compile(r"SparkContext (was|has been|is) (being )?(shut ?down|stopped)|stopped Sp")
 _CANCELLED = re.compile(r"(Job|Stage) \d+ (was )?cancell?ed[^\n]*")
 
+NEWS_SECONDS = 2.0
+"""How long the coordinator may take to tell of a loss after Spark: this process was stopped."""
+
 KILL_SECONDS = 60.0
 """How long a task waits to be killed after the coordinator has lost its agent."""
 
@@ -199,8 +202,9 @@ class SparkLauncher:
         The coordinator counts the losses of agents that it has met; nobody counts those of agents
         that never came.
         """
-        met = self._lost_any.is_set() and not self._cancelled.is_set()
-        return met and _FAILED in str(error)
+        if self._cancelled.is_set() or _FAILED not in str(error):
+            return False
+        return self._lost_any.wait(NEWS_SECONDS)
 
     def _last_attempt(self) -> int:
         """Return the number, from 0, of the attempt whose failure ends the job of a task."""

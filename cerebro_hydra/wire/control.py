@@ -324,7 +324,8 @@ class ControlServer:
     by raising. Then `on_message(incarnation, message)` is called for each message, in order, and at
     the end exactly one `on_closed(incarnation, reason)`: the agent said goodbye, its connection
     broke (at once after kill -9), or nothing came for `silence_seconds`. `close()` itself calls no
-    `on_closed`.
+    `on_closed`. Of an agent that gave up before it was heard, as while this process was stopped,
+    nothing is said.
 
     Callbacks run one at a time on the server's thread and must return at once: while one runs, no
     agent is heard. They put what they are told into a queue. They may call `send`, but not `close`.
@@ -386,6 +387,9 @@ class ControlServer:
         return connection
 
     def _greet(self, connection: ControlConnection, line: bytes) -> None:
+        if connection.received:  # its goodbye: an agent says no more before it is welcomed
+            connection.hang_up("the agent gave up before it was heard")
+            return
         try:
             hello = json.loads(line)
             incarnation = self._admitted(hello)

@@ -18,7 +18,7 @@ import pytest
 from cerebro_hydra.data.manifest import ColumnSpec, Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec
-from cerebro_hydra.spark import SparkLauncher
+from cerebro_hydra.spark import SparkLauncher, launcher
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
 
@@ -223,16 +223,19 @@ def test_an_agent_that_fails_again_and_again_ends_the_job_with_its_error(
     assert "ValueError: always" in str(error) and "failed 8 times" in str(error)
 
 
-def test_a_job_that_failures_ended_begins_anew_if_its_agents_had_joined(begin: Begin) -> None:
+def test_a_job_that_failures_ended_begins_anew_if_its_agents_had_joined(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "NEWS_SECONDS", WAIT)
     job, agents = begin(2)
     for failures in range(8):
-        # As the coordinator does.
-        job.launcher.replace(0, agents[0].hello["start"]["number"] - 1000)
         agents[0].tell("fail")
         if failures < 7:
             agents[0] = job.accept()
             assert agents[0].hello["worker"] == 0
     assert agents[1].has_ended()  # its job is over
+    # As the coordinator does, here one that was stopped until now.
+    job.launcher.replace(0, agents[0].hello["start"]["number"])
     job.end(*job.accept_all(2).values())
 
 

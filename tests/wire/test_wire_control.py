@@ -79,6 +79,41 @@ def test_a_refused_agent_learns_why_and_leaves_no_trace(driver: Driver) -> None:
     assert [driver.next()[0] for _ in range(2)] == ["hello", "closed"]
 
 
+def test_an_agent_that_gives_up_before_it_is_heard_has_never_joined() -> None:
+    """A driver that was stopped for long would else count the vain tries of workers as losses."""
+    heard: SimpleQueue[Any] = SimpleQueue()
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def greet(hello: dict[str, Any]) -> None:
+        heard.put(hello["incarnation"])
+        if hello["incarnation"] == "a":
+            stopped.set()
+            goes_on.wait(GUARD)
+
+    server = ControlServer("127.0.0.1", PLAIN, greet, ignore, lambda *end: heard.put(end))
+    agents: list[ControlClient] = []
+
+    def connect(name: str, seconds: float = GUARD) -> None:
+        hello = {"incarnation": name}
+        agents.append(
+            ControlClient(server.uri, PLAIN, hello, ignore, ignore, silence_seconds=seconds)
+        )
+
+    first = threading.Thread(target=connect, args=("a",))
+    first.start()
+    assert stopped.wait(GUARD)
+    with pytest.raises(ControlFailed, match="no greeting came within"):
+        connect("b", 0.1)
+    goes_on.set()
+    first.join()
+    connect("c")
+    for agent in agents:
+        agent.close()
+    assert [heard.get(timeout=GUARD) for _ in range(2)] == ["a", "c"]
+    assert sorted(heard.get(timeout=GUARD)[0] for _ in range(2)) == ["a", "c"]
+    server.close()
+
+
 def test_an_incarnation_can_connect_only_once(driver: Driver) -> None:
     first = dial(driver)
     with pytest.raises(ControlFailed, match="connected before"):
