@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.rule import Rule
 from cerebro_hydra.errors import SetupError
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.observe.view import human_bytes
+from cerebro_hydra.temporary_folders import temporary_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -71,11 +71,7 @@ def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
     """
     console = Console(highlight=False)
     begun = time.perf_counter()
-    store = (
-        nullcontext(keep)
-        if keep is not None
-        else TemporaryDirectory(prefix="cerebro-hydra-demo-", ignore_cleanup_errors=True)
-    )
+    store = nullcontext(keep) if keep is not None else temporary_folder("demo")
     with store as folder:
         passed = _play(console, folder, epochs, workers)
     console.print()

@@ -12,12 +12,13 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from cerebro_hydra.temporary_folders import temporary_folder
 
 if TYPE_CHECKING:
     from pyspark import RDD, SparkContext
@@ -46,11 +47,11 @@ def driver_path() -> str:
 @functools.cache
 def _no_customization() -> str:
     """Return a folder of modules that Python looks for as it starts, which do nothing."""
-    folder = tempfile.mkdtemp(prefix="cerebro-hydra-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = temporary_folder("imports")
+    atexit.register(folder.cleanup)
     for name in ("sitecustomize", "usercustomize"):
-        Path(folder, f"{name}.py").touch()
-    return folder
+        Path(folder.name, f"{name}.py").touch()
+    return folder.name
 
 
 @contextmanager

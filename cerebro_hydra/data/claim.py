@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from cerebro_hydra.errors import StoreError
+from cerebro_hydra.process_identity import begun, boot, has_ended
 from cerebro_hydra.storage import Store
 
 CLAIM_SECONDS = 30.0
@@ -178,34 +178,13 @@ def _said_owner(content: bytes) -> str:
 def _owner() -> bytes:
     said = f"process {os.getpid()} on {socket.gethostname()}"
     with suppress(OSError):  # without Linux's files nobody can see that this process has ended
-        said += f", begun at tick {_begun('self')} of {_boot()}"
+        said += f", begun at tick {begun()} of {boot()}"
     return said.encode()
-
-
-def _boot() -> str:
-    """Return which boot of a machine this is, and whose process ids this process sees."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"boot {boot} in {os.readlink('/proc/self/ns/pid')}"
-
-
-def _begun(process: str) -> str | None:
-    """Return when a process began, in ticks since the boot; None for one that is a mere entry."""
-    # What is between the brackets before is a name, which may hold anything.
-    fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def _is_gone(content: bytes) -> bool:
     """Say whether the program of a claim has ended, where its process would be seen from here."""
     owner = _OWNER.match(content.decode(errors="replace"))
-    try:
-        if owner is None or owner[3] != _boot():
-            return False
-        with suppress(PermissionError):
-            os.kill(int(owner[1]), 0)
-        # The files may be those of an outer namespace, where the number is another process's.
-        return os.readlink("/proc/self") == str(os.getpid()) and _begun(owner[1]) != owner[2]
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    with suppress(OSError):
+        return owner is not None and owner[3] == boot() and has_ended(int(owner[1]), owner[2])
+    return False

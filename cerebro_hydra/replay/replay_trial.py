@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,7 @@ from cerebro_hydra.storage.estimator_factories import find, importable_name
 from cerebro_hydra.storage.names import checked_trial_id
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.temporary_folders import temporary_folder
 
 _STATES = 3
 """States of a trial that a replay has in memory: the first, the one that it trains, the result."""
@@ -87,7 +87,7 @@ def replay_here(
     run_path: str, trial_id: str, factory: Any = None, trust: bool = False
 ) -> ReplayReport:
     """Do what `replay` does in this process, with the kernels that it has chosen."""
-    with tempfile.TemporaryDirectory(prefix="cerebro-hydra-replay-") as scratch:
+    with temporary_folder("replay") as scratch:
         run = RunData.open(run_path, scratch)
         spec = run.trial(trial_id)
         _check_memory(spec)

@@ -19,7 +19,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from cerebro_hydra.available_memory import usable_memory
 from cerebro_hydra.errors import CerebroHydraError, SetupError, StoreError
 from cerebro_hydra.storage.digest import digest, file_digest
+from cerebro_hydra.temporary_folders import temporary_folder
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -162,9 +162,9 @@ def home_for_spark(java: Java, spark_version: str) -> Path:
     """
     if java.has_vector_module or int(spark_version.split(".")[0]) < 4:
         return java.home
-    folder = Path(tempfile.mkdtemp(prefix="cerebro-hydra-java-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return write_wrapper(java.home, folder)
+    folder = temporary_folder("java")
+    atexit.register(folder.cleanup)
+    return write_wrapper(java.home, Path(folder.name))
 
 
 def write_wrapper(home: Path, folder: Path) -> Path:

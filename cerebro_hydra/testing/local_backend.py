@@ -39,6 +39,7 @@ from cerebro_hydra.plan.queues.pick import DEFAULT_PICK
 from cerebro_hydra.spark.daemon import PRELOADED
 from cerebro_hydra.spark.places import environment
 from cerebro_hydra.storage import Store
+from cerebro_hydra.temporary_folders import temporary_folder
 from cerebro_hydra.testing.datasets import first_rows, identify, write_dataset
 from cerebro_hydra.waits import to_nobody
 from cerebro_hydra.wire.credentials import TLS
@@ -219,9 +220,7 @@ class LocalLauncher:
 
     def start(self, spec: AgentSpec, factory: Factory, on_exit: OnExit) -> None:
         """Start a process per worker; see `Launcher`."""
-        self._scratch = tempfile.TemporaryDirectory(
-            prefix="cerebro-hydra-", dir=self._resources.scratch, ignore_cleanup_errors=True
-        )
+        self._scratch = temporary_folder("agents", self._resources.scratch)
         for worker in range(self.num_workers):
             thread = threading.Thread(
                 target=self._keep_up,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from cerebro_hydra.storage.run_document import (
     RunDocument,
 )
 from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.temporary_folders import temporary_folder
 
 _SUFFIX = ".safetensors"
 
@@ -104,7 +104,7 @@ def verify_data(store: Store, fingerprint: str, needed: bool) -> Iterator[Verifi
         yield VerifiedPart(name, problems=(said,))
     else:
         yield VerifiedPart(f"{name}: manifest", f"{len(manifest.partitions)} partitions")
-        with tempfile.TemporaryDirectory(prefix="cerebro-hydra-verify-") as scratch:
+        with temporary_folder("verify") as scratch:
             for part in check_partitions(manifest, store, scratch):
                 where = f"{name}: {part.split}/{part.index}"
                 problems = () if part.problem is None else (part.problem,)
