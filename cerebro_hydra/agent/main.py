@@ -28,6 +28,7 @@ from cerebro_hydra.agent.device.runtime import THE_GPU, Lane
 from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.device.worker_devices import DeviceStart
+from cerebro_hydra.agent.in_child import share_with_parent
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
@@ -179,6 +180,7 @@ class _Agent:
         except ControlFailed:
             self._server.close()
             raise
+        share_with_parent(self._incarnation, self._control)
         own = spec.partitions(start.worker)
         self._decoded = partial(
             decode_partitions, spec.manifest, self._folder.store, start.scratch, self._stopping

@@ -6,17 +6,12 @@ line, "[Stage 3:>  (0 + 2) / 2]", is kept off the screen meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import io
 import json
 import os
 import re
 import shutil
-import signal
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -24,7 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cerebro_hydra.agent.device.watchdog import LEFT_LATE
+from cerebro_hydra.agent.in_child import run_in_child
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.errors import Cancelled, ConfigurationError, JobStopped, SetupError
 from cerebro_hydra.hopper.backend import Factory, OnExit
@@ -39,6 +34,7 @@ from cerebro_hydra.spark.checks import parse_local_master
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
 from cerebro_hydra.spark.worker_checks import worker_failure
+from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import TLS
 
 if TYPE_CHECKING:
@@ -60,12 +56,6 @@ _CANCELLED = re.compile(r"(Job|Stage) \d+ (was )?cancell?ed[^\n]*")
 NEWS_SECONDS = 2.0
 """How long the coordinator may take to tell of a loss after Spark: this process was stopped."""
 
-KILL_SECONDS = 60.0
-"""How long a task waits to be killed after the coordinator has lost its agent."""
-
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
-
 _FOR_EVER = 2**62
 
 
@@ -80,10 +70,10 @@ class SparkLauncher:
     """Starts one agent per worker in Spark tasks, which Spark starts again when they are lost.
 
     The tasks are one job without barrier, so a lost agent is relaunched (as a new incarnation)
-    while the others train on. Where the next failure of a task would end that job, its agent runs
-    in a child process, whose death is none. If Spark ends the job all the same, because executors
-    were lost, a new one begins as long as agents join it. `on_exit` is called once per start, on
-    the launcher's own thread.
+    while the others train on. Each runs in a child of Spark's Python, which tells how it ended.
+    Where the next failure of a task would end that job, a death is none. If Spark ends the job all
+    the same, because executors were lost, a new one begins as long as agents join it. `on_exit` is
+    called once per start, on the launcher's own thread.
 
     Args:
         spark_context: where the tasks run.
@@ -306,58 +296,17 @@ def run_task(
         resources=resources,
     )
     with pinned(start.gpus):
-        factory.loaded  # noqa: B018  # what it refers to is missing here, or nowhere
         of_run = AgentSpec.from_json(json.loads(spec))
-        work = partial(in_own_group, partial(agent, of_run, start, factory))
-        if context.attemptNumber() < last_attempt:
-            work()
-        else:
-            run_in_child(work)
+
+        def work() -> None:
+            factory.loaded  # noqa: B018  # what it refers to is missing here, or nowhere
+            agent(of_run, start, factory)
+
+        tell = partial(tell_end, of_run.control, of_run.credentials)
+        own = partial(in_own_group, work)
+        run_in_child(own, tell, may_fail=context.attemptNumber() < last_attempt)
     shutil.rmtree(scratch, ignore_errors=True)
     return ()
-
-
-def run_in_child(agent: Callable[[], object]) -> None:
-    """Run an agent in a child of this process, whose death is no failure of the task.
-
-    Spark counts the deaths of a task's Python process, and ends the job of all agents at
-    `spark.task.maxFailures`. An attempt that is killed does not count. So when the child dies, this
-    process waits for the kill that follows each loss of an agent (`SparkLauncher.replace`).
-
-    Raises:
-        RuntimeError: the agent raised, or nobody missed it when it died.
-    """
-    parent = os.getpid()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            _die_with(parent)
-            agent()
-            code = 0
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode()[-_LONGEST_STORY:])
-        finally:
-            os._exit(code)
-    os.close(writing)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.set_blocking(reading, False)
-    with open(reading, "rb") as pipe:
-        story = pipe.read() or b""
-    if story:
-        raise RuntimeError(story.decode(errors="replace"))
-    if code not in (0, LEFT_LATE):
-        time.sleep(KILL_SECONDS)
-        raise RuntimeError(f"the agent's process ended with {code}, and no coordinator missed it")
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, even while Python is locked."""
-    with contextlib.suppress(AttributeError):  # no Linux: the agent looks for its parent itself
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 @contextmanager

@@ -133,6 +133,10 @@ class ControlClient:
         """Queue a message and return at once; False if the connection has ended."""
         return self._connection.send(message)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the connection's socket."""
+        return int(self._connection.transport.get_extra_info("socket").fileno())
+
     def flush(self, seconds: float) -> None:
         """Wait until what was sent has left this process, or for so many seconds."""
         written = threading.Event()
@@ -209,6 +213,16 @@ class ControlClient:
 
     def _failed(self, why: str) -> ControlFailed:
         return ControlFailed(f"no control connection to {self._uri}: {why}")
+
+
+def tell_end(uri: str, credentials: Credentials, incarnation: str, reason: str) -> None:
+    """Tell the driver how an agent's process ended, before its connection breaks.
+
+    Who tells holds that connection's socket as well. Nothing is told to a driver that is gone.
+    """
+    hello = {"incarnation": incarnation, "ended": reason}
+    with contextlib.suppress(ControlFailed):
+        ControlClient(uri, credentials, hello, _ignore, _ignore).close()
 
 
 class ControlConnection(Connection):
@@ -323,9 +337,9 @@ class ControlServer:
     An agent's first line is the secret, its second the hello. `on_hello(hello)` may refuse an agent
     by raising. Then `on_message(incarnation, message)` is called for each message, in order, and at
     the end exactly one `on_closed(incarnation, reason)`: the agent said goodbye, its connection
-    broke (at once after kill -9), or nothing came for `silence_seconds`. `close()` itself calls no
-    `on_closed`. Of an agent that gave up before it was heard, as while this process was stopped,
-    nothing is said.
+    broke (at once after kill -9), or nothing came for `silence_seconds`. The reason is what
+    `tell_end` told, if that came first. `close()` itself calls no `on_closed`. Of an agent that
+    gave up before it was heard, as while this process was stopped, nothing is said.
 
     Callbacks run one at a time on the server's thread and must return at once: while one runs, no
     agent is heard. They put what they are told into a queue. They may call `send`, but not `close`.
@@ -392,6 +406,11 @@ class ControlServer:
             return
         try:
             hello = json.loads(line)
+            if isinstance(hello, dict) and "ended" in hello:
+                self._bury(hello["incarnation"], str(hello["ended"]))
+                connection.write(encode("welcome", None))
+                connection.open(self._heartbeat_seconds, self._silence_seconds)
+                return
             incarnation = self._admitted(hello)
             self._agents[incarnation] = connection
             connection.on_end = partial(self._end, incarnation)
@@ -403,6 +422,10 @@ class ControlServer:
         connection.on_message = partial(self._on_message, incarnation)
         connection.write(encode("welcome", None))
         connection.open(self._heartbeat_seconds, self._silence_seconds)
+
+    def _bury(self, incarnation: str, reason: str) -> None:
+        if (connection := self._agents.get(incarnation)) is not None:
+            connection.hang_up(reason)
 
     def _admitted(self, hello: Any) -> str:
         incarnation = hello.get("incarnation") if isinstance(hello, dict) else None

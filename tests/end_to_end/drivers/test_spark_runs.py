@@ -171,6 +171,13 @@ def test_a_stopped_spark_context_ends_the_run_with_one_sentence(tmp_path: Path) 
     assert "Traceback" not in out + err and "py4j" not in err
 
 
+ENDINGS = {
+    "exits": "it ended with exit code 1",
+    "is killed": "it was ended by SIGKILL",
+    "crashes": "it was ended by SIGSEGV",
+}
+
+
 @pytest.mark.long
 def test_lethal_trials_fail_alone_and_cost_the_others_no_bit(
     spark: Any, df: Any, tmp_path: Path
@@ -189,6 +196,7 @@ def test_lethal_trials_fail_alone_and_cost_the_others_no_bit(
         mine = results[0].trials[trial]
         assert mine.status == "failed"
         assert f"3 agents in a row were lost while trial {trial} ran on them" in mine.error
+        assert mine.error.count(ENDINGS[fault]) == 3
 
 
 @pytest.mark.long
