@@ -140,14 +140,24 @@ class Claims:
 
 
 def is_claimed(store: Store, folder: str) -> bool:
-    """Return whether a program works on what lies in a folder, by this machine's clock."""
+    """Return whether a program works on what lies in a folder.
+
+    A program that would be seen from here is looked for, whether it renews its claim or was
+    stopped. Others are known by their last sign of life, by this machine's clock.
+    """
     if (latest := _latest(store, f"{folder}/{CLAIMS}")) is None:
         return False
     path = f"{folder}/{CLAIMS}/{latest}"
-    modified = store.usage(path).modified
-    if modified is None or time.time() - modified > CLAIM_SECONDS:
+    try:
+        content = store.read(path)
+    except StoreError:
+        content = b""  # it was cleared away, or is none of ours
+    if content == _GIVEN_UP:
         return False
-    return store.read(path) != _GIVEN_UP
+    if (gone := _is_gone(content)) is not None:
+        return not gone
+    modified = store.usage(path).modified
+    return modified is not None and time.time() - modified <= CLAIM_SECONDS
 
 
 def forget_claims(store: Store, folder: str) -> None:
@@ -182,9 +192,10 @@ def _owner() -> bytes:
     return said.encode()
 
 
-def _is_gone(content: bytes) -> bool:
-    """Say whether the program of a claim has ended, where its process would be seen from here."""
+def _is_gone(content: bytes) -> bool | None:
+    """Say whether the program of a claim has ended; None if its process is not seen from here."""
     owner = _OWNER.match(content.decode(errors="replace"))
     with suppress(OSError):
-        return owner is not None and owner[3] == boot() and has_ended(int(owner[1]), owner[2])
-    return False
+        if owner is not None and owner[3] == boot():
+            return has_ended(int(owner[1]), owner[2])
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,8 @@ def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:
         DataError: it can't be read.
     """
     try:
+        if file is None and not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would be waited for
+            raise DataError(f"{path!r} is no plain file: restore it from a copy")
         return pq.read_metadata(path if file is None else file)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path!r} is not a whole Parquet file ({error})") from error

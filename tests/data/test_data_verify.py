@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,17 @@ def test_every_partition_of_a_store_is_checked(tmp_path: Path, remote: bool) -> 
     assert "partition=00002" in problems[5]
     assert [problems[i] for i in (0, 2, 3, 4)] == [None] * 4
     assert list(scratch.iterdir()) == []
+
+
+def test_a_fifo_among_the_rows_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "store"))
+    manifest = write_dataset(store, COLUMNS, 1, 0.3)
+    folder = f"{store.data_path(manifest.fingerprint)}/{manifest.partition('train', 0).path}"
+    file = Path(folder, *store.list(folder))
+    file.unlink()
+    os.mkfifo(file)
+    problem, other = (each.problem for each in check_partitions(manifest, store, str(tmp_path)))
+    assert problem is not None and f"{str(file)!r} is no plain file" in problem and other is None
 
 
 def test_existing_files_are_checked(tmp_path: Path) -> None:

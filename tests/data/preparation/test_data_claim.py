@@ -172,6 +172,21 @@ def test_claim_of_a_program_that_is_gone_from_this_machine_is_free_at_once(tmp_p
         assert is_free(store)
 
 
+def test_claim_of_a_program_that_is_stopped_holds_what_it_works_on(tmp_path: Path) -> None:
+    """As by Ctrl-Z: `clean` would delete the run, and `fg` goes on with it."""
+    store = LocalStore(tmp_path)
+    folder = store.data_path("f")
+    with claimed(tmp_path) as other:
+        other.send_signal(signal.SIGSTOP)
+        (claim,) = Path(folder, CLAIMS).iterdir()
+        os.utime(claim, (0, 0))
+        while_stopped = is_claimed(store, folder)
+        other.kill()
+        other.wait()
+        os.utime(claim)
+        assert (while_stopped, is_claimed(store, folder)) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("part", "another", "free"),
     [
