@@ -12,6 +12,8 @@ _FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a f
 _SCHEME = re.compile(r"(?:^|.*/)\s*([A-Za-z][A-Za-z0-9+.-]*)://|\s*([A-Za-z][A-Za-z0-9+.-]*):/")
 _KINDS = "abfss?|adl|dbfs|file|gs|hdfs|s3[an]?|viewfs|wasbs?"
 _FOREIGN = re.compile(rf"\s*({_KINDS}):|.*/({_KINDS}):/", re.IGNORECASE)
+# What readers of Parquet leave out of a path, a terminal obeys, or no document of ours can say.
+_UNSPEAKABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WINDOWS = re.compile(r"[A-Za-z]:\\|\\\\")
 
 
@@ -22,8 +24,8 @@ def local_path(argument: str, given: Any) -> str | None:
     a folder named `dbfs:`. `~` is the user's home.
 
     Raises:
-        ConfigurationError: it is no path, one of Windows, or in the home of a user whom nobody
-            knows.
+        ConfigurationError: it is no path, one of Windows, one with control characters or bytes
+            that are no UTF-8, or in the home of a user whom nobody knows.
     """
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str) or not text:
@@ -43,7 +45,13 @@ def local_path(argument: str, given: Any) -> str | None:
             f"{argument} is {given!r}, and there is no user {text[1:].partition('/')[0]!r} with a "
             f"home here; for a folder of that name give './{text}'"
         )
-    return os.path.abspath(found)
+    path = os.path.abspath(found)
+    if (held := _UNSPEAKABLE.search(path)) is not None:
+        raise ConfigurationError(
+            f"{argument} is {path!r}, which holds {held[0]!r}; give a path without control "
+            "characters and in UTF-8"
+        )
+    return path
 
 
 def only_local(argument: str, given: Any) -> str:
