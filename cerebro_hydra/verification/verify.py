@@ -14,6 +14,7 @@ from cerebro_hydra.data.partition import check_partitions
 from cerebro_hydra.data.preparation.prepared import read_manifest
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.hopper.run_config import hop_config, trial_config
+from cerebro_hydra.observe.records import Decision
 from cerebro_hydra.plan.hop.journal import fold
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages.codec import from_json
@@ -226,6 +227,8 @@ class _Verification:
                 f"the journal of {path!r} does not begin with its configuration; restore its first "
                 "segment from a copy"
             )
+        for line in lines[1:]:
+            Decision.from_json(line)  # as every reader does
         state = fold(config, lines[1:])
         self._added = {number: trial.config for number, trial in state.trials.items()}
         budget = max((trial.budget for trial in state.trials.values()), default=0)

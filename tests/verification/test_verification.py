@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import cerebro_hydra
 from cerebro_hydra import cli
-from cerebro_hydra.errors import CerebroHydraError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.observe.report import REPORT_FILE
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
@@ -182,6 +182,17 @@ def test_a_journal_that_was_decided_otherwise_is_found(copied: RunFolder) -> Non
     rewrite_journal(copied, better)
     (said,) = part(verify(copied.path), "journal").problems
     assert "this version decides" in said
+
+
+def test_a_line_that_readers_refuse_is_found(copied: RunFolder) -> None:
+    lines = [line for segment in copied.read_segments() for line in segment]
+    lines[5]["time"] = 1e300
+    copied.store.delete(f"{copied.path}/journal")
+    copied.write_segment(0, lines)
+    with pytest.raises(JournalError, match="time can't be read from 1e"):
+        SearchResult.open(copied.path)
+    (said,) = part(verify(copied.path), "journal").problems
+    assert "time can't be read from 1e+300" in said
 
 
 @pytest.mark.parametrize("change", [{"num_epochs": 1}, {"seed": 9}, {"order": "seeded"}])
