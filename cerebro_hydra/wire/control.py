@@ -44,6 +44,8 @@ SILENCE_SECONDS = 10.0
 
 _LONGEST_HELLO = 1 << 20  # bytes of the first line of either end
 
+_GOODBYE = encode("bye", "").partition(b":")[0]
+
 CLOSE_SECONDS = 1.0
 """Seconds that agents have to hang up when the driver closes; they were told to stop before."""
 
@@ -401,7 +403,7 @@ class ControlServer:
         return connection
 
     def _greet(self, connection: ControlConnection, line: bytes) -> None:
-        if connection.received:  # its goodbye: an agent says no more before it is welcomed
+        if connection.received.startswith(_GOODBYE):
             connection.hang_up("the agent gave up before it was heard")
             return
         try:

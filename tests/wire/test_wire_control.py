@@ -102,8 +102,11 @@ def test_an_agent_that_gives_up_before_it_is_heard_has_never_joined() -> None:
     first = threading.Thread(target=connect, args=("a",))
     first.start()
     assert stopped.wait(GUARD)
+    before = threading.enumerate()
     with pytest.raises(ControlFailed, match="no greeting came within"):
         connect("b", 0.1)
+    for thread in set(threading.enumerate()).difference(before):
+        thread.join(GUARD)  # it says goodbye
     goes_on.set()
     first.join()
     connect("c")
