@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 
 from cerebro_hydra.agent.device.endings import ending_of
-from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, LEFT_LATE, TASK_OVERDUE
+from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, LEFT, LEFT_LATE, TASK_OVERDUE
 from cerebro_hydra.available_memory import memory_kills
 from cerebro_hydra.wire.control import ControlClient
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
 _LONGEST_NAME = 64  # bytes of an incarnation
 
-_OWN_ENDS = (LEFT_LATE, DRIVER_LOST, TASK_OVERDUE)
+_OWN_ENDS = (LEFT, LEFT_LATE, DRIVER_LOST, TASK_OVERDUE)
 """Exit codes of agents that have told the driver why, or that it told to end."""
 
 _parent: socket.socket | None = None  # of this process, if it is such a child
@@ -79,13 +79,13 @@ def run_in_child(
         own.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             named, connections, _, _ = socket.recv_fds(own, _LONGEST_NAME, 1)
-            if code not in (0, *_OWN_ENDS) and not story:
+            if code not in _OWN_ENDS and not story:
                 tell(named.decode(), ending)
             for connection in connections:
                 os.close(connection)
     if story:
         raise RuntimeError(story.decode(errors="replace"))
-    if code in (0, LEFT_LATE):
+    if code in (LEFT, LEFT_LATE):
         return
     if not may_fail:
         time.sleep(KILL_SECONDS)
@@ -110,7 +110,7 @@ def _be_child(
         _die_with(parent)
         _parent = to_parent
         agent()
-        code = 0
+        code = LEFT
     except BaseException:
         os.write(writing, traceback.format_exc().encode()[-_LONGEST_STORY:])
     finally:

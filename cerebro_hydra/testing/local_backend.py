@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import sys
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from cerebro_hydra.agent.device.process import ORPHANED_SERVER
+from cerebro_hydra.agent.device.watchdog import LEFT
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -173,6 +175,12 @@ def fork_server(preloaded: Sequence[str] = ()) -> Any:
     return context
 
 
+def _run(agent: Callable[[], object]) -> None:
+    """Run an agent, and let the exit code say that it left as it was told to."""
+    in_own_group(agent)
+    sys.exit(LEFT)
+
+
 class LocalLauncher:
     """Starts each agent as a process, and starts a dead one again, as Spark does.
 
@@ -269,7 +277,7 @@ class LocalLauncher:
             start = AgentStart(worker, number, scratch, resources=self._resources)
             process = self._start_process(start, spec, factory)
             process.join()
-            if process.exitcode == 0 or self._stopping.is_set():
+            if process.exitcode == LEFT or self._stopping.is_set():
                 self._leave(None, on_exit)
                 return
             with self._lock:
@@ -281,7 +289,7 @@ class LocalLauncher:
 
     def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
         agent = partial(run_agent, spec, start, factory)
-        process: BaseProcess = self._context.Process(target=in_own_group, args=(agent,))
+        process: BaseProcess = self._context.Process(target=_run, args=(agent,))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):

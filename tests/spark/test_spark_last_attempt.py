@@ -43,6 +43,7 @@ def test_a_death_that_nobody_misses_fails_in_the_end(monkeypatch: pytest.MonkeyP
     ("end", "told"),
     [
         (lambda: os._exit(3), "it ended with exit code 3"),
+        (lambda: os._exit(0), "it ended with exit code 0"),
         (lambda: ctypes.string_at(0), "it was ended by SIGSEGV"),
         (lambda: os.kill(os.getpid(), 9), "it was ended by SIGKILL, as the system does where"),
         (lambda: os._exit(TASK_OVERDUE), "the connection broke"),  # it said so itself

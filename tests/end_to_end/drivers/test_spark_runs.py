@@ -173,6 +173,7 @@ def test_a_stopped_spark_context_ends_the_run_with_one_sentence(tmp_path: Path) 
 
 ENDINGS = {
     "exits": "it ended with exit code 1",
+    "ends": "it ended with exit code 0",
     "is killed": "it was ended by SIGKILL",
     "crashes": "it was ended by SIGSEGV",
 }
@@ -183,7 +184,7 @@ def test_lethal_trials_fail_alone_and_cost_the_others_no_bit(
     spark: Any, df: Any, tmp_path: Path
 ) -> None:
     """They lose more agents than Spark lets a task lose, and than the run lets a worker."""
-    faults = ["exits", "none", "is killed", "exits", "crashes", "none"]
+    faults = ["exits", "none", "is killed", "ends", "crashes", "none"]
     results = []
     for name, each in (("lethal", faults), ("calm", ["none"] * len(faults))):
         space = {"fault": each, "driver": [os.getpid()], "batch": [1]}

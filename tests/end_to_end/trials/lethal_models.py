@@ -35,6 +35,7 @@ def _hang() -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "exits": lambda: os._exit(1),
+    "ends": lambda: os._exit(0),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as when memory runs out
     "crashes": lambda: ctypes.string_at(0),
     "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),

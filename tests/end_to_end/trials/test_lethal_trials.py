@@ -62,6 +62,7 @@ LONG = pytest.mark.long
     ("fault", "residents"),
     [
         ("exits", 1),
+        pytest.param("ends", 1, marks=LONG),
         pytest.param("locks Python", 1, marks=LONG),
         pytest.param("exits", 3, marks=LONG),
     ],
