@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      train eight models over a Spark DataFrame and replay every one of them"
-	@echo "make test      a guard of every promise, in 13 minutes on two quiet cores"
+	@echo "make test      a guard of every promise, in some 10 minutes on two cores"
 	@echo "make test-long   long searches, real sizes, the demo and a standalone cluster"
 	@echo "make test-kernels   the exactness part of it, with the kernels of another CPU"
 	@echo "make test-gpu   the engine and devices on a CUDA GPU, and what it costs to spill there"
