@@ -114,6 +114,7 @@ def checked_model(given: Any) -> nn.Module:
                 "than later ones; give the module as it was before torch.jit.script or trace"
             )
         _check_initialised(name, module)
+        _check_dense(name, module)
         _check_computed_tensors(name, module)
     _check_hooks(model)
     if getattr(model.zero_grad, "__func__", None) is not nn.Module.zero_grad:
@@ -130,6 +131,20 @@ def _check_initialised(name: str, module: nn.Module) -> None:
             f"{_told(name)} is a {type(module).__name__} without a size yet; give it sizes, or run "
             "the model once on a batch before the optimizer is made"
         )
+
+
+def _check_dense(name: str, module: nn.Module) -> None:
+    """Refuse sparse parameters and buffers, since segments hold dense tensors."""
+    for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for own, tensor in tensors.items():
+            if tensor is not None and tensor.layout is not torch.strided:
+                instead = "keep it dense, or as a plain attribute if it is constant"
+                if kind == "parameter":
+                    instead = "make it dense"
+                raise ConfigurationError(
+                    f"{kind} {own!r} of {_told(name)} is sparse, and shards hold dense tensors; "
+                    f"{instead}"
+                )
 
 
 def _check_computed_tensors(name: str, module: nn.Module) -> None:

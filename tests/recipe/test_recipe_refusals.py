@@ -120,6 +120,15 @@ SCALERS: dict[str, Any] = {
     "without a scale": torch.amp.GradScaler("cpu", init_scale=0.0),
     "of a class of its own": type("Own", (torch.amp.GradScaler,), {})("cpu"),
 }
+
+
+def with_sparse(register: Callable[..., None]) -> nn.Module:
+    model, matrix = nn.Sequential(nn.Linear(3, 1)), torch.eye(3).to_sparse()
+    parameter = register is nn.Module.register_parameter
+    register(model[0], "matrix", nn.Parameter(matrix) if parameter else matrix)
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
     "with a traced module": lambda: nn.Sequential(
@@ -127,6 +136,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "with a lazy layer": lambda: nn.Sequential(nn.LazyLinear(2)),
     "with a lazy norm": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False)),
+    "with a sparse parameter": partial(with_sparse, nn.Module.register_parameter),
+    "with a sparse buffer": partial(with_sparse, nn.Module.register_buffer),
     "with a computed attribute": Precomputed,
     "that is none": dict,
     **{f"with {kind}": partial(hooked, kind) for kind in HOOKS},
