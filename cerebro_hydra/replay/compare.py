@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +83,15 @@ def expectations(run: RunData, spec: TrialSpec) -> Expected:
     return Expected(spec.trial_id, *seen, state, problem, record.metrics, saved, rests)
 
 
-def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData) -> ReplayReport:
-    """Compare a replayed trial with what its run left behind."""
-    differences = _differences(recipe, replayed, expected)
+def compare(
+    recipe: Recipe, kept: Collection[str], replayed: Replayed, expected: Expected, run: RunData
+) -> ReplayReport:
+    """Compare a replayed trial with what its run left behind.
+
+    Args:
+        kept: the names of what checkpoints hold of the model as the factory builds it.
+    """
+    differences = _differences(kept, replayed, expected)
     first = expected.problem or next(differences, None)
     return ReplayReport(
         trial_id=expected.trial_id,
@@ -96,15 +102,14 @@ def compare(recipe: Recipe, replayed: Replayed, expected: Expected, run: RunData
     )
 
 
-def _differences(recipe: Recipe, replayed: Replayed, expected: Expected) -> Iterator[str]:
+def _differences(kept: Collection[str], replayed: Replayed, expected: Expected) -> Iterator[str]:
     if replayed.failure is not None:
         yield f"the run trained on, but in the replay {replayed.failure}"
     tensors, saved = replayed.tensors, expected.saved.tensors
-    persistent = recipe.model.state_dict()
     for name in sorted(saved.keys() | tensors.keys()):
         kind, _, at = name.partition(":")
-        if kind == "buffer" and name not in saved and at not in persistent:
-            continue  # not persistent: the factory makes it, no checkpoint holds it
+        if kind == "buffer" and name not in saved and at not in kept:
+            continue  # the factory or a forward makes it, no checkpoint holds it
         if name not in saved or name not in tensors:
             yield f"{name} exists only in the {'run' if name in saved else 'replay'}"
         elif (difference := tensor_difference(saved[name], tensors[name])) is not None:

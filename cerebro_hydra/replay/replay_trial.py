@@ -106,6 +106,7 @@ def replay_here(
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
                 line.append(Ancestor(each, recipe, until, each.lags(initial.shards)))
             load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
+            kept = frozenset(recipe.model.state_dict())
             for ancestor in line:
                 ancestor.recipe.to(device)
             if expected.problem is None:
@@ -120,7 +121,7 @@ def replay_here(
                         f"({named_error_text(error)}); give the factory that "
                         "the run was started with"
                     ) from error
-        return compare(recipe, replayed, expected, run)
+        return compare(recipe, kept, replayed, expected, run)
 
 
 def _device_of(document: RunDocument) -> torch.device:

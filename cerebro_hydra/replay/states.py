@@ -114,7 +114,11 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
             )
     with torch.no_grad():
         for name, tensor in saved.items():
-            targets[name].copy_(tensor)
+            target = targets[name]
+            if 0 in target.stride():  # of an expanded buffer, whose elements share memory
+                target.data = tensor.to(target.device, target.dtype, copy=True)
+            else:
+                target.copy_(tensor)
 
 
 def go_on(trainer: PlainTrainer, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -107,6 +107,36 @@ def test_replays_of_several_threads_are_all_identical(tmp_path: Path) -> None:
     assert [str(report) for report in reports if not report.identical] == []
 
 
+class Constant(nn.Module):
+    """Has a buffer whose elements share memory, and one that its first forward registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ones", torch.ones(1).expand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "places"):
+            self.register_buffer("places", torch.arange(4.0))
+        return x * self.ones + self.places
+
+
+class Constants(Small):
+    def recipe(self, shards: Shards) -> Recipe:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), Constant(), nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+
+def build_constants(params: Mapping[str, Any]) -> Recipe:
+    return Constants().make(params["shards"])
+
+
+def test_constant_buffers_are_no_difference_however_they_are_made(tmp_path: Path) -> None:
+    run = trained(tmp_path, Constants())
+    report = cerebro_hydra.replay(run.path, "trial-000", build_constants)
+    assert report.identical, str(report)
+
+
 def test_random_numbers_go_on_as_if_nothing_had_been_replayed(tmp_path: Path) -> None:
     run = trained(tmp_path, Dropping(), 400)
     torch.manual_seed(7)

@@ -50,7 +50,7 @@ def verdict(
     run: Any = SimpleNamespace(folder=folder, document=document)
     replayed = Replayed([METRICS])
     replayed.keep(PlainTrainer(trial, 0, 1))
-    return compare(trial, replayed, expected, run)
+    return compare(trial, trial.model.state_dict(), replayed, expected, run)
 
 
 def other_rate(shard: int) -> Callable[[SavedState], object]:
