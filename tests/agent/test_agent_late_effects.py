@@ -174,6 +174,18 @@ def test_what_changes_late_and_hops_with_no_shard_fails_its_trial_by_name(
     assert not agent.shards.knows(0, 1), "nothing of the sub-epoch is published"
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_plain_attributes_are_compared_though_there_is_no_time_left_to_look(
+    start: Callable[..., Agent], shards: int
+) -> None:
+    make, name = LATE["an attribute that acts"]
+    agent = start(lambda: make(shards=shards), share=0.0)
+    agent.runs._looks.share, agent.runs._looks.spent = 0.01, 1e9
+    failed = agent.train()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert f"training changed {name}, as it did not in the trial's first steps" in failed.error
+
+
 @pytest.mark.parametrize("device", [None, 2])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_depends_on_a_history_is_found_by_an_audit_before_it_acts(

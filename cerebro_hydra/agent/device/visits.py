@@ -151,8 +151,8 @@ class TrialVisits:
         memory = _Memory(
             trial.layout, order, self._reserved, self._scratch, self._looks, effects.watched
         )
-        if not audits and _may_look(self._looks):
-            effects.begin()
+        if not audits and self._looks.share:
+            effects.begin(whole=_may_look(self._looks))
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
         given = SubEpochInput(first, windows, metrics, order.trial.steps[partition])
         if uncut and not order.recompute:

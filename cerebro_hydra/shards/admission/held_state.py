@@ -31,6 +31,7 @@ _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_PLAIN = {bool, int, float, complex, str, type(None)}
 _LIBRARIES = {"torch", "builtins", "functools"}
 
 OF_HOOKS = "what is kept by a"
@@ -85,6 +86,15 @@ class HeldState:
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
         return reader
+
+    def read_plain(self) -> Reading:
+        """Return the numbers, texts and None among the model's attributes, which takes no time."""
+        reader = self._reader()
+        for place, module in self._recipe.model.named_modules():
+            for name, value in _own_attributes(module):
+                if type(value) in _PLAIN:
+                    reader.read(f"attribute {name!r} of {self._told(place)}", value)
+        return reader.found
 
     def attributes(self, names: Collection[str]) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield the modules that have attributes of these names, as readings have them, or may."""

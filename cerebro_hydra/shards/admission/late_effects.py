@@ -58,11 +58,19 @@ class LateEffects:
         self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading, Reading] | None = None
+        self._whole = True
         self._step: tuple[int, Reading] | None = None
 
-    def begin(self) -> None:
-        """Note what there is before a sub-epoch, while the model has its own tensors."""
-        optimizer = self._recipe.optimizer
+    def begin(self, whole: bool = True) -> None:
+        """Note what there is before a sub-epoch, while the model has its own tensors.
+
+        Args:
+            whole: whether there is time to look at all of it; else plain attributes are read alone.
+        """
+        self._whole, optimizer = whole, self._recipe.optimizer
+        if not whole:
+            self._before = self._held.read_plain(), {}, {}
+            return
         self._before = self._read(), self._held.read_optimizer(optimizer), self._read_schedule()
 
     @contextmanager
@@ -89,12 +97,13 @@ class LateEffects:
         self._draws.check()
         if self._before is None:
             return
-        (before, of_optimizer, of_schedule), after = self._before, self._read()
+        before, of_optimizer, of_schedule = self._before
+        after = self._read() if self._whole else self._held.read_plain()
         found = changed(before, after)
         in_order = {path for path in found if before.get(path) == after.get(path)}
         grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
         found -= grown | {path for path in in_order if is_shared(path)}
-        for optimizer, scheduler in optimizers:
+        for optimizer, scheduler in optimizers if self._whole else ():
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
