@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 
 from cerebro_hydra.agent.device.endings import ending_of
-from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, LEFT, LEFT_LATE, TASK_OVERDUE
+from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, TASK_OVERDUE
 from cerebro_hydra.available_memory import memory_kills
 from cerebro_hydra.wire.control import ControlClient
 
@@ -28,8 +28,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
 _LONGEST_NAME = 64  # bytes of an incarnation
 
-_OWN_ENDS = (LEFT, LEFT_LATE, DRIVER_LOST, TASK_OVERDUE)
-"""Exit codes of agents that have told the driver why, or that it told to end."""
+_LEAVES = b"leaves"
+
+_OWN_ENDS = (DRIVER_LOST, TASK_OVERDUE)
+"""Exit codes of agents that have told the driver why, or that have lost it."""
 
 _parent: socket.socket | None = None  # of this process, if it is such a child
 
@@ -38,6 +40,13 @@ def share_with_parent(incarnation: str, control: ControlClient) -> None:
     """Give the parent of this process the agent's connection, if it is one that waits for that."""
     if _parent is not None:
         socket.send_fds(_parent, [incarnation.encode()], [control.fileno()])
+
+
+def tell_parent_of_leaving() -> None:
+    """Tell the parent that the agent ends as told; no exit code can, as trials give any."""
+    if _parent is not None:
+        with contextlib.suppress(OSError):  # a trial has closed it
+            _parent.send(_LEAVES)
 
 
 def run_in_child(
@@ -64,7 +73,7 @@ def run_in_child(
         return
     parent, kills = os.getpid(), memory_kills()
     reading, writing = os.pipe()
-    own, childs = socket.socketpair()
+    own, childs = socket.socketpair(type=socket.SOCK_DGRAM)
     child = os.fork()
     if child == 0:
         _be_child(agent, parent, writing, childs)
@@ -75,17 +84,21 @@ def run_in_child(
     with open(reading, "rb") as pipe:
         story = pipe.read() or b""
     ending = ending_of(code, memory_ran_out=memory_kills() > kills)
-    with own:
+    named, connections, leaves = b"", [], False
+    with own, contextlib.suppress(BlockingIOError):
         own.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            named, connections, _, _ = socket.recv_fds(own, _LONGEST_NAME, 1)
-            if code not in _OWN_ENDS and not story:
-                tell(named.decode(), ending)
-            for connection in connections:
-                os.close(connection)
+        while True:
+            said, given, _, _ = socket.recv_fds(own, _LONGEST_NAME, 1)
+            leaves = leaves or said == _LEAVES
+            if given:
+                named, connections = said, given
+    if connections and not leaves and code not in _OWN_ENDS and not story:
+        tell(named.decode(), ending)
+    for connection in connections:
+        os.close(connection)
     if story:
         raise RuntimeError(story.decode(errors="replace"))
-    if code in (LEFT, LEFT_LATE):
+    if leaves:
         return
     if not may_fail:
         time.sleep(KILL_SECONDS)
@@ -110,7 +123,8 @@ def _be_child(
         _die_with(parent)
         _parent = to_parent
         agent()
-        code = LEFT
+        tell_parent_of_leaving()
+        code = 0
     except BaseException:
         os.write(writing, traceback.format_exc().encode()[-_LONGEST_STORY:])
     finally:

@@ -28,7 +28,7 @@ from cerebro_hydra.agent.device.runtime import THE_GPU, Lane
 from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.device.worker_devices import DeviceStart
-from cerebro_hydra.agent.in_child import share_with_parent
+from cerebro_hydra.agent.in_child import share_with_parent, tell_parent_of_leaving
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
@@ -353,6 +353,7 @@ class _Agent:
         if self._stopping.is_set():
             return
         self._stopping.set()
+        tell_parent_of_leaving()
         self._main.close()
         self._replicas.close()
         if self._ready.is_set():

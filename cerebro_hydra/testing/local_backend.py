@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from numpy.typing import NDArray
 
 from cerebro_hydra.agent.device.process import ORPHANED_SERVER
-from cerebro_hydra.agent.device.watchdog import LEFT
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -175,10 +175,17 @@ def fork_server(preloaded: Sequence[str] = ()) -> Any:
     return context
 
 
-def _run(agent: Callable[[], object]) -> None:
-    """Run an agent, and let the exit code say that it left as it was told to."""
+def _run(agent: Callable[[], object], writing: Connection) -> None:
+    """Run an agent, and say that it left as told; no exit code can, as trials give any."""
     in_own_group(agent)
-    sys.exit(LEFT)
+    writing.send(None)
+
+
+def _left(reading: Connection) -> bool:
+    """Return whether the agent at the other end, which is dead, said so."""
+    with reading, suppress(EOFError):
+        return reading.poll() and reading.recv() is None
+    return False
 
 
 class LocalLauncher:
@@ -275,9 +282,9 @@ class LocalLauncher:
     ) -> None:
         for number in itertools.count():
             start = AgentStart(worker, number, scratch, resources=self._resources)
-            process = self._start_process(start, spec, factory)
+            process, reading = self._start_process(start, spec, factory)
             process.join()
-            if process.exitcode == LEFT or self._stopping.is_set():
+            if _left(reading) or self._stopping.is_set():
                 self._leave(None, on_exit)
                 return
             with self._lock:
@@ -287,14 +294,18 @@ class LocalLauncher:
                 self._leave(error, on_exit)
                 return
 
-    def _start_process(self, start: AgentStart, spec: AgentSpec, factory: Factory) -> BaseProcess:
+    def _start_process(
+        self, start: AgentStart, spec: AgentSpec, factory: Factory
+    ) -> tuple[BaseProcess, Connection]:
         agent = partial(run_agent, spec, start, factory)
-        process: BaseProcess = self._context.Process(target=_run, args=(agent,))
+        reading, writing = self._context.Pipe(duplex=False)
+        process: BaseProcess = self._context.Process(target=_run, args=(agent, writing))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):
             process.start()
-        return process
+        writing.close()
+        return process, reading
 
     def _leave(self, error: BaseException | None, on_exit: OnExit) -> None:
         with self._lock:

@@ -16,14 +16,19 @@ import pytest
 
 from cerebro_hydra.agent import in_child
 from cerebro_hydra.agent.device.watchdog import LEFT_LATE, TASK_OVERDUE
-from cerebro_hydra.agent.in_child import run_in_child, share_with_parent
+from cerebro_hydra.agent.in_child import run_in_child, share_with_parent, tell_parent_of_leaving
 from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import new_credentials
 from tests.processes import run_python
 from tests.wire.control_driver import Driver, dial, ignore
 
 
-@pytest.mark.parametrize("end", [lambda: None, lambda: os._exit(LEFT_LATE)])
+def leaves_late() -> None:
+    tell_parent_of_leaving()
+    os._exit(LEFT_LATE)
+
+
+@pytest.mark.parametrize("end", [lambda: None, leaves_late])
 def test_an_agent_that_ends_when_told_to_ends_its_task(end: Callable[[], object]) -> None:
     run_in_child(end, ignore, may_fail=False)
 
@@ -44,6 +49,7 @@ def test_a_death_that_nobody_misses_fails_in_the_end(monkeypatch: pytest.MonkeyP
     [
         (lambda: os._exit(3), "it ended with exit code 3"),
         (lambda: os._exit(0), "it ended with exit code 0"),
+        (lambda: os._exit(LEFT_LATE), f"it ended with exit code {LEFT_LATE}"),
         (lambda: ctypes.string_at(0), "it was ended by SIGSEGV"),
         (lambda: os.kill(os.getpid(), 9), "it was ended by SIGKILL, as the system does where"),
         (lambda: os._exit(TASK_OVERDUE), "the connection broke"),  # it said so itself

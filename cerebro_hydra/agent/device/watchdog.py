@@ -14,7 +14,6 @@ PARENT_LOST = 3
 DRIVER_LOST = 4
 TASK_OVERDUE = 5
 LEFT_LATE = 6
-LEFT = 7  # as told; 0 may be what a trial gave to os._exit
 
 
 def watch_parent() -> threading.Event:

@@ -36,6 +36,7 @@ def _hang() -> None:
 FAULTS: dict[str, Callable[[], Any]] = {
     "exits": lambda: os._exit(1),
     "ends": lambda: os._exit(0),
+    "ends by another code": lambda: os._exit(7),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),  # as when memory runs out
     "crashes": lambda: ctypes.string_at(0),
     "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -63,6 +63,7 @@ LONG = pytest.mark.long
     [
         ("exits", 1),
         pytest.param("ends", 1, marks=LONG),
+        pytest.param("ends by another code", 1, marks=LONG),
         pytest.param("locks Python", 1, marks=LONG),
         pytest.param("exits", 3, marks=LONG),
     ],
