@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Protocol, TypedDict, runtime_checkable
 
 from cerebro_hydra.documents import Count, decode, one_of, within
-from cerebro_hydra.errors import JournalError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.plan.hop.journal import record as journal_record
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.events import Event, TrialAdded, TrialForked, TrialProposed
@@ -275,10 +275,13 @@ class Observers:
         for observer in list(self._observers):
             try:
                 observer.on_record(record)
-            except Exception:
+            except Exception as error:
                 self._observers.remove(observer)
-                _LOGGER.exception(
-                    "%s failed on a %s record and sees no more of this run, which goes on",
+                said = isinstance(error, CerebroHydraError)
+                _LOGGER.error(
+                    "%s failed on a %s record and sees no more of this run, which goes on%s",
                     type(observer).__name__,
                     type(record).__name__,
+                    f": {error}" if said else "",
+                    exc_info=not said,
                 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.observe import (
     Decision,
     Observers,
@@ -258,7 +259,22 @@ def test_observer_that_raises_is_logged_once_and_left_out(caplog: pytest.LogCapt
     assert broken.records == records[:1]
     assert len(caplog.records) == 1
     assert "Broken failed on a RunStarted record" in caplog.text
-    assert "no room on the screen" in caplog.text
+    assert "no room on the screen" in caplog.text and "Traceback" in caplog.text
+
+
+class Refused(Recorder):
+    def on_record(self, record: Record) -> None:
+        raise StoreError("can't write 'report.html': Is a directory")
+
+
+def test_an_observer_that_says_what_it_lacks_is_logged_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        Observers([Refused()]).on_record(RunEnded(1.0))
+    assert "Refused failed on a RunEnded record" in caplog.text
+    assert "which goes on: can't write 'report.html': Is a directory" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_trial_rests_at_its_rung_and_keeps_it_when_it_goes_on() -> None:
