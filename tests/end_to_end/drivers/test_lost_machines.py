@@ -68,7 +68,7 @@ class LonelyLauncher(LocalLauncher):
     ) -> None:
         if worker != 1:
             return super()._keep_up(worker, spec, scratch, factory, on_exit)
-        process = self._start_process(AgentStart(worker, 0, scratch), spec, factory)
+        process, _ = self._start_process(AgentStart(worker, 0, scratch), spec, factory)
         process.join()
         self._stopping.wait()
         return self._leave(None, on_exit)
