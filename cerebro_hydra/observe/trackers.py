@@ -221,7 +221,7 @@ class MLflowTracker(Tracker):
             try:
                 write_mlflow_model(archive, Path(scratch, MODEL))
             except Exception as error:
-                reason = utf8(f"{named_error_text(error)}")[:LONGEST_PARAM]
+                reason = utf8(named_error_text(error))[:LONGEST_PARAM]
                 self._client.set_tag(self._parent, "model_not_logged", reason)
             else:
                 self._client.log_artifacts(self._parent, str(Path(scratch, MODEL)), MODEL)

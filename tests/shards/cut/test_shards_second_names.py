@@ -22,7 +22,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.objective.step_module import StepBatch
 from cerebro_hydra.shards.admission.admit import admit, on_disk
-from cerebro_hydra.shards.cut.second_names import SecondNames
+from cerebro_hydra.shards.cut.second_names import SecondNames, on_copies
 from tests.shards import plain, zoo
 from tests.shards.hopping import start
 from tests.shards.trials import COLUMNS, made, scaler
@@ -600,3 +600,16 @@ def test_one_is_found_where_a_models_parameters_go_to_disk() -> None:
         pytest.raises(ConfigurationError, match=r"reads parameter '0\.bias' by another name"),
     ):
         admit(recipe, [(batch.features, batch.labels)], plain.TRIAL_SEED)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_first_calls_on_copies_count_only_if_something_refers_to_these_afterwards(
+    beside: bool,
+) -> None:
+    model, found, views = nn.Linear(2, 2), list[SecondNames](), list[Tensor]()
+    with on_copies(model, found):
+        if beside:
+            views.append(model.bias.detach())
+        else:  # attributes are given back
+            model.view = model.bias.detach()
+    assert [list(each.keys) for each in found] == [[("parameter", "bias")] if beside else []]
