@@ -27,7 +27,7 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Columns, PlainTrainer, build_recipe
 from cerebro_hydra.shards.admission.admit import admit
-from cerebro_hydra.shards.admission.late_effects import LateEffects
+from cerebro_hydra.shards.admission.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.engine.layout import TrialRuntime
@@ -79,10 +79,10 @@ def looks() -> str:
     )
     trial = TrialRuntime(recipe, cut_model, admitted.layout, 0, 1)
     plain = PlainTrainer(recipe, 0, 1)
-    budget = AuditBudget(0.01)
+    budget, known = AuditBudget(0.01), (admitted.attributes, admitted.set_in_evaluation)
 
     def look() -> None:
-        effects = LateEffects(trial, admitted.attributes, budget)
+        effects = LateEffects(trial, *known, budget, EarlierReadings())
         effects.begin()
         effects.check([(recipe.optimizer, None)] * cut_model.num_shards)
 

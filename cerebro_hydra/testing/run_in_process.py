@@ -34,7 +34,7 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.recipe import BatchTensors, Columns, Evaluation, Recipe, Window
 from cerebro_hydra.shards.admission.admit import AdmittedCut
-from cerebro_hydra.shards.admission.late_effects import LateEffects
+from cerebro_hydra.shards.admission.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (
@@ -185,6 +185,7 @@ class CutTrial:
         self.trial_seed = trial_seed
         self.steps_per_epoch = steps_per_epoch
         self.mode: Mode = mode
+        self._earlier = EarlierReadings()
         self.shards: list[tuple[dict[str, bytes], str]] = [
             ({name: b.tobytes() for name, b in segments.items()}, "null")
             for segments in initial_segments(recipe, admission.layout)
@@ -196,7 +197,8 @@ class CutTrial:
         Raises:
             ConfigurationError: training changed what does not hop.
         """
-        effects = LateEffects(self.runtime(), self.admission.attributes, AuditBudget(1.0))
+        known = self.admission.attributes, self.admission.set_in_evaluation
+        effects = LateEffects(self.runtime(), *known, AuditBudget(1.0), self._earlier)
         effects.begin()
         with effects.watched():
             totals = self.engine().train(

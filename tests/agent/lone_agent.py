@@ -207,7 +207,9 @@ class Agent:
 
     def train(self, state: int = 1, uncut: bool = False) -> Any:
         """Train a sub-epoch and return the event that it ends with."""
-        place, source = self.order[state - 1], StateSource(state - 1, None if state == 1 else ME)
+        order = self.order
+        place = order[(state - 1) % len(order)]
+        source = StateSource(state - 1, None if state == 1 else ME)
         task = StartSubEpoch(state, 0, state, 0, (place,), 0, ME, source, {}, uncut)
         self.worker.perform(task)
         return self.worker.result(SECONDS)

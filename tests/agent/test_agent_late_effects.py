@@ -125,12 +125,41 @@ class Averages(Event):
         return super().forward(x)
 
 
+class MakesFirst(Event):
+    """Makes a gain in its first forward, which damps later."""
+
+    def __init__(self, value: Any, buffer: bool = False) -> None:
+        super().__init__(self.damp)
+        self.value, self.buffer = value, buffer
+
+    def damp(self, *_: Any) -> None:
+        self.made *= 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            if self.buffer:
+                self.register_buffer("made", self.value.clone(), persistent=False)
+            else:
+                self.made = self.value.clone() if isinstance(self.value, Tensor) else self.value
+        return super().forward(x) * self.made
+
+
 LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     "an attribute that acts": (
         lambda **o: made(Event(dampens, gain=1.0), **o), "attribute 'gain' of module '2'"
     ),
     "a counter that would act": (
         lambda **o: made(Event(counts, gain=1.0, ticks=0), **o), "attribute 'ticks' of module '2'"
+    ),
+    "a number that the first forward makes": (
+        lambda **o: made(MakesFirst(1.0), **o), "attribute 'made' of module '2'"
+    ),
+    "a tensor that the first forward makes": (
+        lambda **o: made(MakesFirst(torch.ones(16)), **o), "attribute 'made' of module '2'"
+    ),
+    "a buffer that the first forward makes": (
+        lambda **o: made(MakesFirst(torch.ones(16), buffer=True), **o),
+        "buffer '2.made', which training makes",
     ),
     "a buffer of a loss": (
         lambda **o: made(loss=LateLoss("buffer"), **o), "buffer 'low' of the loss"
@@ -301,3 +330,57 @@ def test_what_reads_a_second_name_only_late_fails_its_trial(
     failed = agent.evaluate(1) if evaluates else trained
     assert isinstance(failed, events.TaskFailed), failed
     assert re.search(f"loss .*is nan.* or the loss reads {told} by another name", failed.error)
+
+
+class SetsAnew(nn.Module):
+    """Sets a number in each forward, which is another one late, and depends on no history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        self.scale = 0.5 if self.steps > RARE and HAPPENS[0] else 1.0
+        return x * self.scale
+
+
+class TableOfLengths(SetsAnew):
+    """Makes a table once, and a longer one when there are more rows than in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x) + int(self.steps > RARE and HAPPENS[0])
+        if not hasattr(self, "table") or len(self.table) < rows:
+            self.table = torch.ones(rows, 1)
+        return super().forward(x * self.table[: len(x)])
+
+
+@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_later_steps_set_without_a_history_is_no_harm(
+    start: Callable[..., Agent], middle: type[nn.Module], shards: int
+) -> None:
+    agent = start(lambda: made(middle(), shards=shards), share=0.0)
+    agent.runs._looks.share = 0.01
+    for state in (1, 2):
+        done = agent.train(state)
+        assert isinstance(done, events.SubEpochDone), done
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_changes_while_there_is_no_time_to_look_is_found_at_the_next_look(
+    start: Callable[..., Agent], shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damps_once = lambda self, x: self.gains.update(w=0.5)  # noqa: E731
+    agent = start(lambda: made(Event(damps_once, gains={"w": 1.0}), shards=shards), share=0.0)
+    monkeypatch.setattr("cerebro_hydra.shards.admission.late_effects.FREE_SECONDS", -1.0)
+    looks = agent.runs._looks
+    looks.share, HAPPENS[0] = 1.0, False
+    assert isinstance(agent.train(1), events.SubEpochDone), "with a look"
+    looks.spent, HAPPENS[0] = 1e9, True
+    assert isinstance(agent.train(2), events.SubEpochDone), "without one"
+    looks.spent = 0.0
+    failed = agent.train(3)
+    assert isinstance(failed, events.TaskFailed), failed
+    assert "training changed attribute 'gains' of module '2' at ['w']" in failed.error

@@ -33,7 +33,11 @@ from cerebro_hydra.recipe.randomness import (
     random_numbers_kept,
 )
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
-from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, LateEffects
+from cerebro_hydra.shards.admission.late_effects import (
+    FREE_SECONDS,
+    EarlierReadings,
+    LateEffects,
+)
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests, tensor_digests
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
@@ -102,6 +106,7 @@ class TrialVisits:
         self._scratch = scratch
         self._spares: dict[int, Recipe | BaseException] = {}  # for the next audit of each trial
         self._looks = AuditBudget(builder.audit_share)  # for what training leaves that can't hop
+        self._readings: dict[int, tuple[torch.nn.Module, EarlierReadings]] = {}  # of what it leaves
 
     def profile(self, trial: TrialSpec) -> TrialProfile:
         """Build a trial, unless it was built before, and describe it."""
@@ -116,6 +121,7 @@ class TrialVisits:
         """Forget a trial that is over."""
         self._builder.forget(trial)
         self._spares.pop(trial, None)
+        self._readings.pop(trial, None)
 
     def open(self, order: VisitOrder) -> DeviceVisit:
         """Return a visit of a trial."""
@@ -147,7 +153,9 @@ class TrialVisits:
         metrics = task.metrics if first == order.start_step and task.metrics else None
         if audits:
             windows = islice(windows, 1)
-        effects = LateEffects(trial, order.trial.attributes, self._looks)
+        known = order.trial.attributes, order.trial.set_in_evaluation
+        earlier = EarlierReadings() if audits else self._earlier(task.trial, trial.recipe.model)
+        effects = LateEffects(trial, *known, self._looks, earlier)
         memory = _Memory(
             trial.layout, order, self._reserved, self._scratch, self._looks, effects.watched
         )
@@ -178,6 +186,13 @@ class TrialVisits:
         rounds = self._builder.rounds(task.trial, task.partitions)
         chain = GradientChain(self._links(task), trial.layout, trial.recipe.accumulate, rounds)
         return self._builder.replica_windows(*place), chain
+
+    def _earlier(self, trial: int, model: torch.nn.Module) -> EarlierReadings:
+        """Return what earlier visits have read of a trial's model, unless it was built anew."""
+        if trial not in self._readings or self._readings[trial][0] is not model:
+            kept = {n: each for n, each in self._readings.items() if self._builder.keeps(n)}
+            self._readings = kept | {trial: (model, EarlierReadings())}
+        return self._readings[trial][1]
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no visit uses its model.
@@ -305,10 +320,12 @@ class _ComparedSteps:
         self._accumulate = accumulate
         self._done = 0
 
-    def begin(self, microbatch: int) -> None:
-        """Note that a microbatch begins."""
+    def begin(self, shard: int, microbatch: int) -> None:
+        """Note that F of a shard begins."""
         window, place = divmod(microbatch, self._accumulate)
-        if window == self._window:
+        if window and self._effects.awaits_first_step:
+            self._effects.first_step_ended()
+        if shard == 0 and window == self._window:
             if place == 0:
                 self._done = 0
                 self._effects.begin_step(window)
@@ -342,8 +359,8 @@ class _Training:
 
     def _begin(self, task: Action) -> None:
         """Note that a task begins."""
-        if task.kind is ActionKind.F and task.shard == 0:
-            self._steps.begin(task.microbatch or 0)
+        if task.kind is ActionKind.F:
+            self._steps.begin(task.shard, task.microbatch or 0)
 
 
 class TrainingVisit(_Training):

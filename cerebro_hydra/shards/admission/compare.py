@@ -199,6 +199,7 @@ class CutCheck:
             evaluated_as = of_evaluation.evaluate, of_evaluation.latest
             effects.check_caches(state, examples[0], key, *evaluated_as)
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
+            effects.find_made(state, attributes, examples[0], key)
         template, trained = StateTemplate.learn(model, optimizer), contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
         with (

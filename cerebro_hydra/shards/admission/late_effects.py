@@ -6,9 +6,11 @@ another one that changes later is lost at the next hop, and so is what depends o
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,12 +21,15 @@ from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.readings import (
+    NOTHING,
     KnownChanges,
     Reading,
     changed,
     have_grown,
     is_of_process,
     is_shared,
+    moved_on,
+    name_of,
     told,
 )
 from cerebro_hydra.shards.admission.training_effects import remedy
@@ -37,19 +42,46 @@ FREE_SECONDS = 0.005
 """Seconds of a processor that a reading takes for nothing, even if training is short."""
 
 
+@dataclass
+class EarlierReadings:
+    """Holds what earlier visits of a process have read of one model.
+
+    Attributes:
+        latest: after the latest visit that looked at all, if that takes time; what trials share is
+            left out.
+        missed: whether visits came after it that did not.
+        seconds: what that reading took.
+    """
+
+    latest: Reading | None = None
+    missed: bool = False
+    seconds: float = math.inf
+
+
 class LateEffects:
     """Compares attributes, losses, collate and optimizer before and after a sub-epoch or a step.
 
     Args:
         trial: its recipe is that which trains.
         known: the marks of what the trial's first steps changed; see `KnownChanges`.
+        evaluated: what admission's evaluations changed.
         budget: the seconds that readings take beyond `FREE_SECONDS` are added to what it has spent.
+        earlier: of the recipe's model.
     """
 
-    def __init__(self, trial: TrialRuntime, known: Collection[str], budget: AuditBudget) -> None:
+    def __init__(
+        self,
+        trial: TrialRuntime,
+        known: Collection[str],
+        evaluated: Collection[str],
+        budget: AuditBudget,
+        earlier: EarlierReadings,
+    ) -> None:
         self._trial, self._recipe = trial, trial.recipe
         self._known = KnownChanges(known)
+        self._evaluated = frozenset(evaluated)
         self._budget = budget
+        self._earlier = earlier
         kinds = (
             entry.name.partition(":")[::2]
             for shard in trial.layout.shards
@@ -58,6 +90,9 @@ class LateEffects:
         self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading, Reading] | None = None
+        self._made: Reading = {}  # by the first step of the model, for good
+        self._looked_for: Set[str] = frozenset()  # of that
+        self._between: set[str] = set()  # changed in visits that did not look
         self._whole = True
         self._step: tuple[int, Reading] | None = None
 
@@ -65,13 +100,35 @@ class LateEffects:
         """Note what there is before a sub-epoch, while the model has its own tensors.
 
         Args:
-            whole: whether there is time to look at all of it; else plain attributes are read alone.
+            whole: whether there is time to look at all of it; else plain attributes are read alone,
+                unless all of it takes no time.
         """
-        self._whole, optimizer = whole, self._recipe.optimizer
-        if not whole:
+        earlier, optimizer = self._earlier, self._recipe.optimizer
+        self._whole = whole or earlier.seconds <= FREE_SECONDS
+        if self._whole:
+            self._before = self._read(), self._held.read_optimizer(optimizer), self._read_schedule()
+            if earlier.missed and earlier.latest is not None:
+                found = changed(earlier.latest, _own(self._before[0]))
+                self._between = {path for path in found if name_of(path) not in self._evaluated}
+        else:
             self._before = self._held.read_plain(), {}, {}
-            return
-        self._before = self._read(), self._held.read_optimizer(optimizer), self._read_schedule()
+            earlier.missed = True
+        self._note_made(self._before[0])
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """Return whether the first step of the sub-epoch may make something for good."""
+        return self._before is not None and not self._known.made <= self._looked_for
+
+    def first_step_ended(self) -> None:
+        """Note what that step has made."""
+        self._note_made(self._read() if self._whole else self._held.read_plain())
+        self._looked_for = self._known.made
+
+    def _note_made(self, reading: Reading) -> None:
+        made = {path: reading.get(path, NOTHING) for path in self._known.made}
+        self._made = {path: text for path, text in made.items() if text != NOTHING}
+        self._looked_for = self._made.keys()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -107,13 +164,20 @@ class LateEffects:
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
+        found |= self._between
         found = {path for path in found if not self._known.covers(path)}
+        found |= {path for path, text in self._made.items() if moved_on(text, after.get(path))}
         # What another module holds in a module's place follows from its class.
         if late := sorted(found, key=lambda path: (not path.startswith("the class"), path)):
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
                 f"is no part of the state that hops: {remedy(late[0], after.get(late[0], ''))}"
             )
+
+        if self._whole:
+            takes_time = self._earlier.seconds > FREE_SECONDS
+            self._earlier.latest = _own(after) if takes_time else None
+            self._earlier.missed = False
 
     def begin_step(self, window: int) -> None:
         """Note what there is before a step."""
@@ -148,8 +212,14 @@ class LateEffects:
     def _read(self) -> Reading:
         begun = time.thread_time()
         found = self._held.read()
-        self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
+        seconds = self._earlier.seconds = time.thread_time() - begun
+        self._budget.spent += max(0.0, seconds - FREE_SECONDS)
         return found
+
+
+def _own(reading: Reading) -> Reading:
+    """Return what no other trial of the process may change."""
+    return {path: text for path, text in reading.items() if not is_shared(path)}
 
 
 def history_told(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 PART = "\0"
@@ -106,11 +106,13 @@ class KnownChanges:
     before, unless it was still empty after them.
 
     Args:
-        marks: a path that changed; with `ANY` as its last part, a container for all that is below;
-            with `SAME`, a value there that did not change; with `EMPTY`, what is shared and was
-            empty to the end; with `FILLED`, what is shared and was filled.
+        marks: a path that changed; with `MADE` as its last part, one that the first step made for
+            good; with `ANY`, a container for all that is below; with `SAME`, a value there that did
+            not change; with `EMPTY`, what is shared and was empty to the end; with `FILLED`, what
+            is shared and was filled.
     """
 
+    MADE = f"{PART}!"
     ANY = f"{PART}*"
     SAME = f"{PART}="
     EMPTY = f"{PART}0"
@@ -123,6 +125,8 @@ class KnownChanges:
 
     def __init__(self, marks: Collection[str]) -> None:
         self._marks = frozenset(marks)
+        self.made = {mark.removesuffix(self.MADE) for mark in marks if mark.endswith(self.MADE)}
+        """The values that the first step made, and no later one changed."""
         self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
@@ -130,7 +134,7 @@ class KnownChanges:
 
     def told(self, most: int) -> list[str]:
         """Return what changed, in words, the first of it."""
-        others = (self.SAME, self.EMPTY, self.FILLED)
+        others = (self.MADE, self.SAME, self.EMPTY, self.FILLED)
         paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
         return sorted(set(map(told, paths)))[:most]
 
@@ -209,6 +213,41 @@ def _empty(reading: Reading) -> set[str]:
         elif text == NOTHING and not path.rpartition(PART)[0].endswith(_FIXED):
             found.add(path)
     return {path for path in found if is_shared(path)}
+
+
+def made_for_good(readings: Sequence[Reading]) -> set[str]:
+    """Return the numbers and tensors of a model that the first step made and no other changed.
+
+    Args:
+        readings: one before the first steps and one after each.
+    """
+    built, first, *later = readings
+    return {
+        path
+        for path, text in first.items()
+        if path.startswith(("attribute ", "buffer "))
+        and _is_number(text)
+        and built.get(path, NOTHING) == NOTHING
+        and all(other.get(path) == text for other in later)
+    }
+
+
+def moved_on(before: str, after: str | None) -> bool:
+    """Return whether a number or a tensor that was made for good has another value.
+
+    One of another form is no harm: a tensor of another shape is a table that is made for larger
+    batches, and None is made anew.
+    """
+    return after is not None and before != after and _form(before) == _form(after)
+
+
+def _is_number(text: str) -> bool:
+    return text.startswith(("float ", "bool ", "tensor torch.float", "tensor torch.bfloat"))
+
+
+def _form(text: str) -> str:
+    """Return the type and the shape of a value."""
+    return text.rpartition(" ")[0]
 
 
 def have_grown(paths: Iterable[str], before: Reading, after: Reading) -> set[str]:

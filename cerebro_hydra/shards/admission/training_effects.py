@@ -30,6 +30,7 @@ from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
     changed,
+    made_for_good,
     name_of,
     told,
 )
@@ -41,6 +42,7 @@ from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
+_MOST_MADE = 8  # attributes made in the first step; of more, nothing is known
 _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
@@ -92,6 +94,7 @@ class SideEffects:
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
+        self._made: set[str] = set()  # by the first step, for good
 
     def before_steps(self, scheduler: Any | None) -> None:
         """Read an LR scheduler that was made for these steps."""
@@ -113,7 +116,8 @@ class SideEffects:
     @property
     def known(self) -> tuple[str, ...]:
         """Return these marks, and those of what is shared, after evaluations as well."""
-        return (*self.changes, *KnownChanges.shared_marks(self._readings[0], self._latest))
+        made = sorted(path + KnownChanges.MADE for path in self._made)
+        return (*self.changes, *made, *KnownChanges.shared_marks(self._readings[0], self._latest))
 
     def check_kept(self) -> None:
         """Refuse an optimizer or an LR scheduler that counts, and tensors kept on parameters.
@@ -168,6 +172,54 @@ class SideEffects:
             if differs and name_of(path) in names:
                 instead = remedy(path, without[path])
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
+
+    def find_made(
+        self,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> None:
+        """Find what the first step made that later ones use as it is, and set no more.
+
+        If that changes late, it depends on a history. What each step sets is no harm, though it was
+        the same in the first steps; it is set in place of an object that is of no use, too.
+
+        Args:
+            trained: as of `check`, as are the others.
+        """
+        made = made_for_good(self._readings)
+        own = {name_of(path) for path in made if path.startswith("attribute ")}
+        places = list(self._held.attributes(own))
+        anew = {
+            name
+            for module, attribute, name in places[:_MOST_MADE]
+            if self._sets_anew(module, attribute, trained, history, example, key)
+        }
+        anew |= {name for *_, name in places[_MOST_MADE:]}
+        self._made = {path for path in made if name_of(path) not in anew}
+
+    def _sets_anew(
+        self,
+        module: nn.Module,
+        attribute: str,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> bool:
+        """Return whether a step sets an attribute before it uses what it finds there."""
+        found: list[bool] = []
+
+        def step() -> None:
+            own, vars(module)[attribute] = vars(module)[attribute], (unusable := object())
+            with suppress(Exception):
+                forward_and_backward(self._recipe, example, key)
+            found.append(vars(module).get(attribute) is not unusable)
+            vars(module)[attribute] = own
+
+        self._after_pass(trained, history, example, key, step)
+        return found[0]
 
     def check_caches(
         self,
