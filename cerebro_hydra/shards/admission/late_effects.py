@@ -173,7 +173,6 @@ class LateEffects:
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
                 f"is no part of the state that hops: {remedy(late[0], after.get(late[0], ''))}"
             )
-
         if self._whole:
             takes_time = self._earlier.seconds > FREE_SECONDS
             self._earlier.latest = _own(after) if takes_time else None
