@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+_SPELT_WITH_A_VOWEL = frozenset("AEFHILMNORSX")  # as an LSTM, an SGD
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a value's type with its article, as "a list", "an int" or "an LSTM"."""
+    name = type(value).__name__
+    spelt = name[:2].isupper() and len(name) > 1
+    vowel = name[0] in _SPELT_WITH_A_VOWEL if spelt else name[0] in "AEIOaeio"
+    return f"{'an' if vowel else 'a'} {name}"
+
 
 class CerebroHydraError(Exception):
     """Is the base of every error that this package raises on purpose."""

@@ -24,7 +24,7 @@ from cerebro_hydra.data.decoder import (
 )
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.data.tables import arrow_table, is_table
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.errors import DataError, kind_of
 from cerebro_hydra.recipe.batch.cells import Cells
 
 
@@ -128,7 +128,7 @@ def _columns(rows: Any, names: list[str]) -> list[Any]:
         raise DataError("rows is a DataFrame of Spark; use transform(df) for it")
     if not isinstance(rows, Mapping):
         raise DataError(
-            f"rows is a {type(rows).__name__}; give a pandas DataFrame, a dict of arrays or a list "
+            f"rows is {kind_of(rows)}; give a pandas DataFrame, a dict of arrays or a list "
             f"of dicts with the columns {names}"
         )
     _check_names(rows, names, "the data")

@@ -14,7 +14,7 @@ from pyspark.ml.param.shared import (
     HasSeed,
 )
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.storage import Store
 
 OUTPUTS = ("classification", "regression", "raw")
@@ -54,7 +54,7 @@ def _row(
 def _store(value: Any) -> Store:
     if not isinstance(value, Store):
         raise ConfigurationError(
-            f"store is {value!r}, a {type(value).__name__}; give a store, such as "
+            f"store is {value!r}, {kind_of(value)}; give a store, such as "
             'LocalStore(prefix_path="/some/folder")'
         )
     return value

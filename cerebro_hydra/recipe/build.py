@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.torch_settings import torch_settings_kept
@@ -83,11 +83,7 @@ def recipe_of(built: Any) -> Recipe:
     """
     recipe = getattr(built, "recipe", built)
     if not isinstance(recipe, Recipe):
-        kind = (
-            f"the class {built.__name__}"
-            if isinstance(built, type)
-            else f"a {type(built).__name__}"
-        )
+        kind = f"the class {built.__name__}" if isinstance(built, type) else kind_of(built)
         raise ConfigurationError(
             f"estimator_gen_fn returned {kind}; return a SparkEstimator or a Recipe"
         )
@@ -192,7 +188,7 @@ def _state_of(given: WarmStart) -> Mapping[str, Tensor]:
 def _check_kind(name: str, given: Any, own: Tensor) -> None:
     if not isinstance(given, Tensor):
         raise ConfigurationError(
-            f"warm_start has a {type(given).__name__} for {name}; give tensors, as in a state_dict"
+            f"warm_start has {kind_of(given)} for {name}; give tensors, as in a state_dict"
         )
     if given.is_floating_point() != own.is_floating_point():
         raise ConfigurationError(

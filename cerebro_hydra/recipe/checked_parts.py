@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.recipe.randomness import AUTOCAST
@@ -46,7 +46,7 @@ def check_collate(collate: object) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def check_optimizer(optimizer: Any, model: nn.Module, loss: Any = None) -> None:
     """Refuse what can't be cloned over the parameters of a shard.
 
     Raises:
@@ -55,7 +55,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}; give an instance over the "
+            f"optimizer is {kind_of(optimizer)}; give an instance over the "
             "model's parameters, such as torch.optim.AdamW(model.parameters())"
         )
     for kind in type(optimizer).__mro__:
@@ -86,10 +86,25 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise ConfigurationError(
-                    f"param group {number} of the optimizer holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not the model's; build the optimizer "
-                    "from this model's own parameters"
+                    f"param group {number} of the optimizer holds {_foreign(parameter, loss)}"
                 )
+
+
+def _foreign(parameter: Tensor, loss: Any) -> str:
+    """Return which parameter that is not the model's an optimizer holds, and what to do."""
+    for each in loss if isinstance(loss, list | tuple) else [loss]:
+        own = each.named_parameters() if isinstance(each, nn.Module) else ()
+        for name, of_loss in own:
+            if of_loss is parameter:
+                return (
+                    f"parameter {name!r} of the loss {type(each).__name__}, and only the model's "
+                    "hop; make the loss a module of the model, let forward take the labels and "
+                    "return {'loss': ..., 'logits': ...}, and give loss='model'"
+                )
+    return (
+        f"a parameter of shape {tuple(parameter.shape)} that is not the model's; build the "
+        "optimizer from this model's own parameters, and make what else trains a module of it"
+    )
 
 
 def _members(value: Any) -> Iterable[Any]:
@@ -106,7 +121,7 @@ def checked_model(given: Any) -> nn.Module:
     """
     model = given.module if isinstance(given, nn.DataParallel) else given
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        raise ConfigurationError(f"model is {kind_of(model)}; give a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigurationError(
@@ -115,6 +130,7 @@ def checked_model(given: Any) -> nn.Module:
             )
         _check_initialised(name, module)
         _check_dense(name, module)
+        _check_no_max_norm(name, module)
         _check_computed_tensors(name, module)
     _check_hooks(model)
     if getattr(model.zero_grad, "__func__", None) is not nn.Module.zero_grad:
@@ -128,7 +144,7 @@ def checked_model(given: Any) -> nn.Module:
 def _check_initialised(name: str, module: nn.Module) -> None:
     if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
         raise ConfigurationError(
-            f"{_told(name)} is a {type(module).__name__} without a size yet; give it sizes, or run "
+            f"{_told(name)} is {kind_of(module)} without a size yet; give it sizes, or run "
             "the model once on a batch before the optimizer is made"
         )
 
@@ -145,6 +161,16 @@ def _check_dense(name: str, module: nn.Module) -> None:
                     f"{kind} {own!r} of {_told(name)} is sparse, and shards hold dense tensors; "
                     f"{instead}"
                 )
+
+
+def _check_no_max_norm(name: str, module: nn.Module) -> None:
+    """Refuse embeddings whose forward writes to their weight, which evaluation must not change."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise ConfigurationError(
+            f"{_told(name)} is {kind_of(module)} with max_norm={module.max_norm}, whose forward "
+            "writes to its weight, in evaluation too, which must leave the state as it is; leave "
+            "max_norm out, and scale what the embedding gives"
+        )
 
 
 def _check_computed_tensors(name: str, module: nn.Module) -> None:
@@ -346,7 +372,7 @@ def _name(block: Any, model: nn.Module) -> str:
     if isinstance(block, nn.Module):
         if block not in first_names:
             raise ConfigurationError(
-                f"shards holds a {type(block).__name__} that is no module of the model; give "
+                f"shards holds {kind_of(block)} that is no module of the model; give "
                 "modules of this model, or their names"
             )
         return first_names[block]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import is_error, named_error_text
 from cerebro_hydra.recipe.randomness import units
 from cerebro_hydra.recipe.torch_settings import SetForAll
@@ -170,7 +170,7 @@ def _compiled(name: str, module: nn.Module) -> Callable[..., Any]:
                 plain(*args, **kwargs)  # says it in the words of the layer that fails
             said = named_error_text(error).partition("\n\n")[0]
             raise ConfigurationError(
-                f"torch.compile can't take unit {name!r}, a {type(module).__name__} "
+                f"torch.compile can't take unit {name!r}, {kind_of(module)} "
                 f"({said}); leave compile out, or compile the layers that "
                 "it takes in the function that makes the model"
             ) from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, kind_of
 from cerebro_hydra.recipe.placement import on_the_host
 
 SCALED = "float16"
@@ -49,7 +49,7 @@ def checked_scaler(given: Any, autocast: str | None, model: nn.Module) -> Any | 
         return torch.amp.GradScaler("cpu")
     if type(given) not in _KINDS:
         raise ConfigurationError(
-            f"grad_scaler is a {type(given).__name__}; give a torch.amp.GradScaler, of which each "
+            f"grad_scaler is {kind_of(given)}; give a torch.amp.GradScaler, of which each "
             "shard has a copy"
         )
     if not given.is_enabled():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.objective.step_module import BY_HAND
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
@@ -190,7 +190,7 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer, steps_per_
         ) from error
     if made is not None and not callable(getattr(made, "step", None)):
         raise ConfigurationError(
-            f"lr_scheduler gave a {type(made).__name__}; it is to return an LR scheduler"
+            f"lr_scheduler gave {kind_of(made)}; it is to return an LR scheduler"
         )
     return made
 

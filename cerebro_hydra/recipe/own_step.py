@@ -51,8 +51,11 @@ def check_own_step(step: Any, options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"training_step is given and {name} is {value!r}: {instead}")
 
 
-def joined_optimizers(given: Any, model: nn.Module, step: Any) -> Optimizer:
+def joined_optimizers(given: Any, model: nn.Module, step: Any, loss: Any = None) -> Optimizer:
     """Return the optimizer of a trial: a list of them as one, if a step of its own steps them.
+
+    Args:
+        loss: of the trial, whose parameters no optimizer may have.
 
     Raises:
         ConfigurationError: one can't be used, two have a parameter in common, or nothing says when
@@ -68,12 +71,12 @@ def joined_optimizers(given: Any, model: nn.Module, step: Any) -> Optimizer:
                 "give training_step=, a function (model, batch, optimizers) that does it, or one "
                 "optimizer with several param groups"
             )
-        check_optimizer(given, model)
+        check_optimizer(given, model, loss)
         return cast(Optimizer, given)
     if not several:
         raise ConfigurationError("optimizer is an empty list; give training_step one at least")
     for each in several:
-        check_optimizer(each, model)
+        check_optimizer(each, model, loss)
     if (both := shared_parameter(several)) is not None:
         name = next(name for name, p in model.named_parameters() if p is both)
         raise ConfigurationError(

@@ -211,7 +211,8 @@ class Recipe:
         self.model = checked_model(self.model)
         self.uncompiled = leave_uncompiled(self.model)
         self._compiled = CompiledUnits(check_compilable(self.model) if self.compile else ())
-        self.optimizer = joined_optimizers(self.optimizer, self.model, self.training_step)
+        given, step = self.optimizer, self.training_step
+        self.optimizer = joined_optimizers(given, self.model, step, self.loss)
         self._objective = Objective(self.loss, self.loss_weights)
         self.metric_list = resolve_metrics(self.metrics)
         self.lr_schedule = LRSchedule(self.lr_scheduler, self.lr_interval, self.lr_metric)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.errors import ConfigurationError, SetupError
+from cerebro_hydra.errors import ConfigurationError, SetupError, kind_of
 from cerebro_hydra.spark import java
 from cerebro_hydra.spark import java as java_heap
 from cerebro_hydra.spark.checks import (
@@ -324,7 +324,7 @@ def context_of(spark: SparkContext | SparkSession | None) -> SparkContext:
     context = getattr(spark, "sparkContext", spark)
     if not isinstance(context, SparkContext):
         raise ConfigurationError(
-            f"spark_context is a {type(spark).__name__}; give a SparkContext or a SparkSession"
+            f"spark_context is {kind_of(spark)}; give a SparkContext or a SparkSession"
         )
     if context._jsc is None:
         raise SetupError("this SparkContext has been stopped; give one that runs")

@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any
 
 from cerebro_hydra.documents import matching, unreadable
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError, kind_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = r"[0-9a-f]{32}"
@@ -69,7 +69,7 @@ def checked_trial_id(trial_id: object) -> str:
     """
     if not isinstance(trial_id, str):
         raise ConfigurationError(
-            f"trial_id is a {type(trial_id).__name__}; give the name of a trial, such as "
+            f"trial_id is {kind_of(trial_id)}; give the name of a trial, such as "
             "'trial-000', which each of result.trials has as its trial_id"
         )
     return trial_id

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.documents import decode
-from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError, kind_of
 from cerebro_hydra.storage.local_paths import local_path
 from cerebro_hydra.storage.names import checked_name
 
@@ -255,7 +255,7 @@ def require_store(store: object) -> None:
     """
     if not isinstance(store, Store):
         raise ConfigurationError(
-            f"store is {store!r}, a {type(store).__name__}; give a store, such as "
+            f"store is {store!r}, {kind_of(store)}; give a store, such as "
             'LocalStore(prefix_path="/some/folder")'
         )
 

@@ -146,7 +146,7 @@ class Search(ABC):
         observers: Sequence[Observer] = (),
     ) -> None:
         if not isinstance(backend, Backend):
-            raise ConfigurationError(f"backend is a {type(backend).__name__}; give a SparkBackend")
+            raise ConfigurationError(f"backend is {backend!r}; give a SparkBackend")
         require_store(store)
         if not callable(estimator_gen_fn):
             raise ConfigurationError(
@@ -306,7 +306,7 @@ class Search(ABC):
                 return self._fit(self.backend.describe(self.store, self.data_spec))
         if not isinstance(prepared, Manifest | str | None):
             raise ConfigurationError(
-                f"fit_on_prepared_data got a {type(prepared).__name__}; give what "
+                f"fit_on_prepared_data got the type {type(prepared).__name__}; give what "
                 "backend.prepare_data returned, the name of prepared data, or nothing; a DataFrame "
                 "goes to fit"
             )

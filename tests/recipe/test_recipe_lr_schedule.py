@@ -53,7 +53,7 @@ def test_partial_plateau_and_one_cycle():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda optimizer: 5, "lr_scheduler gave a int"),
+        (lambda optimizer: 5, "lr_scheduler gave an int"),
         (lambda optimizer: lrs.StepLR(optimizer), "lr_scheduler failed .*step_size"),
         (lrs.StepLR, r"class StepLR, .* lambda optimizer: StepLR\(optimizer, step_size=\.{3}\)$"),
         (lrs.OneCycleLR, r"give lambda optimizer: OneCycleLR\(optimizer, max_lr=\.{3}\)$"),

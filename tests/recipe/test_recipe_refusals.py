@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe import Columns, Recipe, load_warm_start
 from tests.golden import assert_golden, refusal
 from tests.recipe.small_recipes import recipe_of
@@ -201,3 +201,21 @@ def test_rules_models_and_weights_that_no_worker_could_train_with() -> None:
     }
     found = {what: refusal(use) for what, use in uses.items()}
     assert_golden(Path(__file__).with_name("golden") / "refused_recipes.txt", found)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (3, "an int"),
+        (object(), "an object"),
+        ([], "a list"),
+        (None, "a NoneType"),
+        (nn.LSTM(1, 1), "an LSTM"),
+        (nn.MSELoss(), "an MSELoss"),
+        (nn.GRU(1, 1), "a GRU"),
+        (nn.Embedding(1, 1), "an Embedding"),
+        (nn.Linear(1, 1), "a Linear"),
+    ],
+)
+def test_an_error_names_the_type_of_a_value_with_its_article(value: object, told: str) -> None:
+    assert kind_of(value) == told

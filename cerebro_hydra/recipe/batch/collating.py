@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall
 
 _UNIT = "collate"  # names of unit calls have an "@", so none is called this
@@ -138,14 +138,13 @@ def collated_batch(
     made: Any = collate(given, reseed is not None)
     if not isinstance(made, dict) or not made:
         raise ConfigurationError(
-            f"collate returned a {type(made).__name__}; return a dict of name to tensor, with the "
+            f"collate returned {kind_of(made)}; return a dict of name to tensor, with the "
             "columns of the batch or what forward takes in their place"
         )
     for name, tensor in made.items():
         if not isinstance(tensor, Tensor):
             raise ConfigurationError(
-                f"collate returned a {type(tensor).__name__} for {name!r}; return tensors, rows "
-                "first"
+                f"collate returned {kind_of(tensor)} for {name!r}; return tensors, rows first"
             )
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             raise ConfigurationError(

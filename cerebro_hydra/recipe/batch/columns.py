@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 
 # A cache of keys and values serves generation only; in training it is output that nobody reads.
 _SWITCHED_OFF = ("use_cache",)
@@ -165,5 +165,5 @@ def predictions(outputs: Any, labels: Sequence[str] = ()) -> list[Tensor]:
             return [fields["logits"]]
         found = [v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor)]
     if not found:
-        raise ConfigurationError(f"forward gave a {type(outputs).__name__} without any tensor")
+        raise ConfigurationError(f"forward gave {kind_of(outputs)} without any tensor")
     return found

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, DataError, SetupError
+from cerebro_hydra.errors import (
+    CerebroHydraError,
+    ConfigurationError,
+    DataError,
+    SetupError,
+    kind_of,
+)
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.batch.cells import Cells, Pool
 from cerebro_hydra.recipe.batch.decoded_rows import DecodedRows
@@ -172,7 +178,7 @@ def _called(name: str, decoder: Decoder, pool: Pool, row: int) -> Tensor:
         made = torch.from_numpy(made.copy())
     if not isinstance(made, Tensor) or made.dtype != torch.uint8 or not made.dim():
         known = isinstance(made, Tensor | np.ndarray)
-        got = f"{made.dtype} of shape {tuple(made.shape)}" if known else f"a {type(made).__name__}"
+        got = f"{made.dtype} of shape {tuple(made.shape)}" if known else kind_of(made)
         raise ConfigurationError(
             f"decode[{name!r}] returned {got} for {pool.where(row)}; return an array or tensor of "
             "uint8 with a dimension at least, such as (channels, height, width)"

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.objective.likelihoods import CalibrationError, class_dim
 from cerebro_hydra.recipe.objective.metrics import (
     BatchSum,
@@ -137,8 +137,8 @@ def _given(name: str, value: Any) -> tuple[Any, Direction, bool]:
         if direction is None:
             kind = type(given).__name__
             raise ConfigurationError(
-                f"metric {name!r} is a {kind}, whose higher_is_better is None; say what is better: "
-                f"{{{name!r}: ({kind}(...), 'max')}}, or 'min'"
+                f"metric {name!r} is {kind_of(given)}, whose higher_is_better is None; say what is "
+                f"better: {{{name!r}: ({kind}(...), 'max')}}, or 'min'"
             )
     elif not isinstance(value, tuple) or not (callable(given) or isinstance(given, StateMetric)):
         raise ConfigurationError(

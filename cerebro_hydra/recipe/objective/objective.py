@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import predictions
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 
@@ -212,7 +212,7 @@ def _models_own(outputs: Any) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise ConfigurationError(
-            f"loss is 'model', and forward gave a {type(outputs).__name__} whose loss is "
+            f"loss is 'model', and forward gave {kind_of(outputs)} whose loss is "
             f"{_form(loss)}; it must give a scalar tensor under that name when it gets the labels"
         )
     return loss

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall
 from cerebro_hydra.recipe.objective.by_hand import helpers_by_hand
 
@@ -255,7 +255,7 @@ def _log(logged: dict[str, Any], name: str, value: Any, *_: Any, **options: Any)
         isinstance(value, Tensor) and value.numel() == 1
     ):
         raise ConfigurationError(
-            f"self.log({name!r}) is given a {type(value).__name__}, and takes a number; for a "
+            f"self.log({name!r}) is given {kind_of(value)}, and takes a number; for a "
             "metric of torchmetrics return the predictions, as {'loss': loss, 'logits': logits}, "
             "and name it in metrics= of the estimator"
         )

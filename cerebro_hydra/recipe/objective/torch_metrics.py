@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.objective.likelihoods import IGNORED, as_scores, likelihoods
 from cerebro_hydra.recipe.objective.metrics import Direction
 
@@ -181,16 +181,16 @@ def checked_torch_metric(name: str, given: Any) -> Direction | None:
     Raises:
         ConfigurationError: its states can't be merged from the partitions.
     """
-    kind = type(given).__name__
+    kind = kind_of(given)
     if not is_torchmetric(given):
-        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {kind}"
+        what = f"the class {given.__name__}" if isinstance(given, type) else kind
         raise ConfigurationError(
             f"metric {name!r} is {what}; give one metric of torchmetrics that is made, such as "
             "torchmetrics.F1Score(task='binary'), for each name"
         )
     if any(is_torchmetric(each) for each in given.modules() if each is not given):
         raise ConfigurationError(
-            f"metric {name!r} is a {kind}, which wraps other metrics; give these by themselves"
+            f"metric {name!r} is {kind}, which wraps other metrics; give these by themselves"
         )
     if lists := [state for state, first in given._defaults.items() if isinstance(first, list)]:
         if hasattr(given, "thresholds"):
@@ -200,7 +200,7 @@ def checked_torch_metric(name: str, given: Any) -> Direction | None:
         else:
             instead = "give an object with start, update, merge and compute whose state is small"
         raise ConfigurationError(
-            f"metric {name!r} is a {kind} that keeps every row that it sees, in {lists}, and rows "
+            f"metric {name!r} is {kind} that keeps every row that it sees, in {lists}, and rows "
             f"don't leave their worker; {instead}"
         )
     if given.higher_is_better is None:

@@ -22,6 +22,7 @@ from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
+from cerebro_hydra.shards.admission.evaluation_effects import DRAWS
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.readings import KnownChanges
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
@@ -279,11 +280,27 @@ def _failed(error: Exception) -> str:
 def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError:
     """Return the error of a model that differs even as one shard, with the attempts as notes."""
     difference = attempts[-1].reason.partition("; ")[0]
+    if (random := _random_evaluation(attempts, check)) is not None:
+        return random
     changed = " and ".join(KnownChanges(check.attributes).told(most=2))
     refusal = ConfigurationError(
         f"the model can't be trained reproducibly, as {difference}; look for random numbers from "
         "outside of torch's CPU generator or in evaluation, and for state outside of parameters "
         "and buffers" + (f", such as {changed}, which the first steps changed" if changed else "")
+    )
+    return _noted(refusal, attempts)
+
+
+def _random_evaluation(
+    attempts: Sequence[FailedAttempt], check: CutCheck
+) -> ConfigurationError | None:
+    """Return the error of an evaluation that differs and draws random numbers, if that is so."""
+    measured = re.search(r"[^: ][^:]* in evaluation", attempts[-1].reason) if attempts else None
+    if measured is None or DRAWS not in check.set_in_evaluation:
+        return None
+    refusal = ConfigurationError(
+        f"{measured[0]} depends on random numbers, which have no key there; draw them "
+        "`if self.training` only, and make layers in __init__, not in a forward"
     )
     return _noted(refusal, attempts)
 
@@ -294,8 +311,12 @@ def _noted(refusal: ConfigurationError, attempts: Sequence[FailedAttempt]) -> Co
     return refusal
 
 
-def _unpipelined(schedule: str, attempts: Sequence[FailedAttempt]) -> ConfigurationError:
+def _unpipelined(
+    schedule: str, attempts: Sequence[FailedAttempt], check: CutCheck
+) -> ConfigurationError:
     """Return the error of a model whose microbatches can't go from device to device."""
+    if (random := _random_evaluation(attempts, check)) is not None:
+        return random
     why = f": {attempts[-1].reason}" if attempts else ""
     refusal = ConfigurationError(
         f"schedule is {schedule!r}, and the model's graph can't be cut into shards{why}; take "
@@ -348,7 +369,7 @@ def _candidates(
         except Exception as error:
             attempts.append(FailedAttempt("by export", _failed(error)))
     if is_pipelined(recipe.schedule):
-        raise _unpipelined(recipe.schedule, attempts)
+        raise _unpipelined(recipe.schedule, attempts, check)
     yield from choices(between_units)
     yield choose_whole(between_units)
 

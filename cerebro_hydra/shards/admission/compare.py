@@ -177,6 +177,7 @@ class CutCheck:
                     losses.append(trainer.train([_window(example, times)]))
                 effects.after_step(trainer.recipe.optimizer, trainer.scheduler)
             effects.check_kept()
+            writes.check_made()
             writes.check_shapes()
             written = writes.names()
             memory.check(written)

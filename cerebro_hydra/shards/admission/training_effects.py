@@ -409,6 +409,11 @@ def remedy(path: str, read: str = "") -> str:
         return "keep it in the optimizer's state, or register it as a buffer of the model"
     if OF_SCHEDULER in name:
         return "let the learning rate depend on what the scheduler gives, such as the epoch"
+    if "num_batches_tracked" in path or "running_mean" in path:
+        return (
+            "its norm is in training mode: call eval() of a frozen teacher in the factory, or make "
+            "it a module of the model"
+        )
     if name.startswith(("the class", "the object", "parameter ")):
         return "build the model with it, and let a registered buffer say when it acts"
     return "register it as a buffer of the model, or let every forward set it anew"

@@ -59,6 +59,20 @@ class WrittenTensors:
         now = _unoptimized(self._model)
         return tuple(name.partition(":")[2] for name, t in now.items() if self._is_written(name, t))
 
+    def check_made(self) -> None:
+        """Refuse parameters that a forward has made, which no worker has from the begin.
+
+        Raises:
+            ConfigurationError: there is one; the message names it.
+        """
+        for name, _ in self._model.named_parameters():
+            if f"param:{name}" not in self._initial:
+                raise ConfigurationError(
+                    f"the forward makes parameter {name!r} in its first call, so no optimizer has "
+                    "it, and each worker would make its own; make its module in __init__, or run "
+                    "the model once on a batch before the optimizer is made"
+                )
+
     def check_shapes(self) -> None:
         """Refuse buffers that have other shapes by now.
 
@@ -104,11 +118,30 @@ def refused_writes(model: nn.Module) -> Iterator[set[str]]:
         yield buffers.set_anew
     for name, parameter in model.named_parameters():
         if tensor_digest(parameter) != before[name]:
-            raise ConfigurationError(
-                f"the forward writes to parameter {name!r} in evaluation, which must leave the "
-                "state as it is; write to it `if self.training` only, or use another tensor, such "
-                "as weight * mask"
-            )
+            raise _parameter_written(model, name)
+
+
+def _parameter_written(model: nn.Module, name: str) -> ConfigurationError:
+    """Return the error of an evaluation that wrote to a parameter.
+
+    The model is switched to training and back, to see whether that writes to it.
+    """
+    evaluated = tensor_digest(model.get_parameter(name))
+    modes = (True, False)  # its attributes may be given back, and then only the second one writes
+    switched = [tensor_digest(model.train(mode).get_parameter(name)) for mode in modes]
+    if switched == [evaluated, evaluated]:
+        return ConfigurationError(
+            f"the forward writes to parameter {name!r} in evaluation, which must leave the state "
+            "as it is; write to it `if self.training` only, or use another tensor, such as weight "
+            "* mask"
+        )
+    owner = name.rpartition(".")[0]
+    where = f"module {owner!r}" if owner else "the model"
+    return ConfigurationError(
+        f"train() and eval() of {where} write to its parameter {name!r}, as LoRA layers that merge "
+        "their weights do, and evaluation must leave the state as it is; leave the weights apart, "
+        "as with merge_weights=False, and merge them after training"
+    )
 
 
 class _BufferWrites:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.errors import ConfigurationError, StepDiffers, kind_of
 from cerebro_hydra.recipe.grad_scaling import GradScaling
 from cerebro_hydra.recipe.lr_schedule import LRSchedule, SchedulerList, schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
@@ -457,7 +457,7 @@ def encode(value: Any, where: str) -> Any:
         pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
         return {_TAG: "counter" if type(value) is Counter else "dict", "of": pairs}
     raise ConfigurationError(
-        f"{where} is a {type(value).__name__}, which can't travel as JSON; "
+        f"{where} is {kind_of(value)}, which can't travel as JSON; "
         "use plain numbers, strings, lists and dicts in optimizer options and LR schedulers"
     )
 

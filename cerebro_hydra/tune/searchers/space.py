@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _DURATION = re.compile("".join(f"(?:{_NUMBER}{unit})?" for unit in "dhms"))
@@ -250,7 +250,7 @@ def hp_choice(options: Iterable[Any]) -> Choice:
         options, Iterable
     ):
         raise ConfigurationError(
-            f"hp_choice got {options!r}, a {type(options).__name__}; give a list of options, "
+            f"hp_choice got {options!r}, {kind_of(options)}; give a list of options, "
             "such as hp_choice([0.1, 0.01])"
         )
     values = tuple(_as_option(option) for option in options)
@@ -285,9 +285,7 @@ def is_nested(option: Any) -> bool:
 
 def _name(what: str, name: Any) -> str:
     if not isinstance(name, str):
-        raise ConfigurationError(
-            f"{what} has the key {name!r}, a {type(name).__name__}; names are strings"
-        )
+        raise ConfigurationError(f"{what} has the key {name!r}, {kind_of(name)}; names are strings")
     return name
 
 
@@ -301,7 +299,7 @@ def as_json(what: str, option: Any) -> Any:
         return json.loads(json.dumps(option, default=_from_numpy))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{what} {option!r}, a {type(option).__name__}, which JSON can't "
+            f"{what} {option!r}, {kind_of(option)}, which JSON can't "
             "hold; give its name as a string and look it up in estimator_gen_fn"
         ) from error
 
@@ -322,7 +320,7 @@ def check_space(search_space: Any) -> dict[str, Dimension]:
     """
     if not isinstance(search_space, Mapping):
         raise ConfigurationError(
-            f"search_space is {search_space!r}, a {type(search_space).__name__}; give a "
+            f"search_space is {search_space!r}, {kind_of(search_space)}; give a "
             'dictionary such as {"lr": hp_choice([0.1, 0.01])}'
         )
     if not search_space:

@@ -263,7 +263,9 @@ REFUSED: dict[str, tuple[Make, str]] = {
             "Python's random": random.random, "numpy.random": lambda: np.random.rand()
         }.items()
     },
-    "random numbers in evaluation": (made(DrawsAlways), r"random numbers from .* or in evaluation"),
+    "random numbers in evaluation": (
+        made(DrawsAlways), "output 0 of the model in evaluation depends on random numbers"
+    ),
     **{
         f"{kept} that is kept, {shards}": (
             made(model, shards=shards), STATE

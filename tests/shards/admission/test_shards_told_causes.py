@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
 from tests.shards import zoo
 from tests.shards.cut.test_shards_foreign_models import Sparse
 from tests.shards.hopping import start
@@ -102,6 +106,125 @@ class BeginsOnce(zoo.Net):
         if self.training and not self.begun:
             self.shift, self.begun = x.mean(0), True
         return super().forward(x - self.shift)
+
+
+class Merges(nn.Linear):
+    """Adds a frozen weight and what trains together in evaluation, as LoRA layers do."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.weight.requires_grad_(False)
+        self.down, self.up = (nn.Parameter(torch.ones(*s)) for s in ((6, 1), (1, 6)))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.down @ self.up
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return (
+            super().forward(x) if self.merged else super().forward(x) + x @ self.up.T @ self.down.T
+        )
+
+
+class MakesHead(zoo.Net):
+    def add(self):
+        self.head = None
+
+    def forward(self, x):
+        if self.head is None:
+            self.head = nn.Linear(3, 3)
+        return self.head(super().forward(x))
+
+
+class MakesAnew(zoo.Net):
+    def forward(self, x):
+        return nn.Linear(3, 3)(super().forward(x))
+
+
+class Teaches(nn.Module):
+    """Compares with a frozen teacher, which is in training mode."""
+
+    def __init__(self, model=None):
+        super().__init__()
+        self.teacher = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).requires_grad_(False)
+
+    def forward(self, outputs, labels):
+        return nn.functional.mse_loss(outputs, self.teacher(outputs.detach()))
+
+
+class Scales(nn.Module):
+    """A loss with a parameter that its user wants to train."""
+
+    def __init__(self, model=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs, labels):
+        return nn.functional.cross_entropy(outputs * self.scale, labels)
+
+
+class Embeds(zoo.Net):
+    def add(self):
+        self.table = nn.Embedding(9, 6, max_norm=2.0)
+
+
+def trained_with_loss(**rules) -> Recipe:
+    model, loss = zoo.Net(), Scales()
+    parameters = [*model.parameters(), *loss.parameters()]
+    return Recipe(model, torch.optim.SGD(parameters, lr=0.1), loss, **rules)
+
+
+MISLED: dict[str, tuple[Callable[..., Make], str]] = {
+    "layers that merge when they are switched": (
+        lambda **rules: made(lambda: nn.Sequential(Merges(6, 6), nn.Linear(6, 3)), **rules),
+        r"train\(\) and eval\(\) of module '0' write to its parameter '0\.weight', as LoRA layers "
+        ".*; leave the weights apart, as with merge_weights=False, and merge them after training$",
+    ),
+    "an embedding that writes to its weight": (
+        lambda **rules: made(Embeds, **rules),
+        r"module 'table' is an Embedding with max_norm=2\.0, whose forward writes to its "
+        "weight, in evaluation too, .*; leave max_norm out, and scale what the embedding gives$",
+    ),
+    "a module that the first forward makes": (
+        lambda **rules: made(MakesHead, **rules),
+        r"the forward makes parameter 'head\.weight' in its first call, .*; make its module in "
+        "__init__, or run the model once on a batch before the optimizer is made$",
+    ),
+    "a module that each forward makes": (
+        lambda **rules: made(MakesAnew, **rules),
+        "output 0 of the model in evaluation depends on random numbers, which have no key there; "
+        r"draw them `if self\.training` only, and make layers in __init__, not in a forward$",
+    ),
+    "a teacher in training mode": (
+        lambda **rules: made(zoo.Net, Teaches, **rules),
+        r"buffer 'teacher\.0\.num_batches_tracked' of the loss, .*; its norm is in training mode: "
+        r"call eval\(\) of a frozen teacher in the factory, or make it a module of the model$",
+    ),
+    "an optimizer with parameters of the loss": (
+        lambda **rules: lambda: trained_with_loss(**rules),
+        "param group 0 of the optimizer holds parameter 'scale' of the loss Scales, and only the "
+        r"model's hop; make the loss a module of the model, .*loss='model'$",
+    ),
+}  # fmt: skip
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one shard": {"shards": 1},
+    "shards": {"shards": 3},
+    "a graph": {"shards": 3, "cut": "export"},
+    "a pipeline": {"shards": 3, "schedule": "gpipe"},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("what", MISLED)
+def test_a_cause_has_one_sentence_however_the_model_is_cut(what: str, cut: str) -> None:
+    make, message = MISLED[what]
+    with pytest.raises(ConfigurationError, match=f"(?m){message}"):
+        start(bound(make(**CUTS[cut]))(), VECTORS)
 
 
 TOLD: dict[str, tuple[Make, str]] = {
