@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
-from cerebro_hydra.recipe.objective.likelihoods import CalibrationError, class_dim
+from cerebro_hydra.recipe.objective.likelihoods import CalibrationError, class_dim, ignored_label
 from cerebro_hydra.recipe.objective.metrics import (
     BatchSum,
     Direction,
@@ -30,15 +30,17 @@ from cerebro_hydra.recipe.objective.torch_metrics import (
 
 
 def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
-    """Count hits; `loss` tells what an output and a label stand for."""
+    """Count hits; `loss` tells what an output and a label stand for, and which label is none."""
     if isinstance(loss, nn.CrossEntropyLoss) and labels.shape == outputs.shape:
         hits = outputs.argmax(min(1, outputs.dim() - 1)) == labels.argmax(min(1, labels.dim() - 1))
-    elif outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
+        return BatchSum(hits.sum(), hits.numel())
+    if outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
         least = 0.5 if is_likelihood(loss) else 0.0
         hits = (outputs.reshape(labels.shape) > least).to(labels.dtype) == labels
     else:
         hits = outputs.argmax(class_dim(outputs, labels)) == labels
-    return BatchSum(hits.sum(), hits.numel())
+    counted = labels != ignored_label(loss)
+    return BatchSum((hits & counted).sum(), int(counted.sum()))
 
 
 def _mse(outputs: Tensor, labels: Tensor) -> BatchSum:

@@ -18,8 +18,13 @@ from cerebro_hydra.recipe.objective.objective import (
 
 _BINS = 15
 
-IGNORED = -100
-"""The label that losses of torch leave out."""
+_IGNORED = -100
+
+
+def ignored_label(loss: Any) -> int:
+    """Return the label that a loss leaves out, as metrics by name do: -100, as torch's losses."""
+    ignored = getattr(loss, "ignore_index", _IGNORED)
+    return ignored if isinstance(ignored, int) else _IGNORED
 
 
 def as_scores(outputs: Any) -> Tensor:
@@ -103,7 +108,7 @@ class CalibrationError:
             hits = (likeliest == target).double()
         else:
             hits = target.double()
-        counted = target != IGNORED
+        counted = target != ignored_label(self._loss)
         scores, hits = scores[counted], hits[counted]
         bounds = torch.linspace(0, 1, _BINS + 1).double()
         bins = torch.bucketize(scores, bounds, right=True) - 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
-from cerebro_hydra.recipe.objective.likelihoods import IGNORED, as_scores, likelihoods
+from cerebro_hydra.recipe.objective.likelihoods import as_scores, ignored_label, likelihoods
 from cerebro_hydra.recipe.objective.metrics import Direction
 
 NAMED: Mapping[str, tuple[str, Direction]] = {
@@ -170,7 +170,7 @@ def named_metric(name: str, loss: Any) -> TorchMetric:
             task = {"task": "multiclass", "num_classes": classes}
             if name not in _OF_ALL_CLASSES:
                 task["average"] = "macro"
-        return kind(**task, **options, ignore_index=IGNORED)
+        return kind(**task, **options, ignore_index=ignored_label(loss))
 
     return TorchMetric(made, loss)
 

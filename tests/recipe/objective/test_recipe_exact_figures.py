@@ -110,3 +110,17 @@ def test_accuracy_of_no_label_is_no_number() -> None:
     outputs, labels = torch.zeros(2, 3, 0), torch.zeros(2, 0, dtype=torch.int64)
     loss = lambda outputs, labels: outputs.sum()  # noqa: E731
     assert math.isnan(measured(outputs, labels, loss, "accuracy", 2, 1))
+
+
+@pytest.mark.parametrize("ignored", [-100, 1])
+@pytest.mark.parametrize(("size", "parts"), PARTINGS)
+def test_accuracy_leaves_out_the_labels_that_the_loss_ignores(
+    ignored: int, size: int, parts: int
+) -> None:
+    loss = nn.CrossEntropyLoss(ignore_index=ignored, reduction="sum")  # of no label it is 0
+    outputs = rows(0, 3)
+    labels = rows(1, 3).argmax(1)
+    labels[: ROWS // 2] = ignored  # whole batches and partitions have no other label
+    counted = labels != ignored
+    hits = int((outputs.argmax(1) == labels)[counted].sum())
+    assert measured(outputs, labels, loss, "accuracy", size, parts) == hits / int(counted.sum())

@@ -178,11 +178,12 @@ def test_a_name_without_torchmetrics_says_what_to_install(monkeypatch: pytest.Mo
     assert resolve_metrics(["accuracy"])[0].name == "accuracy"
 
 
-def test_labels_of_minus_100_are_left_out_and_no_rows_give_nan() -> None:
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_labels_that_the_loss_ignores_are_left_out_and_no_rows_give_nan(ignored: int) -> None:
     labels: Tensor = CLASSES.clone()
-    labels[::3] = -100
-    kept = labels != -100
-    loss, outputs, _ = SEVERAL
+    labels[::3] = ignored
+    kept = labels != ignored
+    loss, outputs = nn.CrossEntropyLoss(ignore_index=ignored), SEVERAL[1]
     for name in ("f1", "calibration_error"):
         (found,) = measured([name], (loss, outputs, labels), 2, 16).values()
         recipe = recipe_of(loss=loss, metrics=[name]).bind(Columns(("x",), ("y",)))
