@@ -26,6 +26,7 @@ from cerebro_hydra.shards.admission.evaluation_effects import DRAWS
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.readings import KnownChanges
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
+from cerebro_hydra.shards.admission.training_effects import kept_by_optimizer
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.cut.choice import (
     CutChoice,
@@ -60,6 +61,8 @@ _NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
 """Fields of a recipe that are in the key in another form, or decide nothing in a step."""
 
 _OF_SCHEDULE = ("model", "optimizer", "lr_scheduler", "lr_interval", "lr_metric")
+
+_DIFFERS = "training differs from the uncut model"
 
 _FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
 
@@ -235,7 +238,7 @@ def _admit(
             layout = TrialLayout.make(recipe, cut_model, template)
             profile = TrialProfile.of(recipe, cut_model, layout, None)
             difference = check.difference(cut_model, layout)
-            reason = f"training differs from the uncut model: {difference}"
+            reason = f"{_DIFFERS}: {difference}"
             if difference is None and profiler is not None:
                 profile = profiled(choice.spec)
         except UnfitShape as error:
@@ -273,15 +276,15 @@ def _uncompiled(name: str) -> str:
 
 def _failed(error: Exception) -> str:
     if is_error(error, StepDiffers):
-        return f"training differs from the uncut model: {error}"
+        return f"{_DIFFERS}: {error}"
     return f"a step failed: {named_error_text(error)}"
 
 
 def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError:
     """Return the error of a model that differs even as one shard, with the attempts as notes."""
     difference = attempts[-1].reason.partition("; ")[0]
-    if (random := _random_evaluation(attempts, check)) is not None:
-        return random
+    if (known := _known_cause(attempts, check)) is not None:
+        return known
     changed = " and ".join(KnownChanges(check.attributes).told(most=2))
     refusal = ConfigurationError(
         f"the model can't be trained reproducibly, as {difference}; look for random numbers from "
@@ -291,18 +294,19 @@ def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> Configuratio
     return _noted(refusal, attempts)
 
 
-def _random_evaluation(
-    attempts: Sequence[FailedAttempt], check: CutCheck
-) -> ConfigurationError | None:
-    """Return the error of an evaluation that differs and draws random numbers, if that is so."""
-    measured = re.search(r"[^: ][^:]* in evaluation", attempts[-1].reason) if attempts else None
-    if measured is None or DRAWS not in check.set_in_evaluation:
+def _known_cause(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError | None:
+    """Return the error of training that differs for a cause that is known, however it is cut."""
+    if not attempts or not attempts[-1].reason.startswith(_DIFFERS):
         return None
-    refusal = ConfigurationError(
-        f"{measured[0]} depends on random numbers, which have no key there; draw them "
-        "`if self.training` only, and make layers in __init__, not in a forward"
-    )
-    return _noted(refusal, attempts)
+    measured = re.search(r"[^: ][^:]* in evaluation", attempts[-1].reason)
+    if measured is not None and DRAWS in check.set_in_evaluation:
+        refusal = ConfigurationError(
+            f"{measured[0]} depends on random numbers, which have no key there; draw them "
+            "`if self.training` only, and make layers in __init__, not in a forward"
+        )
+        return _noted(refusal, attempts)
+    kept = kept_by_optimizer(check.recipe.optimizer, check.attributes)
+    return None if kept is None else _noted(kept, attempts)
 
 
 def _noted(refusal: ConfigurationError, attempts: Sequence[FailedAttempt]) -> ConfigurationError:
@@ -315,8 +319,8 @@ def _unpipelined(
     schedule: str, attempts: Sequence[FailedAttempt], check: CutCheck
 ) -> ConfigurationError:
     """Return the error of a model whose microbatches can't go from device to device."""
-    if (random := _random_evaluation(attempts, check)) is not None:
-        return random
+    if (known := _known_cause(attempts, check)) is not None:
+        return known
     why = f": {attempts[-1].reason}" if attempts else ""
     refusal = ConfigurationError(
         f"schedule is {schedule!r}, and the model's graph can't be cut into shards{why}; take "

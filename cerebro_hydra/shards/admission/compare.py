@@ -37,6 +37,7 @@ from cerebro_hydra.shards.admission.training_effects import (
     ExampleBatch,
     SideEffects,
     check_own_step,
+    kept_by_optimizer,
     plain_trainer,
     refused_random_numbers,
 )
@@ -201,7 +202,13 @@ class CutCheck:
             effects.check_caches(state, examples[0], key, *evaluated_as)
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
             effects.find_made(state, attributes, examples[0], key)
-        template, trained = StateTemplate.learn(model, optimizer), contents(state)
+        try:
+            template = StateTemplate.learn(model, optimizer)
+        except Exception as error:
+            if (kept := kept_by_optimizer(optimizer, effects.changes)) is not None:
+                raise kept from error
+            raise
+        trained = contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
         with (
             ParameterValues.initial(model).in_use(),

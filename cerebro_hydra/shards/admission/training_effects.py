@@ -383,6 +383,28 @@ def check_own_step(trainer: PlainTrainer, example: Example, kept: list[SecondNam
         state.clear()
 
 
+def kept_by_optimizer(
+    optimizer: torch.optim.Optimizer, changes: Collection[str]
+) -> ConfigurationError | None:
+    """Return the error of an optimizer that keeps tensors in attributes; None if none changed.
+
+    Args:
+        changes: marks of what the first steps changed; see `KnownChanges`.
+    """
+    kind = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(held, Collection) or isinstance(held, str):
+            held = [value]
+        moves = any(name_of(m).startswith(f"attribute {name!r}{OF_OPTIMIZER}") for m in changes)
+        if moves and any(isinstance(each, Tensor) for each in held):
+            return ConfigurationError(
+                f"optimizer {kind} keeps tensors that its steps change in its attribute {name!r}, "
+                f"which hop with no shard; keep them in its state, as self.state[p][{name!r}]"
+            )
+    return None
+
+
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
     """Return which changed values are integers, or the lengths of lists."""
     kinds = ("int ", "<list ", "<collections.deque ")

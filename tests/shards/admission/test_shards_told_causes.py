@@ -178,6 +178,40 @@ def trained_with_loss(**rules) -> Recipe:
     return Recipe(model, torch.optim.SGD(parameters, lr=0.1), loss, **rules)
 
 
+class ListsMomentum(torch.optim.Optimizer):
+    """Keeps the momentum of each parameter in a list, as many do that are written by hand."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.momentum = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        for parameter, momentum in zip(parameters, self.momentum, strict=False):
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(momentum, alpha=0.1)
+
+
+class MapsMomentum(ListsMomentum):
+    """Keeps it by parameter."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.momentum = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(momentum, alpha=0.1)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+
+
 MISLED: dict[str, tuple[Callable[..., Make], str]] = {
     "layers that merge when they are switched": (
         lambda **rules: made(lambda: nn.Sequential(Merges(6, 6), nn.Linear(6, 3)), **rules),
@@ -209,6 +243,17 @@ MISLED: dict[str, tuple[Callable[..., Make], str]] = {
         "param group 0 of the optimizer holds parameter 'scale' of the loss Scales, and only the "
         r"model's hop; make the loss a module of the model, .*loss='model'$",
     ),
+    **{
+        f"an optimizer that {kind.__name__} of {model.__name__}": (
+            lambda kind=kind, model=model, **rules: recipe_of(
+                model, lambda m: kind(m.parameters()), **rules
+            ),
+            rf"optimizer {kind.__name__} keeps tensors that its steps change in its attribute "
+            r"'momentum', which hop with no shard; keep them in its state, as self\.state\[p\]",
+        )
+        for kind in (ListsMomentum, MapsMomentum)
+        for model in (zoo.Net, deep)
+    },
 }  # fmt: skip
 
 CUTS: dict[str, dict[str, Any]] = {
