@@ -205,8 +205,8 @@ class CutCheck:
         try:
             template = StateTemplate.learn(model, optimizer)
         except Exception as error:
-            if (kept := kept_by_optimizer(optimizer, effects.changes)) is not None:
-                raise kept from error
+            if (known := kept_by_optimizer(optimizer, effects.changes)) is not None:
+                raise known from error
             raise
         trained = contents(state)
         optimizer.state.clear()  # it and an LR scheduler refer to one another
