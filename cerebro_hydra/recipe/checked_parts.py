@@ -5,6 +5,7 @@ It is done before anything is copied or run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, loss: Any = None) -> None:
                     f"{attribute!r}, whose state and options don't hop; give {inner} itself, or "
                     f"derive {outer} from it"
                 )
+    _check_steps_alone(optimizer)
     step = vars(optimizer).get("step")
     if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
         told = type(optimizer).__name__  # LR schedulers wrap it so
@@ -88,6 +90,27 @@ def check_optimizer(optimizer: Any, model: nn.Module, loss: Any = None) -> None:
                 raise ConfigurationError(
                     f"param group {number} of the optimizer holds {_foreign(parameter, loss)}"
                 )
+
+
+def _check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what asks for calls that a training loop of its own would make.
+
+    Raises:
+        ConfigurationError: its step needs a closure, or it has other weights for evaluation.
+    """
+    kind = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise ConfigurationError(
+            f"optimizer {kind} has other weights for evaluation, which its train() and eval() put "
+            "in place, and nothing calls these here; choose another one, and average by ema=0.999"
+        )
+    options = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    named = [p for p in options if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if needed := [each.name for each in named if each.default is each.empty]:
+        raise ConfigurationError(
+            f"the step of optimizer {kind} needs an argument, {needed[0]!r}, and is called without "
+            "one, since a loss is computed once in a step; choose an optimizer that needs none"
+        )
 
 
 def _foreign(parameter: Tensor, loss: Any) -> str:

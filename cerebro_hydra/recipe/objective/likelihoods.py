@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.objective.objective import (
     MODEL,
     class_numbers,
@@ -35,8 +35,8 @@ def as_scores(outputs: Any) -> Tensor:
     """
     if not isinstance(outputs, Tensor):
         raise ConfigurationError(
-            f"a named metric, or one of torchmetrics, takes a tensor, and forward gives a "
-            f"{type(outputs).__name__}; let forward give one tensor for each label column"
+            f"a named metric, or one of torchmetrics, takes a tensor, and forward gives "
+            f"{kind_of(outputs)}; let forward give one tensor for each label column"
         )
     return outputs.double() if outputs.is_floating_point() else outputs
 

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe.grad_scaling import take_step
-from cerebro_hydra.recipe.randomness import random_numbers_kept
+from cerebro_hydra.recipe.randomness import generator_states, random_numbers_kept
 from cerebro_hydra.shards.cut.torch_cond import Watch
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.layout import (
@@ -315,13 +315,20 @@ def _described(name: str) -> str:
     return "which optimizer state exists" if name == EXISTS else f"{_KINDS[kind]} {rest!r}"
 
 
+_NEEDS_ALL = (
+    "otherwise if another one has a large gradient; so it needs the gradients of all shards, and "
+    "has those of one"
+)
+_DRAWS = "with random numbers, which go on from one parameter to the next; a shard has some of them"
+
+
 def other_gradients_matter(
     optimizer: torch.optim.Optimizer, on_host: bool = False
-) -> Tensor | None:
+) -> tuple[Tensor, str] | None:
     """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
 
-    None is returned if there is none. It is tried with copies of the smallest parameter, before a
-    step is taken; the optimizer stays as it is.
+    It is returned with how that is, in words, and None if there is none. It is tried with copies of
+    the smallest parameter, before a step is taken; the optimizer stays as it is.
 
     Args:
         on_host: whether the kernels of the CPU take its steps, as in `take_step`.
@@ -331,11 +338,15 @@ def other_gradients_matter(
     if smallest is None or smallest.nbytes > MOST_TRIED:
         return None
     with random_numbers_kept():
+        states = generator_states(smallest.device)
         alone = _updated(optimizer, smallest, on_host, beside=False)
+        draws = generator_states(smallest.device) != states
     with random_numbers_kept():
         beside = _updated(optimizer, smallest, on_host, beside=True)
     is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
-    return None if is_same else smallest
+    if is_same:
+        return None
+    return smallest, _DRAWS if draws else _NEEDS_ALL
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:

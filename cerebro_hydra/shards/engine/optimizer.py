@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.optimizer_list import members_of
 
 _DTYPES = {
@@ -69,7 +70,8 @@ class StateTemplate:
                 if not parameter.requires_grad:
                     continue  # Adagrad makes state for frozen parameters too
                 name = names[id(parameter)]
-                state = optimizer.state.get(parameter) or _state_after_a_step(optimizer, parameter)
+                state = optimizer.state.get(parameter)
+                state = state or _state_after_a_step(optimizer, name, parameter)
                 entries[name] = tuple(
                     _entry(optimizer, name, key, value)
                     for key, value in state.items()
@@ -78,20 +80,29 @@ class StateTemplate:
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
+) -> dict[str, Any]:
     """Return the state that an optimizer makes for a parameter with its first gradient."""
     stand_in = nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
     clone = clone_optimizer(optimizer, {id(parameter): stand_in})
-    clone.step()
+    try:
+        clone.step()
+    except Exception as error:
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} can't step on a copy of parameter {name!r} "
+            f"alone ({named_error_text(error)}), as it does in shards; let it keep what it has of "
+            "a parameter in its state, as self.state[p], and not by a number or an id"
+        ) from error
     return dict(clone.state[stand_in])
 
 
 def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:
     if not isinstance(value, Tensor) or not isinstance(key, str):
         raise ConfigurationError(
-            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
-            f"{type(value).__name__}; only tensors with a string for their name hop there, so keep "
+            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as "
+            f"{kind_of(value)}; only tensors with a string for their name hop there, so keep "
             "a tensor in place of it, or what is the same for all parameters in their group"
         )
     if value.layout is not torch.strided:

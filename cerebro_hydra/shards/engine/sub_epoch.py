@@ -525,11 +525,9 @@ class SubEpoch:
             return
         on_host = self._recipe.optimizer_on == "host"
         if (found := other_gradients_matter(optimizer, on_host)) is not None:
-            (name,) = (name for name, p in self._states[k].params.items() if p is found)
+            (name,) = (name for name, p in self._states[k].params.items() if p is found[0])
             raise StepDiffers(
-                f"in step {self.step}, the optimizer updates parameter {name!r} otherwise if "
-                "another one has a large gradient; so it needs the gradients of all shards, and "
-                "has those of one"
+                f"in step {self.step}, the optimizer updates parameter {name!r} {found[1]}"
             )
 
     @property

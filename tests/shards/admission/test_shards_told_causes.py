@@ -208,6 +208,35 @@ class MapsMomentum(ListsMomentum):
             parameter.sub_(momentum, alpha=0.1)
 
 
+class Averages(torch.optim.SGD):
+    """Has other weights for evaluation, as schedule-free optimizers do."""
+
+    def train(self): ...
+
+    def eval(self): ...
+
+
+class Closes(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+class Finds(torch.optim.SGD):
+    """Knows each parameter by its id."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.known = {id(p): p.numel() for p in self.param_groups[0]["params"]}
+
+    def step(self, closure=None):
+        assert all(self.known[id(p)] for p in self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def sgd_of(kind: type[torch.optim.SGD]) -> Callable[..., Make]:
+    return lambda **rules: recipe_of(zoo.Net, lambda m: kind(m.parameters(), lr=0.1), **rules)
+
+
 def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
 
@@ -242,6 +271,21 @@ MISLED: dict[str, tuple[Callable[..., Make], str]] = {
         lambda **rules: lambda: trained_with_loss(**rules),
         "param group 0 of the optimizer holds parameter 'scale' of the loss Scales, and only the "
         r"model's hop; make the loss a module of the model, .*loss='model'$",
+    ),
+    "an optimizer with weights for evaluation": (
+        sgd_of(Averages),
+        r"optimizer Averages has other weights for evaluation, which its train\(\) and eval\(\) "
+        r"put in place, and nothing calls these here; choose another one, and average by ema",
+    ),
+    "a step that needs a closure": (
+        sgd_of(Closes),
+        "the step of optimizer Closes needs an argument, 'closure', and is called without one, "
+        "since a loss is computed once in a step; choose an optimizer that needs none$",
+    ),
+    "an optimizer that knows its parameters by id": (
+        sgd_of(Finds),
+        r"optimizer Finds can't step on a copy of parameter 'a\.weight' alone \(KeyError: \d+\), "
+        r"as it does in shards; let it keep what it has of a parameter in its state, as",
     ),
     **{
         f"an optimizer that {kind.__name__} of {model.__name__}": (

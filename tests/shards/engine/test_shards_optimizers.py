@@ -140,6 +140,25 @@ def test_a_step_that_is_tried_is_taken_where_the_trials_steps_are(
     assert brought == [1, 3]  # alone, and between two others
 
 
+class Noises(torch.optim.SGD):
+    """Adds noise to each update, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.add_(torch.randn_like(parameter))
+
+
+def test_an_optimizer_that_draws_is_not_told_to_look_at_other_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    found = other_gradients_matter(Noises([parameter], lr=0.1))
+    assert found is not None
+    assert found[0] is parameter
+    assert found[1].startswith("with random numbers")
+
+
 class Restarts(torch.optim.SGD):
     """Drops its momentum after every fourth step: the state, its entry, or the tensor alone."""
 
