@@ -198,7 +198,8 @@ class RunDocument:
     newest state of a trial is written to the store. `keep` and `admission_seconds` hold for
     candidates that are still to be admitted. `device` says on what trials are trained, and
     `numerics` how its CPU libraries choose kernels, for bits depend on both. `held_out` is None
-    where the data was prepared before the search, perhaps with another seed.
+    where the data was prepared before the search, perhaps with another seed. `search` is the digest
+    of `search.json`, None where the run has none, or an earlier version began it.
     """
 
     run_id: Name
@@ -226,6 +227,7 @@ class RunDocument:
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     numerics: Annotated[str, one_of(*KERNELS)] = "fast"
     held_out: HeldOut | None = None
+    search: Digest | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
 from cerebro_hydra.storage.run_document import (
     RUN_FILE,
+    SEARCH_FILE,
     TRIAL_FILE,
     Cursor,
     RunDocument,
@@ -392,6 +393,34 @@ def _check_run(part: Mapping[str, Any], path: str, run_id: str) -> None:
             f"{path!r} is of run {part.get('run_id')!r}, and {RUN_FILE} beside it of run "
             f"{run_id!r}; restore both from one copy"
         )
+
+
+def write_search(folder: RunFolder, given: Mapping[str, Any]) -> str | None:
+    """Write what the search of a run begins with, if anything, and return the digest of it."""
+    if not given:
+        return None
+    folder.write_json(SEARCH_FILE, given)
+    return digest_of(encode_document(given))
+
+
+def read_search(folder: RunFolder, document: RunDocument) -> dict[str, Any]:
+    """Read what the search of a run began with; it is empty if the run has nothing of the kind.
+
+    Raises:
+        StoreError: it is gone or damaged, or that of another run.
+    """
+    path = f"{folder.path}/{SEARCH_FILE}"
+    if not folder.store.exists(path):
+        if document.search is None:
+            return {}
+        raise StoreError(
+            f"{path!r} is gone, and the run began with it: without it nobody sees whether a search "
+            "has the run's arguments; restore it from a copy, or begin a new run"
+        )
+    found = folder.read_json(SEARCH_FILE)
+    if document.search not in (None, digest_of(encode_document(found))):
+        raise StoreError(f"{path!r} is not what the run began with; restore it from a copy")
+    return found
 
 
 def read_document(folder: RunFolder) -> RunDocument:

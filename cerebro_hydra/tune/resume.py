@@ -52,6 +52,7 @@ class RunToResume:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         if not self.begun(self.folder):
+            require_unbegun(self.folder)
             raise StoreError(
                 f"the run {self.folder.path!r} ended before its trials were admitted, so there is "
                 "nothing to go on from; start it anew, or give it to search.fit(df, resume=...)"
@@ -327,3 +328,16 @@ class RunToResume:
                     f"num_epochs={num_epochs}"
                 )
         return [BudgetExtended(each.trial, each.epochs) for each in decided]
+
+
+def require_unbegun(folder: RunFolder) -> None:
+    """Refuse to begin a run in the folder of one that has decided something.
+
+    Raises:
+        StoreError: there is a journal, so that what describes its run was lost.
+    """
+    if folder.journal_end()[1]:
+        raise StoreError(
+            f"{f'{folder.path}/{RUN_FILE}'!r} is gone, and the run has a journal: restore it from "
+            "a copy, or begin a new run"
+        )

@@ -29,7 +29,8 @@ from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
-from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE, HeldOut, RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, HeldOut, RunDocument
+from cerebro_hydra.storage.run_folder import read_search, write_search
 from cerebro_hydra.tune.decisions import AskAndTell, Target, checked_target
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import (
@@ -397,8 +398,7 @@ class Search(ABC):
                 found = self.backend.identify(self.store, df, spec, partitions, waiting.now)
             self._surroundings.report(run.require_rows(found))
         limits = {name: getattr(self, name) for name in LIMITS}
-        there = folder.store.exists(f"{folder.path}/{SEARCH_FILE}")
-        given = folder.read_json(SEARCH_FILE) if there else {}
+        given = read_search(folder, run.document)
         searcher = self.searcher(self._searched(run.manifest, lambda: run.document.metrics, given))
         end = self._end(run.manifest.has_validation, lambda: run.document.metrics)
         end.check()
@@ -442,18 +442,19 @@ class Search(ABC):
         folder: RunFolder | None = None,
         held_out: HeldOut | None = None,
     ) -> SearchResult:
+        from cerebro_hydra.tune.resume import require_unbegun
         from cerebro_hydra.tune.running import run_claim, run_trials
         from cerebro_hydra.tune.trials import SearchTrials
 
         folder = folder or RunFolder(self.store, _new_run_id())
         with run_claim(folder):
+            require_unbegun(folder)
             with _removed_on_error(folder):
                 admission = self._admission(folder, manifest)
                 run = self._searched(manifest, lambda: admission.metrics, {})
-                if given := as_json("the search was given", self.given(run)):
-                    folder.write_json(SEARCH_FILE, given)
-                    run = replace(run, given=given)
-                searcher = self.searcher(run)
+                given = as_json("the search was given", self.given(run))
+                begun_with = write_search(folder, given)
+                searcher = self.searcher(replace(run, given=given))
                 ask_and_tell = AskAndTell(searcher, self.num_epochs, manifest.num_partitions)
                 report = self._surroundings.report
                 end = self._end(manifest.has_validation, lambda: admission.metrics)
@@ -471,7 +472,7 @@ class Search(ABC):
                 self.backend.check_factory(self.estimator_gen_fn)
                 self.backend.launcher()  # else a run of a Spark that was stopped would stay
                 document = self._document(folder.run_id, manifest, admission.metrics)
-                document = replace(document, held_out=held_out)
+                document = replace(document, held_out=held_out, search=begun_with)
                 folder.write_json(RUN_FILE, document.to_json())
             parts = (folder, document, trials, manifest)
             return self._watched(folder, partial(run_trials, self._surroundings, *parts))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -32,7 +33,7 @@ from cerebro_hydra.storage.run_document import (
     WORKERS_FILE,
     RunDocument,
 )
-from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.storage.run_folder import read_document, read_search
 from cerebro_hydra.temporary_folders import temporary_folder
 
 _SUFFIX = ".safetensors"
@@ -135,6 +136,9 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
     }
     for optional in sorted(there & {NUMERIC_FILE, PLAN_FILE, SEARCH_FILE, WORKERS_FILE}):
         readers[optional] = methodcaller("read_json", optional)
+    document = document_of(folder)
+    if document is not None and document.search is not None:
+        readers[SEARCH_FILE] = partial(read_search, document=document)
     problems = []
     for read in readers.values():
         try:
@@ -142,7 +146,7 @@ def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
         except StoreError as error:
             problems.append(str(error))
     yield VerifiedPart(f"{name}: documents", ", ".join(readers), tuple(problems))
-    if (document := document_of(folder)) is not None:
+    if document is not None:
         yield from _Verification(folder, document).parts()
 
 

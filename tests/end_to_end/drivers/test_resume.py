@@ -26,6 +26,7 @@ from cerebro_hydra.testing.datasets import write_dataset
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
 from cerebro_hydra.tune import CustomSearch
 from cerebro_hydra.tune.result import SearchResult
+from cerebro_hydra.tune.resume import RunToResume
 from cerebro_hydra.tune.running import run_claim
 from cerebro_hydra.tune.searchers.searcher import TrainTo
 from cerebro_hydra.verification import verify
@@ -214,6 +215,17 @@ def test_a_run_that_had_decided_nothing_is_extended_with_new_limits(tmp_path: Pa
     result = go_on(tmp_path, run, **changed)
     assert epochs_of(result) == [2, 2, 2]
     assert {name: getattr(result.document, name) for name in changed} == changed
+
+
+def test_a_run_that_has_decided_does_not_go_on_without_what_describes_it(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, 3)
+    Path(run, RUN_FILE).unlink()
+    before = files(run)
+    with pytest.raises(StoreError, match=r"run.json' is gone, and the run has a journal: restore"):
+        go_on(tmp_path, run)
+    with pytest.raises(StoreError, match=r"run.json' is gone, and the run has a journal: restore"):
+        RunToResume(RunFolder.open(run))
+    assert files(run) == before
 
 
 def test_a_run_that_another_program_works_on_is_not_touched(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.observe import Decision, RunView
 from cerebro_hydra.observe.report import render
 from cerebro_hydra.plan.messages.events import TrialPaused, TrialProposed
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.run_document import SEARCH_FILE
+from cerebro_hydra.storage.run_document import RUN_FILE, SEARCH_FILE
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune import ASHASearch, SearchResult
 from cerebro_hydra.verification import verify
 from tests.end_to_end.runs import Tape, assert_replays, bits, classes
@@ -70,7 +72,16 @@ def test_halving_whose_driver_is_killed_midway_decides_as_the_calm_run(
     assert_replays(result)
     with pytest.raises(ConfigurationError, match="eta is 3, and the run was begun with 2"):
         halving(tmp_path, eta=3, **options).fit(classes(120), resume=str(run))
+    folder = RunFolder.open(str(run))
+    (run / SEARCH_FILE).unlink()
+    with pytest.raises(StoreError, match=r"search.json' is gone, and the run began with it.*resto"):
+        halving(tmp_path, eta=3, **options).fit(classes(120), resume=str(run))
+    assert any("search.json' is gone" in problem for problem in verify(str(run)).problems)
+    folder.write_json(SEARCH_FILE, {"num_models": 5, "eta": 3, "grace_epochs": 1})
+    with pytest.raises(StoreError, match=r"search.json' is not what the run began with; restore"):
+        halving(tmp_path, eta=3, **options).fit(classes(120), resume=str(run))
     (run / SEARCH_FILE).unlink()  # a searcher of one's own has none
+    folder.write_json(RUN_FILE, replace(read_document(folder), search=None).to_json())
     with pytest.raises(ConfigurationError, match=r"has compared its trials and is over, .*num_mod"):
         halving(tmp_path, num_models=6, **options).fit(classes(120), resume=str(run))
 
