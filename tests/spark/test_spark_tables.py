@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,41 @@ def test_a_table_behind_a_pattern_a_partition_or_a_link_is_refused_too(
         (tmp_path / folder / "_delta_log").mkdir()
     with pytest.raises(DataError, match="of the Delta table"):
         dataframe_of(tmp_path / path, lambda: spark)
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_of_what_a_stream_has_written_only_the_rows_that_its_log_names_are_read(
+    spark: SparkSession, tmp_path: Path, form: str
+) -> None:
+    source, sink = tmp_path / "source", tmp_path / "sink"
+    spark.range(5).write.parquet(str(source))
+    stream = spark.readStream.schema("id long").parquet(str(source)).writeStream.format(form)
+    stream = stream.option("checkpointLocation", str(tmp_path / "marks")).option("header", True)
+    stream.trigger(availableNow=True).start(str(sink)).awaitTermination()
+    whole = next(each for each in sink.glob(f"part-*.{form}"))
+    shutil.copy(whole, half := sink / f"half.{form}")  # as a stream leaves it that was killed
+    (tmp_path / f"link.{form}").symlink_to(half)
+    if form == "parquet":
+        (tmp_path / "link").symlink_to(sink)
+        for folder in (sink, tmp_path / "link"):
+            assert dataframe_of(folder, lambda: spark).count() == 5
+    for path in (f"sink/*.{form}", f"s*/h*.{form}", f"sink/{half.name}", f"link.{form}"):
+        with pytest.raises(DataError, match=rf"streamed table .*\('{form}'\)\.load\('{sink}'\)"):
+            dataframe_of(tmp_path / path, lambda: spark)
+
+
+def test_a_table_in_the_middle_of_a_chain_of_links_is_refused_too(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    for folder in ("blobs", "table/_delta_log", "links"):
+        (tmp_path / folder).mkdir(parents=True)
+    pd.DataFrame({"a": [1.5]}).to_parquet(tmp_path / "blobs" / "7")
+    (tmp_path / "table" / "rows.parquet").symlink_to("../blobs/7")
+    (tmp_path / "links" / "mine.parquet").symlink_to(tmp_path / "table" / "rows.parquet")
+    (tmp_path / "all").symlink_to("links")
+    for path in ("links/mine.parquet", "links", "all", "all/*.parquet"):
+        with pytest.raises(DataError, match=rf"of the Delta table '{tmp_path}/table'"):
+            dataframe_of(tmp_path / path, lambda: spark)
 
 
 @pytest.mark.parametrize("name", ["a b", "a%20b", "a#b", "a[1]", "a{b,c}", "a*b", "a\\b"])

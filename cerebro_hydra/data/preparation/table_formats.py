@@ -7,21 +7,26 @@ folder as plain Parquet.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from cerebro_hydra.errors import DataError
 
+_STREAMED = "_spark_metadata"
+
 _LOGS: Mapping[str, tuple[str, str]] = {
     "_delta_log": ("Delta", "delta"),
     ".hoodie": ("Hudi", "hudi"),
     "metadata": ("Iceberg", "iceberg"),
-    "_spark_metadata": ("streamed", "parquet"),
+    _STREAMED: ("streamed", "parquet"),
 }
 """The name of each format and what Spark calls it, by the folder of its log."""
 
 _ICEBERG = ".metadata.json"
+
+_MOST_LINKS = 40
+"""How many links Linux follows before it gives up a path."""
 
 Names = Callable[[str], Iterable[str] | None]
 """Returns what is in a folder, or None if there is no such folder."""
@@ -35,24 +40,51 @@ def refuse_tables(
     Raises:
         DataError: one does; the message names the table, and how to read it.
     """
-    paths = {seen(file): None for file in files for seen in (os.path.realpath, os.path.abspath)}
+    paths = dict.fromkeys(spelling for file in files for spelling in _spellings(file))
     places = map(Path, dict.fromkeys(map(os.path.dirname, paths)))
     for folder in dict.fromkeys(str(each) for at in places for each in (at, *at.parents)):
         _refuse(folder, _names, what, logs)
 
 
-def refuse_tables_of_spark(urls: Iterable[str], names: Names, what: str) -> None:
-    """Refuse files which Spark would read as plain Parquet; it knows its own streamed tables.
+def _spellings(path: str) -> Iterator[str]:
+    """Yield a path as it is given, after each symbolic link on it, and where it ends."""
+    yield os.path.realpath(path)
+    at: str | None = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        if at is not None:
+            yield at
+            at = _followed(at)
+
+
+def _followed(path: str) -> str | None:
+    """Return a path without the first symbolic link on it; None if there is none."""
+    for place in (*reversed(Path(path).parents), Path(path)):
+        try:
+            target = os.readlink(place)
+        except OSError:
+            continue
+        return os.path.normpath(place.parent / target / os.path.relpath(path, place))
+    return None
+
+
+def refuse_tables_of_spark(
+    urls: Iterable[str], names: Names, what: str, streamed: str | None
+) -> None:
+    """Refuse files which Spark would read without asking their table's log.
 
     Args:
         urls: of the files, wherever they are, as Spark spells them.
         names: lists a folder that is not on this machine.
         what: reads them, for the message.
+        streamed: the format of files for whose streamed table Spark has not asked the log, which it
+            only does for the table's own folder; None if it has.
 
     Raises:
         DataError: one belongs to such a table.
     """
-    logs = {log: kind for log, kind in _LOGS.items() if kind[1] != "parquet"}
+    logs = {log: kind for log, kind in _LOGS.items() if log != _STREAMED}
+    if streamed is not None:
+        logs[_STREAMED] = ("streamed", streamed)
     here, elsewhere = [], dict[str, None]()
     for parts in map(urlsplit, urls):
         if parts.scheme in ("", "file"):

@@ -65,18 +65,20 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
     from pyspark.errors import PySparkException
 
     here = local_path("the path", path)
-    url, root = path, path
+    url, root, names, what = path, path, _lister(spark), f"the path {path!r}"
     if here is not None and os.path.exists(here):
         url = "file://" + _GLOB.sub(r"\\\g<0>", os.path.realpath(here))
         root = quote(here)
     try:
         if path.lower().endswith((".csv", ".csv.gz")):
-            return spark.read.csv(url, header=True, inferSchema=True)
-        names, what = _lister(spark), f"the path {path!r}"
+            found = spark.read.csv(url, header=True, inferSchema=True)
+            refuse_tables_of_spark([root, *found.inputFiles()], names, what, "csv")
+            return found
         # Before Spark stumbles over the log; then where a pattern, a link or a partition led.
-        refuse_tables_of_spark([f"{root}/any"], names, what)
+        refuse_tables_of_spark([f"{root}/any"], names, what, None)
         found = spark.read.parquet(url)
-        refuse_tables_of_spark(found.inputFiles(), names, what)
+        streamed = None if _asked_the_log(found) else "parquet"
+        refuse_tables_of_spark([root, *found.inputFiles()], names, what, streamed)
         return found
     except (Py4JError, PySparkException) as error:
         said = str(getattr(error, "java_exception", error)) or type(error).__name__
@@ -84,6 +86,12 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
             f"{path!r} can't be read as Parquet or CSV: {said.splitlines()[0]}; give the "
             "path of a folder or file of Parquet, or of a file that ends in .csv and has a header"
         ) from error
+
+
+def _asked_the_log(df: DataFrame) -> bool:
+    """Say whether Spark reads the files that the log of a streamed table names."""
+    leaf = df._jdf.queryExecution().analyzed().collectLeaves().apply(0)
+    return bool(leaf.relation().location().getClass().getName().endswith(".MetadataLogFileIndex"))
 
 
 def _lister(spark: SparkSession) -> Names:
