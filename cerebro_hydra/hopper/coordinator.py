@@ -219,8 +219,8 @@ class Coordinator:
             self._launcher.stop(STOP_SECONDS if self._state.finished else INTERRUPT_SECONDS)
             self._control.close()  # until here, agents that come late are told that it is over
             self._state_namer.close()
-            self._writer.close()
-            self._observers.on_record(RunEnded(time.monotonic() - begun))
+            unwritten = self._writer.close()
+            self._observers.on_record(RunEnded(time.monotonic() - begun, unwritten))
         self._writer.finish(self._state, self._untidy)
         return self._state
 

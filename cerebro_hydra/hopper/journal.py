@@ -24,7 +24,13 @@ from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages.codec import to_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import Event, ForkFailed, RecutRefused
-from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, ForkState, Instruction
+from cerebro_hydra.plan.messages.instructions import (
+    Checkpoint,
+    Collect,
+    FinishTrial,
+    ForkState,
+    Instruction,
+)
 from cerebro_hydra.storage.run_folder import RunFolder
 
 MERGED_SEGMENTS = 256
@@ -52,7 +58,7 @@ class Journal:
     def __init__(
         self, folder: RunFolder, decisions: int = 0, merged: int = 0, segments: int = 0
     ) -> None:
-        self.error: StoreError | None = None
+        self.error: CerebroHydraError | None = None
         """Why what waits could not be written; None if nothing was refused."""
         self._folder = folder
         self._decisions = decisions
@@ -74,6 +80,12 @@ class Journal:
     def waiting(self) -> bool:
         """Return whether events wait to be written."""
         return bool(self._waiting)
+
+    @property
+    def unwritten_ends(self) -> tuple[int, ...]:
+        """Return the trials whose ends are among the events that wait."""
+        told = (each for line in self._waiting for each in line["instructions"])
+        return tuple(each["trial"] for each in told if each["type"] == FinishTrial.__name__)
 
     def append(
         self, time: float, decided: Sequence[tuple[Event, Sequence[Instruction]]]
@@ -127,14 +139,14 @@ class Journal:
     def close(self) -> None:
         """Write what waits, and merge the segments that are left.
 
-        Errors are logged: without the merge the journal is as whole, and what could not be written
-        is in `error`.
+        Without the merge the journal is as whole, and why something could not be written is in
+        `error`.
         """
         self._next_try = -math.inf
         try:
             self.write()
-        except CerebroHydraError:
-            _LOGGER.exception("the last events of the run are not in its journal")
+        except CerebroHydraError as error:
+            self.error = error
         if self._segments - self._merged > 1:
             self._merge_rest()
         self._merger.shutdown()
@@ -146,8 +158,8 @@ class Journal:
     def _merge(self, first: int, last: int) -> None:
         try:
             self._folder.merge_segments(first, last)
-        except CerebroHydraError:
-            _LOGGER.exception("the journal stays in more files than it needs")
+        except CerebroHydraError as error:
+            _LOGGER.warning("the journal stays in more files than it needs: %s", error)
 
 
 class RunWriter:
@@ -230,11 +242,12 @@ class RunWriter:
             return RecutRefused(trial, str(error))
         return None
 
-    def close(self) -> None:
-        """Write and delete what is left."""
+    def close(self) -> tuple[int, ...]:
+        """Write and delete what is left; return the trials whose ends could not be written."""
         self._journal.close()
         self._look_at_journal()
         self._collector.close()
+        return self._journal.unwritten_ends
 
     def finish(self, state: HopState, untidy: bool) -> None:
         """Delete what no trial names, if losses or earlier drivers may have left such files.
@@ -315,9 +328,9 @@ class Collector:
                     self._folder.delete_object(file)
                 else:
                     self._folder.delete_state(*file)
-            except StoreError:
+            except StoreError as error:
                 self.complete = False
-                _LOGGER.exception("a file that the run needs no more stays until the run ends")
+                _LOGGER.warning("a file stays that the run needs no more: %s", error)
 
     def _next(self) -> _File | None:
         with self._changed:

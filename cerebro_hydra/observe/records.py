@@ -167,6 +167,8 @@ class RunEnded:
     """The run is over, however it ended; comes last."""
 
     seconds: float
+    unwritten: tuple[int, ...] = ()
+    """The trials whose ends the store refused to the last, so that the run does not have them."""
 
 
 Record = (

@@ -96,8 +96,8 @@ class RunView:
                     trial.loss = record.loss
             case RunEnded():
                 self.seconds = record.seconds
-                for trial in self.trials.values():
-                    if not trial.over:
+                for number, trial in self.trials.items():
+                    if not trial.over or number in record.unwritten:
                         trial.status = "paused" if self.suspended else "interrupted"
 
     @property

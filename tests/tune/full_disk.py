@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from cerebro_hydra.errors import CerebroHydraError
-from cerebro_hydra.observe import Decision, Record
+from cerebro_hydra.observe import Decision, Record, RunView
 from cerebro_hydra.plan.messages.events import SubEpochDone
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import LocalBackend
-from cerebro_hydra.tune import GridSearch, hp_choice
+from cerebro_hydra.tune import GridSearch, SearchResult, hp_choice
 from tests.tune import quick_retries, tune_models
 from tests.tune.test_tune_search import rows
 
@@ -38,6 +38,12 @@ def counted(params: dict[str, Any]) -> Any:
     """Build a net, and note it."""
     built.append(params)
     return tune_models.small(params)
+
+
+class Counted(RunView):
+    """Sees what the console sees."""
+
+    on_record = RunView.apply
 
 
 class Filler:
@@ -79,6 +85,7 @@ def short_of_disk(folder: Path, case: str) -> Iterator[None]:
 def ended(folder: Path, case: str) -> dict[str, Any]:
     """Run a search, and read what it left with all digests."""
     backend = LocalBackend(2, preloaded=[quick_retries.__name__])
+    view = Counted()
     spare = {"journal": 1, "checkpoint": TOO_LITTLE}.get(case)
     search = GridSearch(
         backend=backend,
@@ -87,7 +94,7 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
         search_space={"width": hp_choice([WIDTH]), "lr": hp_choice([0.1, 0.2, 0.3])},
         num_epochs=2,
         verbose=0,
-        observers=[] if spare is None else [Filler(folder, spare)],
+        observers=[view, *([] if spare is None else [Filler(folder, spare)])],
     )
     prepared = backend.prepare(search.store, rows(), search.data_spec)
     before = len(built)
@@ -104,13 +111,23 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
                 left.read_object(shard["frozen"])
                 left.read_object(shard["trainable"])
         list(left.read_segments())
-    resumed = []
+    resumed: list[str] = []
+    counted_by: list[int] = []
     if spare is not None:
+        shown = SearchResult.open(left.path, tune_models.small)
+        in_folder = [trial.status for trial in shown.trials].count("finished")
+        counted_by = [view.finished, in_folder]
         (folder / "filler").unlink()
         result = search.fit(rows(), resume=left.path)
         resumed = [trial.status for trial in result.trials]
     files = [str(path.relative_to(folder)) for path in folder.glob("runs/**/*") if path.is_file()]
-    return {"said": said, "built": len(built) - before, "files": files, "resumed": resumed}
+    return {
+        "said": said,
+        "built": len(built) - before,
+        "files": files,
+        "resumed": resumed,
+        "finished": counted_by,
+    }
 
 
 if __name__ == "__main__":

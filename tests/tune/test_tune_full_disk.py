@@ -53,4 +53,6 @@ def test_a_disk_that_fills_up_in_training_lets_trials_end_unsaved_until_the_run_
     assert where in found["said"] and ADMISSION["full"] in found["said"]
     assert any(name.endswith("run.json") for name in found["files"])
     assert not [name for name in found["files"] if ".unfinished-" in name]
+    told, in_folder = found["finished"]
+    assert told == in_folder, "what was told has finished has finished for whoever opens the run"
     assert found["resumed"] == ["finished"] * 3, "once there is room, nothing is missing"

@@ -1,0 +1,53 @@
+"""A journal that can't be merged is as whole, and says in a sentence which file is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cerebro_hydra.errors import JournalError, StoreError
+from cerebro_hydra.hopper.journal import Journal, RunWriter
+from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.messages.config import HopConfig
+from cerebro_hydra.plan.messages.events import WorkerLost
+from cerebro_hydra.plan.messages.instructions import FinishTrial
+from cerebro_hydra.storage import LocalStore, RunFolder
+
+CONFIG = HopConfig(partitions=1)
+
+
+def begun(place: Path) -> tuple[RunFolder, Journal]:
+    folder = RunFolder(LocalStore(str(place)), "run")
+    return folder, Journal.begin(folder, CONFIG)
+
+
+def end_of(trial: int) -> tuple[WorkerLost, list[FinishTrial]]:
+    return WorkerLost("w0", "gone"), [FinishTrial(trial, "finished", "", 0)]
+
+
+def test_a_journal_that_can_not_be_merged_is_whole_and_told_of_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, journal = begun(tmp_path)
+    journal.append(1.0, [end_of(0)])
+    (refused := Path(folder.path, "journal", "00000000-00000001.jsonl")).mkdir()
+    journal.close()
+    (said,) = caplog.records
+    assert f"'{refused}'" in said.getMessage() and "delete it" in said.getMessage()
+    assert said.exc_info is None
+    refused.rmdir()
+    assert [line["seq"] for line in folder.read_records()] == [0]
+
+
+def test_what_another_program_keeps_from_the_journal_is_told_of_and_ends_no_trial(
+    tmp_path: Path,
+) -> None:
+    folder, journal = begun(tmp_path)
+    Path(folder.path, "journal", "00000001-00000002.jsonl").mkdir()  # as another program merges
+    writer = RunWriter(folder, journal, lambda record: None)
+    with pytest.raises(JournalError, match="written by another program"):
+        writer.append([end_of(0), end_of(2)])
+    assert writer.close() == (0, 2)
+    with pytest.raises(StoreError, match=r"end of the journal is not written: .* another program"):
+        writer.finish(HopState(CONFIG), untidy=False)
