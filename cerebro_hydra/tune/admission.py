@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.preparation.prepared import value_ranges
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.kernels import as_in_shell
@@ -103,6 +103,20 @@ def refusing() -> Iterator[None]:
         raise Refused(traceback_text(error)) from error
 
 
+@contextlib.contextmanager
+def failing_alone() -> Iterator[None]:
+    """Let an error that nobody foresaw end the trial that it comes from, and not the search.
+
+    It may be of the system, of torch, or of ours; Ctrl-C is none.
+    """
+    try:
+        yield
+    except (Refused, CerebroHydraError):
+        raise
+    except Exception as error:
+        raise Refused(traceback_text(error)) from error
+
+
 class Admission:
     """Admits the trials of one run, one model in memory at a time.
 
@@ -166,14 +180,14 @@ class Admission:
             outlook: what is known of the search, by which `plan="auto"` chooses.
 
         Raises:
-            Refused: its own code failed.
+            Refused: its own code failed, or something did that nobody foresaw.
             StoreError: the store can't be read or written, which no candidate can help.
             DataError: rows can't be read as they were prepared.
             ConfigurationError: the evaluation metric is not measured, or this trial measures other
                 things than the first one.
         """
         try:
-            with exclusive_generator:
+            with exclusive_generator, failing_alone():
                 spec, recipe = self._admit(trial, params, parent, outlook)
         except Refused as refusal:
             what = f"{trial_name(trial)} ({parameters(params)})"
@@ -189,7 +203,7 @@ class Admission:
             Refused: it can't be cut finer, or its states can't be laid out.
             DataError: rows can't be read as they were prepared.
         """
-        with exclusive_generator:
+        with exclusive_generator, failing_alone():
             with refusing():
                 assert self._folder is not None, "what is only planned is not cut finer"
                 spec = self._folder.read_trial(asked.trial, self._folder.run_id)
@@ -332,7 +346,9 @@ class Admission:
     @contextlib.contextmanager
     def _within_memory(self, trial: int, recipe: Recipe) -> Iterator[None]:
         """Let the recipe's admission need no more memory than there is."""
-        needed, free = memory_needed(recipe), available_memory()
+        with refusing():
+            needed = memory_needed(recipe)
+        free = available_memory()
         if needed <= free:
             yield
             return

@@ -155,6 +155,43 @@ def test_a_refused_trial_keeps_its_number_and_shifts_nobody_elses(tmp_path: Path
     assert re.fullmatch(said, found.told[-1])
 
 
+class FailsAt(nn.Linear):
+    """Can't list its parameters when it is asked for the n-th time."""
+
+    def __init__(self, n: int, error: Exception) -> None:
+        super().__init__(16, 4)
+        self.left, self.error = [n], error
+
+    def parameters(self, recurse: bool = True) -> Any:
+        self.left[0] -= 1
+        if self.left[0] == 0:
+            raise self.error
+        return super().parameters(recurse)
+
+
+@pytest.mark.parametrize("error", [OSError("no device"), RuntimeError("a bug"), KeyError("a")])
+def test_an_error_anywhere_in_admission_ends_its_trial_alone(
+    tmp_path: Path, error: Exception
+) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = FailsAt(params["n"], error)
+        optimizer = torch.optim.SGD(list(nn.Linear.parameters(model)), lr=0.1)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=1)
+
+    found = admit_with(factory, tmp_path, [{"n": n} for n in range(1, 13)])
+    assert any(str(error.args[0]) in said for said in found.refused.values())
+    assert len(found.refused) + len(found.specs) == 12
+
+
+def test_an_interrupt_in_admission_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cerebro_hydra.tune.admission.available_memory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        admit(tmp_path, {})
+
+
 class Counts(nn.Module, metaclass=tune_models.Counting):
     """It counts its steps where no hop carries them, and where admission does not look."""
 
