@@ -199,7 +199,8 @@ class RunDocument:
     candidates that are still to be admitted. `device` says on what trials are trained, and
     `numerics` how its CPU libraries choose kernels, for bits depend on both. `held_out` is None
     where the data was prepared before the search, perhaps with another seed. `search` is the digest
-    of `search.json`, None where the run has none, or an earlier version began it.
+    of `search.json`, None where the run has none, or an earlier version began it. `archives` names
+    the trials whose models lie in `models/`, each since its archive was whole there.
     """
 
     run_id: Name
@@ -228,6 +229,7 @@ class RunDocument:
     numerics: Annotated[str, one_of(*KERNELS)] = "fast"
     held_out: HeldOut | None = None
     search: Digest | None = None
+    archives: tuple[Name, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

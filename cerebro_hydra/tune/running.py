@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
@@ -39,7 +39,8 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.trial import all_failed
 from cerebro_hydra.tune.trials import SearchTrials
@@ -213,6 +214,9 @@ class WinnerArchive:
         try:
             model = SearchResult.open(self._folder.path).get_model(winner.trial_id)
             keep_archive(self._folder, winner.trial_id, model.archive())
+            document = read_document(self._folder)
+            kept = tuple(sorted({*document.archives, winner.trial_id}))
+            self._folder.write_json(RUN_FILE, replace(document, archives=kept).to_json())
         except CerebroHydraError as error:
             self._report(f"{winner.trial_id} needs its source: {error}")
 

@@ -182,16 +182,22 @@ class _Verification:
 
     def _models(self) -> Iterator[VerifiedPart]:
         """Load the archives of models that need no source."""
-        kept = self._folder.store.list(f"{self._folder.path}/models")
-        problems = []
-        for trial_id in kept:
+        there = self._folder.store.list(f"{self._folder.path}/models")
+        problems = [
+            f"{f'{self._folder.path}/models/{trial_id}'!r} is gone, and the run has kept a model "
+            "there: restore it from a copy"
+            for trial_id in self._document.archives
+            if trial_id not in there
+        ]
+        for trial_id in there:
             try:
                 if archived(self._folder, trial_id) is None:
-                    problems.append(f"the model of {trial_id} has no metadata; save it again")
+                    path = f"{self._folder.path}/models/{trial_id}"
+                    problems.append(f"{path!r} has no metadata; save the model again")
             except CerebroHydraError as error:
                 problems.append(str(error))
-        if kept:
-            yield VerifiedPart(f"{self._name}: models", ", ".join(kept), tuple(problems))
+        if there or problems:
+            yield VerifiedPart(f"{self._name}: models", ", ".join(there), tuple(problems))
 
     def _journal(self) -> VerifiedPart:
         """Decide everything again that the journal says was decided."""

@@ -136,6 +136,14 @@ def part(report: VerificationReport, name: str) -> Any:
     return found
 
 
+@pytest.mark.parametrize("gone", ["models", "models/*", "models/*/metadata"])
+def test_a_model_that_the_run_has_kept_is_missed(copied: RunFolder, gone: str) -> None:
+    (path,) = Path(copied.path).glob(gone)
+    shutil.rmtree(path)
+    (problem,) = part(verify(copied.path), "models").problems
+    assert f"{copied.path}/models/trial-" in problem
+
+
 def test_files_of_anything_are_damage_and_never_another_error(copied: RunFolder) -> None:
     one_of_each = {(path.parent.name, path.suffix): path for path in files_of(copied.path)}
     contents = itertools.cycle([b"", b"garbage", b"[" * 100_000])
