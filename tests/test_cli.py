@@ -160,7 +160,7 @@ def test_replay_asks_for_a_word_before_it_imports_what_a_run_names(
     assert done.stdout == "1 1\n"
     assert done.stderr.count("records the factory 'of_an_attacker:build'") == 2
     assert "--trust" in done.stderr and "--factory module:name" in done.stderr
-    given = ["--factory", "tests.tune.tune_models:small"]
+    given = ["--trial", "trial-001", "--factory", "tests.tune.tune_models:small"]
     command("replay", folder.path, *given, cwd=Path(folder.path))
     assert not (tmp_path / "it-ran").exists()
 
