@@ -57,6 +57,7 @@ from cerebro_hydra.shards.admission.admit import (
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     Bytes,
@@ -295,7 +296,11 @@ class Admission:
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
         with refusing():
-            admission = self._cut(recipe, examples, seed)
+            admission = (
+                self._cut(recipe, examples, seed)
+                if parent is None
+                else self._cut_as(parent, recipe, examples, seed)
+            )
             recipe.take_form(examples[0])  # another trial's admission may have served this one
             plan = None if parent is None else _plan_as(recipe, parent)
             if parent is None and self._auto_plan is not None:
@@ -384,21 +389,49 @@ class Admission:
         keeps = recipe.recompute is not False and is_flushed(recipe.schedule)
         return limited and by_number and keeps
 
-    def _cut(
-        self, recipe: Recipe, examples: Sequence[Example], seed: int, least: int = 1
+    def _cut_as(
+        self, parent: TrialSpec, recipe: Recipe, examples: Sequence[Example], seed: int
     ) -> AdmittedCut:
-        """Return the cut of a trial, as an equal one was admitted or after trying it."""
+        """Return the cut of a fork: its parent's, if it asks for shards that begin where its do.
+
+        The random numbers of a trial may decide which units run first, as with layer drop, so that
+        the fork's own first steps would give another order of units.
+        """
+        given = CutSpec.from_json(parent.cut)
+        if given.mode == "export":
+            return self._cut(recipe, examples, seed)
+        if recipe.shards == list(given.at):
+            return self._cut(recipe, examples, seed, given=given)
+        cut = self._cut(recipe, examples, seed)
+        if cut.spec.at != given.at or cut.spec == given:
+            return cut
+        return self._cut(recipe, examples, seed, given=given)
+
+    def _cut(
+        self,
+        recipe: Recipe,
+        examples: Sequence[Example],
+        seed: int,
+        least: int = 1,
+        given: CutSpec | None = None,
+    ) -> AdmittedCut:
+        """Return the cut of a trial, as an equal one was admitted or after trying it.
+
+        Args:
+            given: is tried first.
+        """
         if is_pipelined(recipe.schedule):  # each stage has a shard at least
             least = max(least, least_shards(recipe.stages, self._biller.devices))
         key = admission_key(recipe, examples)
-        if key is not None and (key, least) in self._cuts:
-            return self._cuts[key, least]
+        if key is not None and (key, least, given) in self._cuts:
+            return self._cuts[key, least, given]
         with torch_settings_kept():
             evaluated = self._examples.evaluated_sizes(recipe.batch_size)
-            cut = admit(recipe, examples, seed, self._cut_models, self._profiler, least, evaluated)
+            tools = self._cut_models, self._profiler
+            cut = admit(recipe, examples, seed, *tools, least, evaluated, given)
         check_value_ranges(recipe, self._columns, examples[-1], self._ranges)
         if key is not None:
-            self._cuts[key, least] = cut
+            self._cuts[key, least, given] = cut
         return cut
 
     def _report_once(self, about: Hashable, line: str) -> None:

@@ -6,6 +6,7 @@ Trials whose keys are equal share one admission. A report tells the cut shard by
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from cerebro_hydra.shards.cut.choice import (
     choose_by_blocks,
     choose_by_name,
     choose_by_time,
+    choose_given,
     choose_whole,
 )
 from cerebro_hydra.shards.cut.model import CutModel, CutModelCache
@@ -134,6 +136,7 @@ def admit(
     profiler: TaskProfiler | None = None,
     least_shards: int = 1,
     evaluated_rows: Collection[int] = (),
+    given: CutSpec | None = None,
 ) -> AdmittedCut:
     """Choose a cut and compare it with plain training, two steps at every batch size.
 
@@ -146,6 +149,7 @@ def admit(
         profiler: measures the admitted cut, and says what `shards="auto"` has to fit.
         least_shards: what `shards="auto"` tries to have at least.
         evaluated_rows: the batch sizes of evaluations, which may be larger than all that train.
+        given: a cut by modules that is tried first, as that of the trial whose state this one has.
 
     Raises:
         ConfigurationError: the model, loss or optimizer fails on the batches, `shards` names a
@@ -155,7 +159,8 @@ def admit(
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
     with kept_heap():
         cache = cache or CutModelCache()
-        return _admit(recipe, examples, trial_seed, cache, profiler, least_shards, evaluated_rows)
+        rest = cache, profiler, least_shards, evaluated_rows, given
+        return _admit(recipe, examples, trial_seed, *rest)
 
 
 def _admit(
@@ -166,6 +171,7 @@ def _admit(
     profiler: TaskProfiler | None,
     least_shards: int,
     evaluated_rows: Collection[int],
+    given: CutSpec | None,
 ) -> AdmittedCut:
     check = CutCheck.plain(recipe, examples, trial_seed)
     template = check.template
@@ -228,7 +234,9 @@ def _admit(
     tried: set[CutSpec] = set()
     refused: ConfigurationError | None = None
     rows = tuple(sorted({*check.rows, *evaluated_rows}, reverse=True))
-    for choice in _candidates(recipe, sample, check, rows, by_number, cache, attempts):
+    first = [] if given is None else [choose_given(given)]
+    others = _candidates(recipe, sample, check, rows, by_number, cache, attempts)
+    for choice in itertools.chain(first, others):
         if choice.spec in tried:
             continue  # a model of few units has no more shards to give
         tried.add(choice.spec)

@@ -62,6 +62,12 @@ def choose_whole(points: CutPoints) -> CutChoice:
     return CutChoice(points.spec(()), ("it is the whole model",))
 
 
+def choose_given(spec: CutSpec) -> CutChoice:
+    """Keep the cut of another trial."""
+    why = "it begins the model", *(f"it begins at {unit!r}, as its parent's" for unit in spec.at)
+    return CutChoice(spec, why)
+
+
 def choose_by_time(points: CutPoints, seconds: Sequence[float], number: int) -> CutChoice:
     """Choose shards that take times as equal as possible.
 

@@ -331,6 +331,49 @@ def test_automatic_cuts_of_a_grid_are_in_the_documents_with_what_they_need(tmp_p
     assert TrialSpec.from_json(json.loads(json.dumps(first.to_json())), "a trial") == first
 
 
+class DropsLayers(nn.Module):
+    """Leaves layers out at random, so that a trial's seed decides which of them run first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        x = self.first(features)
+        for layer in self.layers:
+            if not self.training or torch.rand(()) < 0.5:
+                x = x + layer(x).relu()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("shards", [1, 3, ["last"]])
+def test_a_fork_has_the_cut_of_its_parent_where_random_numbers_decide_what_runs(
+    tmp_path: Path, shards: Any
+) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = DropsLayers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=params["lr"], momentum=0.5)
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=shards)
+
+    def admission() -> Admission:
+        return Admission(
+            factory,
+            COLUMNS,
+            examples(tmp_path, 64),
+            RunFolder(LocalStore(str(tmp_path)), "run"),
+            3,
+            "loss",
+            print,
+            Biller(DEFAULT_RESOURCES, 2, print),
+        )
+
+    parent = admission().admit(0, {"lr": 0.1}).spec
+    for trial in range(1, 5):  # each in a process of its own, as after a resume
+        assert admission().admit(trial, {"lr": 0.2}, parent).spec.cut == parent.cut
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
 def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
     tmp_path: Path, schedule: str
