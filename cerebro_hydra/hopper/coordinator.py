@@ -258,7 +258,7 @@ class Coordinator:
     def _decide_until_over(self) -> None:
         if self._resumed is not None:
             self._resumed.write_states()
-            self._decide([RunResumed()])
+            self._decide([RunResumed(self._resumed.missing)])
             self._remade = self._resumed.remade()
         self._decide(self._events_of(self._trials.start(self._inbox.put)))
         while not (self._state.finished or self._state.at_rest):

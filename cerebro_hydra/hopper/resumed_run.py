@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -10,12 +10,18 @@ from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.hopper.journal import Journal
 from cerebro_hydra.hopper.trials import is_written, write_recut
 from cerebro_hydra.observe.records import Decision, TrialAdmitted, records_of
+from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.journal import RemadeStates, fold
 from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.hop.trial_status import TrialStatus
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.instructions import ChangeCut, ForkState
+from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_folder import RunFolder
+
+_MOST_NAMED = 3
+"""How many objects that are gone are named."""
 
 
 class ResumedRun:
@@ -39,6 +45,8 @@ class ResumedRun:
         self.config: HopConfig = from_json(config.get("config"))
         self._records = 0
         self.state: HopState = fold(self.config, self._counted())
+        self.missing: tuple[tuple[int, int], ...] = ()
+        """Trial and number of each state that lacks objects, and is made again."""
 
     def check_trials(self) -> None:
         """Read what every trial is, so that nothing begins if one of them can't go on.
@@ -48,6 +56,43 @@ class ResumedRun:
         """
         for number in self.state.trials:
             self._folder.read_trial(number, self._folder.run_id)
+
+    def check_objects(self, trials: Iterable[int]) -> list[str]:
+        """Look for the objects of all states that trials may go on from.
+
+        Args:
+            trials: those that go on.
+
+        Returns:
+            a line for each trial that goes on from an older state, because objects are gone.
+
+        Raises:
+            StoreError: a trial has no state left to go on from.
+        """
+        told, missing = [], list[tuple[int, int]]()
+        holders = self.state.holders
+        for number in trials:
+            stored = [state for at, state in holders.states_at(STORE) if at == number]
+            gone = {s: self._folder.missing_objects(holders.segments(number, s)) for s in stored}
+            lacking = sorted(state for state, objects in gone.items() if objects)
+            if not lacking:
+                continue
+            objects = sorted({each for state in lacking for each in gone[state]})
+            left = sorted(set(stored) - set(lacking))
+            first = self.state.trials[number].base
+            what = (
+                f"{trial_name(number)}: of its states {lacking}, {len(objects)} objects are no "
+                f"files of {f'{self._folder.path}/objects'!r}: {', '.join(objects[:_MOST_NAMED])}"
+                f"{', ...' if len(objects) > _MOST_NAMED else ''}"
+            )
+            if not left or (first in lacking and lacking != [first]):
+                raise StoreError(f"{what}; restore them from a copy, or begin a new run")
+            told.append(f"{what}; it goes on from an older state, {left[-1]} at the latest")
+            trial = self.state.trials[number]
+            if not trial.over and trial.status is not TrialStatus.RECUTTING:
+                missing += [(number, state) for state in lacking if state != first]
+        self.missing = tuple(missing)
+        return told
 
     def decisions(self) -> Iterator[Decision]:
         """Read the decisions that were made before."""
@@ -83,7 +128,7 @@ class ResumedRun:
                     write_recut(self._folder, decision)
 
     def _lacks(self, fork: ForkState) -> bool:
-        stored = self.state.holders.states_at("store")
+        stored = self.state.holders.states_at(STORE)
         at = (fork.trial, fork.state)
         return at in stored and fork.state not in self._folder.states(fork.trial)
 

@@ -100,6 +100,16 @@ class RunFolder:
         """Say whether the run holds the segment of a digest."""
         return self.store.exists(self._object(digest))
 
+    def missing_objects(self, digests: Iterable[str]) -> list[str]:
+        """Return those digests whose objects are no plain files of the run; nothing is read."""
+        there = set(self.store.list(f"{self.path}/objects"))
+        return [
+            each
+            for each in dict.fromkeys(digests)
+            if (path := self._object(each)).rpartition("/")[2] not in there
+            or self.store.usage(path).modified is None
+        ]
+
     def write_object(self, digest: str, buffer: bytes | bytearray | memoryview) -> None:
         """Keep a shard's segment under its digest; writing it again changes nothing."""
         if not self.has_object(digest):

@@ -14,6 +14,7 @@ from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.hopper.backend import Factory
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.plan.hop.state import HopState
+from cerebro_hydra.plan.hop.trials import TrialProgress
 from cerebro_hydra.plan.messages.events import (
     BudgetExtended,
     Event,
@@ -139,7 +140,8 @@ class RunToResume:
             ConfigurationError: another program works on the run; or it has more epochs, its devices
                 were of another kind, or its search was not over and there is no searcher; or it is
                 over, and has compared its trials with fewer than the searcher proposes.
-            StoreError: what a trial is can't be read, or this version can't train it.
+            StoreError: what a trial is can't be read, or this version can't train it, or there is
+                no state left that it could go on from.
             and whatever `run_trials` raises.
         """
         with run_claim(self.folder):
@@ -211,20 +213,25 @@ class RunToResume:
             trials = trials_of(AskAndTell(searcher, document.num_epochs, partitions))
             trials.resume([(each.event, each.instructions) for each in resumed.decisions()])
         if resumed is not None:
-            self._check_replicas(around, resumed.state, extension)
+            going = self._going(resumed.state, extension)
+            self._check_replicas(around, [resumed.state.trials[number] for number in going])
+            for line in resumed.check_objects(going):
+                around.report(line)
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)
 
-    def _check_replicas(
-        self, around: Surroundings, state: HopState, extension: Sequence[Event]
-    ) -> None:
+    def _going(self, state: HopState, extension: Sequence[Event]) -> list[int]:
+        """Return the trials that are not over, are extended, or have a state to be made again."""
+        longer = {each.trial for each in extension if isinstance(each, BudgetExtended)}
+        again = longer.union(state.unsaved)
+        return [number for number, t in state.trials.items() if not t.over or number in again]
+
+    def _check_replicas(self, around: Surroundings, going: Sequence[TrialProgress]) -> None:
         """Check that the backend can train what goes on with as many replicas as before.
 
         Raises:
             ConfigurationError: it would take steps of fewer batches, or fail.
         """
-        longer = {each.trial for each in extension if isinstance(each, BudgetExtended)}
-        going = [t for n, t in state.trials.items() if not t.over or n in longer]
         backend = around.backend
         place = self.manifest.num_partitions, backend.num_workers
         backend.resources.check_replicas(max((t.replicas for t in going), default=1), *place)

@@ -207,8 +207,11 @@ def test_a_run_whose_journal_is_refused_trains_on_and_says_so(tmp_path: Path) ->
     view = RunView()
     for record in tape.records:
         view.apply(record)
-    assert [trial.status for trial in view.trials.values()] == ["finished"] * 2
     store.refused = ()
+    folder.write_json(RUN_FILE, what[0].to_json())
+    in_folder = RunView.of_run(folder)
+    for each in (view, in_folder):
+        assert [trial.status for trial in each.trials.values()] == ["interrupted"] * 2
     state, _ = go_on(folder, what, 2)
     assert state.finished
 

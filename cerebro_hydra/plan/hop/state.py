@@ -297,6 +297,10 @@ class HopState:
             removed = self._remove(agent, reason)
             concerned |= set(removed.trials)
             told += removed.told
+        for number, state in event.missing:
+            if self.holders.holds(number, state, STORE) and not self.trials[number].over:
+                told.append(self._checkpoints.delete(number, state))
+                concerned.add(number)
         recovered = self._recover(concerned, lost, reason)
         told += recovered.told
         unsaved = self.unsaved

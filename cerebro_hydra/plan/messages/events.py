@@ -283,7 +283,13 @@ class StateDiffers:
 
 @dataclass(frozen=True, slots=True)
 class RunResumed:
-    """The run goes on in a new process: every agent is lost, and all that was under way."""
+    """The run goes on in a new process: every agent is lost, and all that was under way.
+
+    ``missing`` has (trial, state) of what the store does not hold any more, as it had by the
+    journal. No first state of a trial is among them, and none of a trial that is over.
+    """
+
+    missing: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

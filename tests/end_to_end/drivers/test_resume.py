@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from cerebro_hydra.data.claim import CLAIMS, is_claimed
 from cerebro_hydra.errors import ConfigurationError, JournalError, SetupError, StoreError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.observe import RunView
-from cerebro_hydra.observe.records import NotSaved
+from cerebro_hydra.observe.records import Decision, NotSaved
+from cerebro_hydra.plan.messages.events import TransferFailed
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.run_document import RUN_FILE
 from cerebro_hydra.storage.run_folder import read_document
@@ -33,7 +35,7 @@ from cerebro_hydra.verification import verify
 from tests.end_to_end import models
 from tests.end_to_end.drivers import flaky
 from tests.end_to_end.drivers.resumed_driver import SPACE, search
-from tests.end_to_end.runs import after_decisions, bits, classes, statuses
+from tests.end_to_end.runs import Tape, after_decisions, bits, classes, statuses
 from tests.processes import start_python
 
 pytestmark = pytest.mark.slow
@@ -226,6 +228,47 @@ def test_a_run_that_has_decided_does_not_go_on_without_what_describes_it(tmp_pat
     with pytest.raises(StoreError, match=r"run.json' is gone, and the run has a journal: restore"):
         RunToResume(RunFolder.open(run))
     assert files(run) == before
+
+
+def objects_of(run: str, state: Callable[[list[int]], int]) -> set[Path]:
+    """Return the objects of one state of each trial."""
+    folder = RunFolder.open(run)
+    shards = [
+        shard for t in range(3) for shard in folder.read_state(t, state(folder.states(t)))["shards"]
+    ]
+    named = {digest for shard in shards for digest in (shard["frozen"], shard["trainable"])}
+    return {Path(run, "objects", f"{digest}.safetensors") for digest in named}
+
+
+def test_a_run_whose_objects_are_gone_is_refused_at_once_with_their_names(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, 20)
+    shutil.rmtree(Path(run, "objects"))
+    before = files(run)
+    said = (
+        rf"trial-000: of its states .* objects are no files of '{run}/objects': \w{{32}}.*restore"
+    )
+    with pytest.raises(StoreError, match=said):
+        go_on(tmp_path, run)
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a FIFO"])
+def test_states_that_lack_objects_are_made_again_from_older_ones_without_a_try_to_read_them(
+    tmp_path: Path, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = interrupted(tmp_path, 40, checkpoint="sub-epoch")
+    gone = objects_of(run, max) - objects_of(run, min)
+    assert gone
+    for path in gone:
+        path.unlink()
+        if instead == "a FIFO":
+            os.mkfifo(path)
+    tape = Tape()
+    go_on(tmp_path, run, checkpoint="sub-epoch", observers=[tape], verbose=1)
+    assert not [d for d in tape.of(Decision) if isinstance(d.event, TransferFailed)]
+    assert "it goes on from an older state" in capsys.readouterr().out
+    assert bits(run) == calm(tmp_path)
+    assert verify(run).ok
 
 
 def test_a_run_that_another_program_works_on_is_not_touched(

@@ -263,6 +263,19 @@ def test_a_resumed_run_merges_metrics_again_whose_answer_was_under_way() -> None
     assert again.attempt != merge.attempt and again.states == merge.states
 
 
+def test_a_resumed_run_makes_states_again_that_the_store_lacks_by_now() -> None:
+    run = Driver(partitions=2, epochs=2, evaluate=False, checkpoint="sub-epoch")
+    for state in (1, 2):
+        ((worker, _),) = run.running.items()
+        run(done(run.running[worker], worker))
+        run(ev.Checkpointed(0, state, worker))
+    told = run(ev.RunResumed(((0, 2),)))
+    assert [(each.trial, each.state) for each in of(ins.Collect, told)] == [(0, 2)]
+    (again,) = of(ins.Redo, told)
+    assert again.visits == (1, 2)
+    run.state.validate()
+
+
 def test_a_sub_epoch_that_is_held_back_goes_with_its_worker() -> None:
     """The state before it is committed later, because its message took longer."""
     run = Driver(partitions=2, evaluate=False)
