@@ -340,6 +340,10 @@ class LocalStore(Store):
                 names = os.listdir(path)
             except FileNotFoundError:
                 return []
+            except OSError as error:
+                if error.errno != errno.ELOOP:  # a link to itself leads to no folder
+                    raise
+                return []
         return sorted(name for name in names if not name.startswith(UNFINISHED))
 
     def delete(self, path: str) -> None:
@@ -385,13 +389,13 @@ class LocalStore(Store):
                 )
 
     def usage(self, path: str) -> Usage:
-        """Return what a file, or a folder with all in it, takes; nothing if it is absent."""
+        """Return what a file, or a folder with all in it, takes; links are not followed."""
         below = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)
         size, modified = 0, None
         with explained("look at", path):
             for each in [path] if os.path.isfile(path) else below:
                 with suppress(FileNotFoundError):  # another program may write and delete meanwhile
-                    found = os.stat(each)
+                    found = os.stat(each, follow_symlinks=False)
                     size, modified = size + found.st_size, max(modified or 0.0, found.st_mtime)
         return Usage(size, modified)
 

@@ -204,6 +204,22 @@ def test_nothing_is_deleted_without_a_yes(
     assert not store.list(f"{store.prefix}/runs")
 
 
+@pytest.mark.parametrize(
+    "at", ["loop", "objects/loop", "claims", "claims/000001", "journal", "trials", "run.json"]
+)
+def test_a_run_with_a_link_to_itself_is_listed_and_deleted(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], at: str
+) -> None:
+    path = Path(run_of(store).path)
+    store.delete(str(path / at))
+    (path / at).parent.mkdir(exist_ok=True)
+    (path / at).symlink_to(path / at)
+    assert cli.main(["runs", store.prefix]) == 0
+    assert path.name in capsys.readouterr().out
+    assert cli.main(["clean", str(path), "--yes"]) == 0
+    assert not store.list(f"{store.prefix}/runs")
+
+
 @pytest.mark.parametrize("path", ["runs/none", "data/none", "nowhere"])
 def test_what_is_not_there_is_named(store: LocalStore, path: str) -> None:
     with pytest.raises(StoreError, match="there is no"):
