@@ -34,6 +34,7 @@ from cerebro_hydra.spark.checks import parse_local_master
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
 from cerebro_hydra.spark.worker_checks import worker_failure
+from cerebro_hydra.temporary_folders import leave_shared_folder, shared_folder
 from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import TLS
 
@@ -284,8 +285,9 @@ def run_task(
     context = TaskContext.get()
     assert context is not None
     # The same folder in every incarnation, so that a relaunched agent finds its caches.
-    scratch = Path(resources.scratch or spark_folder()) / run / f"worker-{worker}"
-    scratch.mkdir(parents=True, exist_ok=True)
+    folder = shared_folder(run, resources.scratch or spark_folder())
+    scratch = Path(folder, f"worker-{worker}")
+    scratch.mkdir(exist_ok=True)
     gpus = context.resources().get("gpu")
     start = AgentStart(
         worker=worker,
@@ -306,6 +308,7 @@ def run_task(
         own = partial(in_own_group, work)
         run_in_child(own, tell, may_fail=context.attemptNumber() < last_attempt)
     shutil.rmtree(scratch, ignore_errors=True)
+    leave_shared_folder(folder)
     return ()
 
 

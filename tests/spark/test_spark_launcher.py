@@ -166,7 +166,9 @@ def test_every_worker_gets_its_number_the_spec_the_factory_and_a_scratch_folder(
     assert job.exits.empty()
     assert spark.range(100).count() == 100, "other jobs run while agents hold their slots"
     job.end(*agents.values())
-    assert not any(Path(agent.hello["start"]["scratch"]).exists() for agent in agents.values())
+    assert not any(
+        Path(agent.hello["start"]["scratch"]).parent.exists() for agent in agents.values()
+    )
 
 
 def test_a_killed_worker_comes_back_with_its_scratch_folder_and_the_others_stay(
