@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable
 
 from cerebro_hydra.agent.device.endings import ending_of
-from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, TASK_OVERDUE
 from cerebro_hydra.available_memory import memory_kills
 from cerebro_hydra.wire.control import ControlClient
 
@@ -29,9 +28,7 @@ _LONGEST_STORY = 32_768  # bytes, which fit into a pipe that nobody reads
 _LONGEST_NAME = 64  # bytes of an incarnation
 
 _LEAVES = b"leaves"
-
-_OWN_ENDS = (DRIVER_LOST, TASK_OVERDUE)
-"""Exit codes of agents that have told the driver why, or that have lost it."""
+_IS_TOLD = b"is told"
 
 _parent: socket.socket | None = None  # of this process, if it is such a child
 
@@ -47,6 +44,13 @@ def tell_parent_of_leaving() -> None:
     if _parent is not None:
         with contextlib.suppress(OSError):  # a trial has closed it
             _parent.send(_LEAVES)
+
+
+def tell_parent_that_no_more_is_to_be_told() -> None:
+    """Tell the parent that the agent has told the driver why it ends, or that it has lost it."""
+    if _parent is not None:
+        with contextlib.suppress(OSError):
+            _parent.send(_IS_TOLD)
 
 
 def run_in_child(
@@ -84,21 +88,22 @@ def run_in_child(
     with open(reading, "rb") as pipe:
         story = pipe.read() or b""
     ending = ending_of(code, memory_ran_out=memory_kills() > kills)
-    named, connections, leaves = b"", [], False
+    named, connections, words = b"", [], set[bytes]()
     with own, contextlib.suppress(BlockingIOError):
         own.setblocking(False)
         while True:
             said, given, _, _ = socket.recv_fds(own, _LONGEST_NAME, 1)
-            leaves = leaves or said == _LEAVES
             if given:
                 named, connections = said, given
-    if connections and not leaves and code not in _OWN_ENDS and not story:
+            else:
+                words.add(said)
+    if connections and not words and not story:
         tell(named.decode(), ending)
     for connection in connections:
         os.close(connection)
     if story:
         raise RuntimeError(story.decode(errors="replace"))
-    if leaves:
+    if _LEAVES in words:
         return
     if not may_fail:
         time.sleep(KILL_SECONDS)

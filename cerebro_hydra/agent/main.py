@@ -28,7 +28,11 @@ from cerebro_hydra.agent.device.runtime import THE_GPU, Lane
 from cerebro_hydra.agent.device.task_watch import Task, TimeLimits
 from cerebro_hydra.agent.device.visits import TrialVisits, open_trials
 from cerebro_hydra.agent.device.worker_devices import DeviceStart
-from cerebro_hydra.agent.in_child import share_with_parent, tell_parent_of_leaving
+from cerebro_hydra.agent.in_child import (
+    share_with_parent,
+    tell_parent_of_leaving,
+    tell_parent_that_no_more_is_to_be_told,
+)
 from cerebro_hydra.agent.memory.checkpoint import CheckpointWriter
 from cerebro_hydra.agent.memory.fetch import FetchManager
 from cerebro_hydra.agent.memory.pool import BufferPool, Slabs
@@ -312,6 +316,7 @@ class _Agent:
     def _end_process(self) -> None:
         """End the process: nothing else ends a thread that hangs."""
         self._control.flush(FLUSH_SECONDS)
+        tell_parent_that_no_more_is_to_be_told()
         watchdog.end(watchdog.TASK_OVERDUE)
 
     def _report(self, event: events.Event) -> None:
@@ -322,6 +327,7 @@ class _Agent:
 
     def _on_closed(self, reason: str) -> None:
         if not self._stopping.is_set():
+            tell_parent_that_no_more_is_to_be_told()
             watchdog.end(watchdog.DRIVER_LOST)
 
     def _on_message(self, message: dict[str, Any]) -> None:

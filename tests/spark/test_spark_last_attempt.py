@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 
 from cerebro_hydra.agent import in_child
-from cerebro_hydra.agent.device.watchdog import LEFT_LATE, TASK_OVERDUE
-from cerebro_hydra.agent.in_child import run_in_child, share_with_parent, tell_parent_of_leaving
+from cerebro_hydra.agent.device.watchdog import DRIVER_LOST, LEFT_LATE, TASK_OVERDUE
+from cerebro_hydra.agent.in_child import (
+    run_in_child,
+    share_with_parent,
+    tell_parent_of_leaving,
+    tell_parent_that_no_more_is_to_be_told,
+)
 from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import new_credentials
 from tests.processes import run_python
@@ -26,6 +31,11 @@ from tests.wire.control_driver import Driver, dial, ignore
 def leaves_late() -> None:
     tell_parent_of_leaving()
     os._exit(LEFT_LATE)
+
+
+def ends_overdue() -> None:
+    tell_parent_that_no_more_is_to_be_told()
+    os._exit(TASK_OVERDUE)
 
 
 @pytest.mark.parametrize("end", [lambda: None, leaves_late])
@@ -52,7 +62,9 @@ def test_a_death_that_nobody_misses_fails_in_the_end(monkeypatch: pytest.MonkeyP
         (lambda: os._exit(LEFT_LATE), f"it ended with exit code {LEFT_LATE}"),
         (lambda: ctypes.string_at(0), "it was ended by SIGSEGV"),
         (lambda: os.kill(os.getpid(), 9), "it was ended by SIGKILL, as the system does where"),
-        (lambda: os._exit(TASK_OVERDUE), "the connection broke"),  # it said so itself
+        (lambda: os._exit(DRIVER_LOST), f"it ended with exit code {DRIVER_LOST}"),
+        (lambda: os._exit(TASK_OVERDUE), f"it ended with exit code {TASK_OVERDUE}"),
+        (ends_overdue, "the connection broke"),  # it said so itself
     ],
 )
 @pytest.mark.parametrize("tls", [False, True])
