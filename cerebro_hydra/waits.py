@@ -146,7 +146,10 @@ def to_nobody(line: str) -> None:
 
 @contextmanager
 def loading(module: str) -> Iterator[None]:
-    """Import a module that is needed later, while the body waits for something else."""
+    """Import a module that is needed later, while the body waits for something else.
+
+    The body imports nothing that leads to it, and so calls no code of a user.
+    """
     # Joined, because two threads inside one circular import see half a module.
     thread = threading.Thread(target=_load, args=(module,), daemon=True)
     thread.start()

@@ -271,12 +271,13 @@ class Search(ABC):
         with interruptible():
             if RunToResume.begun(folder):
                 return self._resume(folder, df)
-            with loading("torch._dynamo"), Waiting(self._surroundings.report) as waiting:
+            with Waiting(self._surroundings.report) as waiting:
                 waiting.now("checking the first model")
                 self._look_first(df)
-                manifest = self.backend.prepare(
-                    self.store, df, self.data_spec, waiting.now, recheck
-                )
+                with loading("torch._dynamo"):  # a factory that compiles would import half of it
+                    manifest = self.backend.prepare(
+                        self.store, df, self.data_spec, waiting.now, recheck
+                    )
             return self._fit(manifest, folder, HeldOut.of(self.data_spec.validation))
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
@@ -351,8 +352,9 @@ class Search(ABC):
         earlier = None if from_run is None else earlier_run_at(from_run)
         require_dataframe("plan", df := self.backend.rows(df))
         report = self._surroundings.report
-        with interruptible(), loading("torch._dynamo"), Waiting(report) as waiting:
-            manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
+        with interruptible(), Waiting(report) as waiting:
+            with loading("torch._dynamo"):
+                manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             sketches = Sketches(self._admission, manifest)
 
             def follower(number: int) -> AskAndTell:

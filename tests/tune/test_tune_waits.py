@@ -133,3 +133,48 @@ search.fit(None)
     with pytest.raises(ConfigurationError, match=r"'unguarded' starts a search.*__main__"):
         estimator_factories.import_factory("unguarded:factory")
     assert "unguarded" not in sys.modules
+
+
+COMPILES = """
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.storage import LocalStore
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+from cerebro_hydra.tune import GridSearch, hp_choice
+
+class Looked(Exception):
+    pass
+
+class Backend(LocalBackend):
+    def prepare(self, *given):
+        raise Looked
+
+def factory(params):
+    net = torch.compile(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), params["lr"])
+    return Recipe(net, optimizer, nn.CrossEntropyLoss(), batch_size=8)
+
+assert "torch._dynamo" not in sys.modules
+try:
+    GridSearch(
+        backend=Backend(1),
+        store=LocalStore(sys.argv[1]),
+        estimator_gen_fn=factory,
+        search_space={"lr": hp_choice([0.1])},
+        num_epochs=1,
+        evaluation_metric="loss",
+    ).fit(Arrays({"features": np.ones((8, 4), np.float32), "label": np.ones(8, int)}))
+except Looked:
+    print("it was built")
+"""
+
+
+def test_a_factory_that_compiles_is_called_while_no_other_thread_imports(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPILES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("it was built\n"), done.stderr
