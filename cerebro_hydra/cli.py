@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from cerebro_hydra import __version__
@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Heavy imports are in the commands, so that --help and mistakes answer at once.
     try:
-        status: int = arguments.command(arguments)
+        with _factory_folder(arguments):
+            status: int = arguments.command(arguments)
     except CerebroHydraError as error:
         notes: list[str] = getattr(error, "__notes__", [])
         print(visible("\n".join([f"cerebro-hydra: {error}", *notes])), file=sys.stderr)
@@ -30,6 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cerebro-hydra: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     return status
+
+
+def _factory_folder(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    """Let a factory that was named lie in the current folder.
+
+    That may be the run's own, so that nothing else is taken from there.
+    """
+    if not (getattr(arguments, "factory", None) or getattr(arguments, "trust", False)):
+        return nullcontext()
+    from cerebro_hydra.worker_imports import importing_from_current_folder
+
+    return importing_from_current_folder()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,8 +203,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.tune.resume import RunToResume
     from cerebro_hydra.tune.running import Surroundings, interruptible
 
-    if arguments.factory or arguments.trust:
-        sys.path.append(os.getcwd())  # where the factory may lie, as for a replay
     run = RunToResume(RunFolder.open(arguments.run))
     factory = run.find_factory(arguments.factory, arguments.trust)
     workers = arguments.workers or run.document.num_partitions
@@ -215,10 +226,6 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     from cerebro_hydra.tune.result import print_replays
 
-    if arguments.factory or arguments.trust:
-        # A factory may lie in the current folder. That may be the run's own, so that nothing else
-        # is taken from there.
-        sys.path.append(os.getcwd())
     identical = print_replays(
         Console(),
         arguments.run,

@@ -44,6 +44,22 @@ def driver_path() -> str:
     return os.pathsep.join(dict.fromkeys(f for f in folders if os.path.isdir(f)))
 
 
+@contextmanager
+def importing_from_current_folder() -> Iterator[None]:
+    """Import from the current folder, after all else; Python processes begun meanwhile don't.
+
+    Such as those in which torch tries what this CPU can.
+    """
+    sys.path += [_no_customization(), os.getcwd()]
+    kept = os.environ.get(SAFE_PATH)
+    os.environ.setdefault(SAFE_PATH, "1")
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ[SAFE_PATH]
+
+
 @functools.cache
 def _no_customization() -> str:
     """Return a folder of modules that Python looks for as it starts, which do nothing."""

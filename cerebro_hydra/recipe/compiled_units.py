@@ -38,6 +38,7 @@ _LIMITS = {
     "suppress_errors": False,
 }
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+_SAFE_PATH = "PYTHONSAFEPATH"  # `python -c` imports from the current folder first without it
 _OPTIONS = {
     "compile_threads": 1,  # more of them are processes, which would stay
     "deterministic": True,  # nothing is chosen by how fast it was
@@ -229,8 +230,24 @@ def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
         of.__code__.replace(), of.__globals__, "forward", of.__defaults__, of.__closure__
     )
     own.__kwdefaults__ = of.__kwdefaults__
+    _try_instructions()
     compiled: Callable[..., Any] = torch.compile(own, dynamic=False, options=dict(_OPTIONS))
     return compiled
+
+
+@functools.cache
+def _try_instructions() -> None:
+    """Let torch try this CPU's instructions, in processes that spare the current folder."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # which takes seconds to import
+
+    kept = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        pick_vec_isa()
+    finally:
+        os.environ.pop(_SAFE_PATH)
+        if kept is not None:
+            os.environ[_SAFE_PATH] = kept
 
 
 def _keep_limits() -> Callable[[], object]:

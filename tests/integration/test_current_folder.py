@@ -122,3 +122,41 @@ def test_a_factory_of_the_current_folder_trains_and_nothing_else_there_is_import
     command = str(Path(sys.executable).with_name("cerebro-hydra"))
     given = ["--factory", "my_models:build", "--workers", "1", "--master", "local[2,8]"]
     assert "finished" in run_in(planted, command, "resume", run, *given)
+
+
+# As torch tries instructions of the CPU, in a process with this one's path.
+CHILD = """
+import os, subprocess, sys
+from cerebro_hydra.worker_imports import importing_from_current_folder
+
+with importing_from_current_folder():
+    import my_models
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", "import ctypes, socket"], env=path, check=True)
+"""
+
+COMPILING = """
+import torch
+from torch import nn
+from cerebro_hydra.recipe.compiled_units import CompiledUnits
+
+net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+with CompiledUnits(["0"]).of(net):
+    net(torch.ones(2, 8)).sum().backward()
+"""
+
+
+def test_a_command_that_named_a_factory_starts_nothing_that_imports_from_the_current_folder(
+    planted: Path,
+) -> None:
+    plant_customization(planted)
+    script = planted.parent / "child.py"
+    script.write_text(CHILD)
+    run_in(planted, sys.executable, str(script))
+
+
+@pytest.mark.long
+def test_compiling_imports_nothing_from_the_folder_it_is_started_in(planted: Path) -> None:
+    script = planted.parent / "compiling.py"
+    script.write_text(COMPILING)
+    run_in(planted, sys.executable, str(script))
