@@ -351,8 +351,7 @@ class Search(ABC):
         question = Question.checked(*has, workers, devices, device_memory, price_per_hour)
         earlier = None if from_run is None else earlier_run_at(from_run)
         require_dataframe("plan", df := self.backend.rows(df))
-        report = self._surroundings.report
-        with interruptible(), Waiting(report) as waiting:
+        with interruptible(), Waiting(self._surroundings.report) as waiting:
             with loading("torch._dynamo"):
                 manifest = self.backend.prepare(self.store, df, self.data_spec, waiting.now)
             sketches = Sketches(self._admission, manifest)
