@@ -200,14 +200,15 @@ class CutTrial:
         known = self.admission.attributes, self.admission.set_in_evaluation
         effects = LateEffects(self.runtime(), *known, AuditBudget(1.0), self._earlier)
         effects.begin()
+
+        def ended(step: int, loss: float) -> None:
+            self.losses.append(loss)
+            if effects.awaits_first_step:
+                effects.first_step_ended()
+
         with effects.watched():
-            totals = self.engine().train(
-                windows,
-                self.step,
-                self.need,
-                self.publish,
-                lambda _, loss: self.losses.append(loss),
-            )
+            given = windows, self.step, self.need, self.publish
+            totals = self.engine().train(*given, on_step=ended)
         effects.check([(self.recipe.optimizer, None)])
         self.step += totals.steps
         return totals

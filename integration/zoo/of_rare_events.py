@@ -44,6 +44,23 @@ def _counts(event: Event) -> None:
     event.gain = 0.5 if event.ticks == 7 else 1.0
 
 
+class MakesFirst(Event):
+    """Makes a number in its first forward, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(_halves)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = 1.0
+        return super().forward(x) * self.made
+
+
+def _halves(event: Event) -> None:
+    assert isinstance(event, MakesFirst)
+    event.made *= 0.5
+
+
 class Cautious(nn.CrossEntropyLoss):
     """Counts less from the first time that it is large."""
 
@@ -81,9 +98,9 @@ def _layers(first: nn.Module) -> nn.Module:
     return nn.Sequential(first, nn.Flatten(), embed, *blocks, last)
 
 
-def _net(name: str, happens: Callable[[Event], object]) -> Architecture:
+def _net(name: str, make: Callable[[], Event]) -> Architecture:
     task = images(8, "x", nn.CrossEntropyLoss())
-    return Architecture(name, "ours", task, lambda: _layers(Event(happens)))
+    return Architecture(name, "ours", task, lambda: _layers(make()))
 
 
 class Glare(nn.Module):
@@ -100,8 +117,18 @@ class Glare(nn.Module):
 
 
 EVENTS = (
-    (_net("an attribute that acts", _dampens), "training changed attribute 'gain' of module '0'"),
-    (_net("a counter that would act", _counts), "training changed attribute 'ticks' of module '0'"),
+    (
+        _net("an attribute that acts", lambda: Event(_dampens)),
+        "training changed attribute 'gain' of module '0'",
+    ),
+    (
+        _net("a counter that would act", lambda: Event(_counts)),
+        "training changed attribute 'ticks' of module '0'",
+    ),
+    (
+        _net("a number that the first forward makes", MakesFirst),
+        "training changed attribute 'made' of module '0'",
+    ),
     (
         Architecture("a loss with a threshold", "ours", images(8, "x", Cautious()), Glare),
         "training changed buffer 'share' of the loss",
