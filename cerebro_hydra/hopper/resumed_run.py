@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from cerebro_hydra.errors import JournalError, StoreError
@@ -17,11 +19,11 @@ from cerebro_hydra.plan.hop.trial_status import TrialStatus
 from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.instructions import ChangeCut, ForkState
-from cerebro_hydra.storage.names import trial_name
+from cerebro_hydra.storage.names import state_name, trial_name
 from cerebro_hydra.storage.run_folder import RunFolder
 
 _MOST_NAMED = 3
-"""How many objects that are gone are named."""
+"""How many files that are gone are named."""
 
 
 class ResumedRun:
@@ -46,7 +48,7 @@ class ResumedRun:
         self._records = 0
         self.state: HopState = fold(self.config, self._counted())
         self.missing: tuple[tuple[int, int], ...] = ()
-        """Trial and number of each state that lacks objects, and is made again."""
+        """Trial and number of each state that lacks files, and is made again."""
 
     def check_trials(self) -> None:
         """Read what every trial is, so that nothing begins if one of them can't go on.
@@ -57,40 +59,54 @@ class ResumedRun:
         for number in self.state.trials:
             self._folder.read_trial(number, self._folder.run_id)
 
-    def check_objects(self, trials: Iterable[int]) -> list[str]:
-        """Look for the objects of all states that trials may go on from.
+    def check_states(self, trials: Iterable[int]) -> list[str]:
+        """Look for the files of all states that trials may go on from.
 
         Args:
             trials: those that go on.
 
         Returns:
-            a line for each trial that goes on from an older state, because objects are gone.
+            a line for each trial that goes on from an older state, because files are gone.
 
         Raises:
             StoreError: a trial has no state left to go on from.
         """
         told, missing = [], list[tuple[int, int]]()
-        holders = self.state.holders
-        for number in trials:
-            stored = [state for at, state in holders.states_at(STORE) if at == number]
-            gone = {s: self._folder.missing_objects(holders.segments(number, s)) for s in stored}
-            lacking = sorted(state for state, objects in gone.items() if objects)
-            if not lacking:
+        holders, folder = self.state.holders, self._folder
+        stored = {
+            number: [s for s in holders.states(number) if holders.holds(number, s, STORE)]
+            for number in trials
+        }
+        named = (holders.segments(n, state) for n, states in stored.items() for state in states)
+        objects = set(folder.missing_objects(chain.from_iterable(named)))
+        for number, states in stored.items():
+            documents = folder.states(number)
+            gone: dict[int, list[str]] = {}
+            for state in states:
+                files = [
+                    f"objects/{o}.safetensors"
+                    for o in holders.segments(number, state)
+                    if o in objects
+                ]
+                if state not in documents and (number, state) not in self._unwritten:
+                    files.append(f"trials/{trial_name(number)}/{state_name(state)}")
+                if files:
+                    gone[state] = files
+            if not gone:
                 continue
-            objects = sorted({each for state in lacking for each in gone[state]})
-            left = sorted(set(stored) - set(lacking))
-            first = self.state.trials[number].base
+            all_gone = list(dict.fromkeys(chain.from_iterable(gone.values())))
+            left = [state for state in states if state not in gone]
+            trial = self.state.trials[number]
             what = (
-                f"{trial_name(number)}: of its states {lacking}, {len(objects)} objects are no "
-                f"files of {f'{self._folder.path}/objects'!r}: {', '.join(objects[:_MOST_NAMED])}"
-                f"{', ...' if len(objects) > _MOST_NAMED else ''}"
+                f"{trial_name(number)}: of its states {[*gone]}, {len(all_gone)} files in "
+                f"{folder.path!r} are gone, or no plain files: {', '.join(all_gone[:_MOST_NAMED])}"
+                f"{', ...' if len(all_gone) > _MOST_NAMED else ''}"
             )
-            if not left or (first in lacking and lacking != [first]):
+            if not left or (trial.base in gone and len(gone) > 1):
                 raise StoreError(f"{what}; restore them from a copy, or begin a new run")
             told.append(f"{what}; it goes on from an older state, {left[-1]} at the latest")
-            trial = self.state.trials[number]
             if not trial.over and trial.status is not TrialStatus.RECUTTING:
-                missing += [(number, state) for state in lacking if state != first]
+                missing += [(number, state) for state in gone if state != trial.base]
         self.missing = tuple(missing)
         return told
 
@@ -126,6 +142,12 @@ class ResumedRun:
                     self._folder.fork_state(*at, self.config.partitions)
                 if isinstance(each, ChangeCut) and not is_written(self._folder, decision):
                     write_recut(self._folder, decision)
+
+    @cached_property
+    def _unwritten(self) -> set[tuple[int, int]]:
+        """The states that forks begin with, whose documents may still be written."""
+        told = chain.from_iterable(each.instructions for each in self.decisions())
+        return {(each.trial, each.state) for each in told if isinstance(each, ForkState)}
 
     def _lacks(self, fork: ForkState) -> bool:
         stored = self.state.holders.states_at(STORE)

@@ -103,12 +103,14 @@ class RunFolder:
     def missing_objects(self, digests: Iterable[str]) -> list[str]:
         """Return those digests whose objects are no plain files of the run; nothing is read."""
         there = set(self.store.list(f"{self.path}/objects"))
-        return [
-            each
-            for each in dict.fromkeys(digests)
-            if (path := self._object(each)).rpartition("/")[2] not in there
-            or self.store.usage(path).modified is None
-        ]
+        local = self.store.scheme == "file"  # elsewhere there are plain files alone
+
+        def is_missing(digest: str) -> bool:
+            path = self._object(digest)
+            absent = path.rpartition("/")[2] not in there
+            return absent or (local and self.store.usage(path).modified is None)
+
+        return [each for each in dict.fromkeys(digests) if is_missing(each)]
 
     def write_object(self, digest: str, buffer: bytes | bytearray | memoryview) -> None:
         """Keep a shard's segment under its digest; writing it again changes nothing."""

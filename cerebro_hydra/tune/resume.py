@@ -215,7 +215,7 @@ class RunToResume:
         if resumed is not None:
             going = self._going(resumed.state, extension)
             self._check_replicas(around, [resumed.state.trials[number] for number in going])
-            for line in resumed.check_objects(going):
+            for line in resumed.check_states(going):
                 around.report(line)
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)

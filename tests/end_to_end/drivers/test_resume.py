@@ -245,11 +245,20 @@ def test_a_run_whose_objects_are_gone_is_refused_at_once_with_their_names(tmp_pa
     shutil.rmtree(Path(run, "objects"))
     before = files(run)
     said = (
-        rf"trial-000: of its states .* objects are no files of '{run}/objects': \w{{32}}.*restore"
+        rf"trial-000: of its states .* files in '{run}' are gone, .*: objects/\w{{32}}.*; restore"
     )
     with pytest.raises(StoreError, match=said):
         go_on(tmp_path, run)
     assert files(run) == before
+
+
+def test_a_run_whose_states_are_gone_is_refused_at_once_with_their_names(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, 20)
+    for state in Path(run, "trials", "trial-001").glob("state-*"):
+        state.unlink()
+    said = "trial-001: of its states .*trials/trial-001/state-000000.json.*; restore them"
+    with pytest.raises(StoreError, match=said):
+        go_on(tmp_path, run)
 
 
 @pytest.mark.parametrize("instead", ["nothing", "a FIFO"])
