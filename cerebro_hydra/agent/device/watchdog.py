@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
+
+_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 
@@ -14,20 +18,46 @@ PARENT_LOST = 3
 DRIVER_LOST = 4
 TASK_OVERDUE = 5
 LEFT_LATE = 6
+NO_FILES = 7
+
+_LACKING_POLLS = 5
+"""How often in a row a process finds no file descriptor before it ends."""
 
 
 def watch_parent() -> threading.Event:
-    """End this process when its parent dies; set the returned event to stop watching."""
+    """End this process when its parent dies, or a trial has taken all of its file descriptors.
+
+    Set the returned event to stop watching.
+    """
     parent = os.getppid()
     released = threading.Event()
 
     def watch() -> None:
+        lacking = 0
         while not released.wait(POLL_SECONDS):
             if os.getppid() != parent:
                 end(PARENT_LOST)
+            lacking = lacking + 1 if _lacks_descriptors() else 0
+            if lacking == _LACKING_POLLS:
+                end(NO_FILES)
+            if lacking == _LACKING_POLLS - 1:  # so that there is time to send it
+                _log.error(
+                    "process %d has no file descriptor left, without which it can neither receive "
+                    "nor write states, and ends; look for files and sockets that a trial leaves "
+                    "open, or raise ulimit -n",
+                    os.getpid(),
+                )
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
     return released
+
+
+def _lacks_descriptors() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return False
 
 
 def leave_soon(released: threading.Event) -> None:

@@ -1,0 +1,28 @@
+"""A process that can do nothing any more ends, so that another one takes its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from cerebro_hydra.agent.device.watchdog import NO_FILES
+
+LEAKS = """
+import os, resource, threading
+from cerebro_hydra.agent.device import watchdog
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+watchdog.POLL_SECONDS = 0.05
+released = watchdog.watch_parent()
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    released.wait(60)
+"""
+
+
+def test_a_process_without_descriptors_says_so_and_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAKS], capture_output=True, text=True, timeout=90)
+    assert done.returncode == NO_FILES
+    assert "has no file descriptor left" in done.stderr
