@@ -149,6 +149,7 @@ def identify(
     width = row_bytes(converted, plans, reads_files_only(df))
     with batches_for(df.sparkSession, width):
         content = RowFacts(packed_rows(converted, packs, spec.seed), packs, plans).content()
+    _refuse_empty(content)
     _, fingerprint = _identity(df, plans, content, num_partitions, spec)
     return RowsFound(fingerprint, content.rows, f"the values of its {content.rows:,} rows")
 
@@ -286,8 +287,7 @@ def _refuse_faults(
     content: Content,
     marker: str | None,
 ) -> None:
-    if not content.rows:
-        raise DataError("the DataFrame is empty: there are no rows to prepare")
+    _refuse_empty(content)
     if content.suspects:
         for start in range(0, len(plans), _COLUMNS_LOOKED_AT):
             _refuse_columns(df, rows, plans[start : start + _COLUMNS_LOOKED_AT])
@@ -298,6 +298,11 @@ def _refuse_faults(
             f"validation column {marker!r} is neither true nor false in {unmarked} "
             f"of {content.rows} rows, as in {_shown(row)}: fill it with true or false"
         )
+
+
+def _refuse_empty(content: Content) -> None:
+    if not content.rows:
+        raise DataError("the DataFrame is empty: there are no rows to prepare")
 
 
 def _refuse_columns(df: DataFrame, rows: DataFrame, plans: Sequence[ColumnPlan]) -> None:

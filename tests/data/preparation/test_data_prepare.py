@@ -330,6 +330,14 @@ def test_unusable_rows_and_arguments_are_named_before_anything_is_written(
     assert store.list(f"{store.prefix}/data") == []
 
 
+def test_rows_that_are_compared_are_told_to_be_none_in_the_same_words(
+    numbers: DataFrame, store: LocalStore
+) -> None:
+    none = numbers.where("n > 1000").select(F.array("n").alias("n"))
+    with pytest.raises(DataError, match="the DataFrame is empty"):
+        spark_prepare.identify(none, store, 2, DataSpec.checked(["n"]))
+
+
 def test_random_query_is_evaluated_once(spark: SparkSession, store: LocalStore) -> None:
     rolled = spark.range(1000).repartition(4).select(F.rand().alias("x"))
     manifest = prepare(rolled, store, 2, 0.2, ["x"])
