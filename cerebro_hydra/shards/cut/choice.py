@@ -5,6 +5,7 @@ A profile of a model's units has their order in a forward, their times, and what
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,6 +198,7 @@ class UnitProfile:
 
         def left(*_: object) -> None:
             within.clear()
+            self._place([unit for unit, *_ in entries])
             # A model that is one layer has no units.
             ends = [begun for _, begun, _, _ in entries[1:]] + [time.perf_counter()]
             for (unit, begun, arguments, content), end in zip(entries, ends, strict=False):
@@ -219,9 +221,18 @@ class UnitProfile:
             for handle in handles:
                 handle.remove()
 
+    def _place(self, entered: Sequence[str]) -> None:
+        """Put units that no forward before has run, as experts, before what this one runs next."""
+        order, calls = list(self.seconds), list(dict.fromkeys(entered))
+        for place, unit in enumerate(calls):
+            if unit not in order:
+                next_known = next((each for each in calls[place + 1 :] if each in order), None)
+                order.insert(order.index(next_known) if next_known else len(order), unit)
+        self.seconds = {unit: self.seconds.get(unit, math.inf) for unit in order}
+
     @property
     def order(self) -> tuple[str, ...]:
-        """Return the first call of each unit that ran, in order."""
+        """Return the first call of each unit that ran, in an order in which forwards run them."""
         return tuple(self.seconds)
 
     def starts(self, model: nn.Module, by_number: bool) -> tuple[str, ...]:

@@ -252,13 +252,17 @@ class BoundModel:
         Raises:
             ConfigurationError: the shard that has them is away.
         """
+        if (name := self.away(module)) is not None:
+            raise ConfigurationError(
+                f"the forward enters {unit!r} while another shard runs, and parameter {name!r} "
+                "has left the device; set recompute=False, or cut elsewhere"
+            )
+
+    def away(self, module: nn.Module) -> str | None:
+        """Return a parameter of a module whose shard is away, None if all are here."""
         mine = set(map(id, module.parameters()))
-        for name, parameter in self._params.items():
-            if id(parameter) in mine and ("parameter", name) in self._marks:
-                raise ConfigurationError(
-                    f"the forward enters {unit!r} while another shard runs, and parameter {name!r} "
-                    "has left the device; set recompute=False, or cut elsewhere"
-                )
+        named = ((n, p) for n, p in self._params.items() if ("parameter", n) in self._marks)
+        return next((name for name, parameter in named if id(parameter) in mine), None)
 
     def _point(self, name: str, value: Tensor) -> None:
         self._params[name].data = value

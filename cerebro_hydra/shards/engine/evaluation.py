@@ -255,7 +255,9 @@ class EvaluatedShards:
             with memory_reads_seen(), bound_model(model) as self._bound:
                 if len(self._layout.shards) > 1:
                     self._elsewhere = self._bound.places_of(self._layout.shards)
-                self._predictor = ModulePredictor(self._cut_model, self._recipe, self._waits)
+                self._predictor = ModulePredictor(
+                    self._cut_model, self._recipe, self._bound, self._waits
+                )
                 with self._predictor.attached():
                     yield
         finally:

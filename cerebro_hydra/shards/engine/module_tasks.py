@@ -452,8 +452,11 @@ class ModulePredictor:
         waits: whether a forward begins when all shards are there.
     """
 
-    def __init__(self, cut_model: CutModel, recipe: Recipe, waits: bool = False) -> None:
+    def __init__(
+        self, cut_model: CutModel, recipe: Recipe, bound: BoundModel, waits: bool = False
+    ) -> None:
         self._recipe = recipe
+        self._bound = bound
         self._waits = waits
         self._shard_of = cut_model.shard_of_unit
         self._owners = {p.name: p.owner for p in cut_model.params}
@@ -465,11 +468,23 @@ class ModulePredictor:
     def attached(self) -> Iterator[None]:
         """Install hooks on the model for a while."""
         model = self._recipe.model
-        cross = boundary_hooks(
-            dict(model.named_modules()), self._shard_of, lambda shard, _: self._go_to(shard)
-        )
-        with self._recipe.compiled(model), cross:
+        modules = dict(model.named_modules())
+        cross = boundary_hooks(modules, self._shard_of, lambda shard, _: self._go_to(shard))
+        with self._recipe.compiled(model), ExitStack() as stack:
+            for name in self._shard_of:
+                check = functools.partial(self._check_here, name)
+                stack.callback(modules[name].register_forward_pre_hook(check).remove)
+            stack.enter_context(cross)
             yield
+
+    def _check_here(self, name: str, module: nn.Module, args: Any) -> None:
+        """Check that a unit's shard has not left; first forwards may have run it earlier."""
+        passed = self._shard_of[name] < self._at and self._reach is not _unasked
+        if passed and (away := self._bound.away(module)) is not None:
+            raise StepDiffers(
+                f"in evaluation, the forward enters {name!r} in another order than in the trial's "
+                f"first steps, when parameter {away!r} had left with its shard"
+            )
 
     def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
         """Return the model's outputs, after `reach` has allowed F of each shard."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
+from cerebro_hydra.shards.cut.choice import UnitProfile
 from tests.conformance import text
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
@@ -229,3 +230,29 @@ def test_the_columns_of_a_model_of_transformers_begin_by_position() -> None:
     args, kwargs = call.arguments(tensors)
     assert args == (tensors[0],)
     assert kwargs == {"attention_mask": tensors[1], "labels": tensors[2]}
+
+
+class Experts(nn.Module):
+    """Runs experts by what the batch is, each between the same two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        x = self.first(x)
+        for number in chosen:
+            x = self.experts[number](x)
+        return self.last(x)
+
+
+def test_a_layer_that_a_later_forward_runs_first_stands_before_what_it_runs_next() -> None:
+    model, profile = Experts(), UnitProfile()
+    with profile.measured(model):
+        for chosen in ([1], [0, 1], [2], [0, 1, 2]):
+            model(torch.zeros(2, 3), chosen)
+    numbers = [unit for unit in profile.order if unit.startswith("experts")]
+    assert (profile.order[0], profile.order[-1]) == ("first@0", "last@0")
+    assert numbers == ["experts.0@0", "experts.1@0", "experts.2@0"]
+    assert all(seconds < 60 for seconds in profile.seconds.values())
