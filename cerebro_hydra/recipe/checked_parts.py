@@ -62,7 +62,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, loss: Any = None) -> None:
     for kind in type(optimizer).__mro__:
         if kind.__name__ in INSEPARABLE_OPTIMIZERS:
             raise ConfigurationError(
-                f"optimizer {type(optimizer).__name__} can't be cut into shards: "
+                f"optimizer {type(optimizer).__name__} can't step here: "
                 f"{INSEPARABLE_OPTIMIZERS[kind.__name__]}; choose one that updates each parameter "
                 "by itself, such as AdamW or SGD"
             )

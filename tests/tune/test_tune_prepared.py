@@ -55,7 +55,7 @@ def test_data_that_does_not_fit_is_refused_with_the_reason(
 
 
 def test_rows_in_place_of_prepared_data_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"got a Arrays; .*a DataFrame goes to fit"):
+    with pytest.raises(ConfigurationError, match=r"got the type Arrays; .*a DataFrame goes to fit"):
         GridSearch(**arguments(tmp_path)).fit_on_prepared_data(rows())
 
 

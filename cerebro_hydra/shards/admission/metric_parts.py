@@ -66,7 +66,7 @@ def _difference(
     except NoNumber:
         raise
     except Exception as error:
-        if is_torchs:
+        if is_torchs and whole.rows > 1:  # a correlation, for one, has no value of one row
             raise ConfigurationError(
                 f"metric {metric.name!r} can't be put together from the states of partitions by "
                 f"the rules of torchmetrics: {named_error_text(error)}; give an "

@@ -113,3 +113,12 @@ def test_one_of_torchmetrics_that_is_no_figure_of_all_rows_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         warnings({"m": metric})
+
+
+def test_a_metric_without_a_value_of_one_row_is_taken_with_batches_of_one() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = Recipe(model, optimizer, nn.MSELoss(), ["r2"], batch_size=1)
+    recipe.bind(Columns(("x",), ("y",)))
+    row = ((torch.randn(1, 4),), (torch.randn(1, 1),))
+    assert not admit(recipe, [row], trial_seed=1).warnings

@@ -106,7 +106,7 @@ def test_a_frozen_parameter_in_a_group_has_no_state(name):
 def test_an_optimizer_that_is_not_separable_is_refused_by_name(name):
     model = net()
     optimizer = optimizers()[name](model.parameters())
-    with pytest.raises(ConfigurationError, match=f"optimizer {name} can't be cut into shards"):
+    with pytest.raises(ConfigurationError, match=f"optimizer {name} can't step here"):
         Recipe(model, optimizer, nn.CrossEntropyLoss())
 
 
@@ -115,7 +115,7 @@ def test_a_subclass_of_one_that_is_not_separable_is_refused_too():
         pass
 
     model = net()
-    with pytest.raises(ConfigurationError, match=r"Mine can't be cut.*line search"):
+    with pytest.raises(ConfigurationError, match=r"Mine can.t step here.*line search"):
         Recipe(model, Mine(model.parameters()), nn.CrossEntropyLoss())
 
 
