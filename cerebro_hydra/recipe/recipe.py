@@ -584,7 +584,7 @@ class Recipe:
                     args, kwargs = self._seen_by(metric, outputs, *batch)
                     found = function(*args, **kwargs)
                     if isinstance(found, BatchSum):
-                        sums[metric.name] = float(found.total), found.values
+                        sums[metric.name] = found.over()
                     else:
                         sums[metric.name] = sum_over_rows(found, rows)
         if metrics is None and isinstance(self.model, StepModule):

@@ -40,7 +40,7 @@ def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
     else:
         hits = outputs.argmax(class_dim(outputs, labels)) == labels
     counted = labels != ignored_label(loss)
-    return BatchSum((hits & counted).sum(), int(counted.sum()))
+    return BatchSum((hits & counted).sum(), counted.sum())
 
 
 def _mse(outputs: Tensor, labels: Tensor) -> BatchSum:

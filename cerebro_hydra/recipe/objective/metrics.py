@@ -35,7 +35,14 @@ class BatchSum(NamedTuple):
     """
 
     total: Tensor
-    values: int
+    values: int | Tensor
+
+    def over(self) -> SumOverRows:
+        """Return both as numbers, by one read of a device."""
+        if isinstance(self.values, int):
+            return float(self.total), self.values
+        total, values = torch.stack((self.total, self.values)).tolist()
+        return float(total), int(values)
 
 
 MetricFunction = Callable[..., Tensor | BatchSum]
