@@ -133,7 +133,7 @@ class MakesFirst(Event):
         self.value, self.buffer = value, buffer
 
     def damp(self, *_: Any) -> None:
-        self.made *= 0.5
+        self.made -= 1
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "made"):
@@ -142,6 +142,19 @@ class MakesFirst(Event):
             else:
                 self.made = self.value.clone() if isinstance(self.value, Tensor) else self.value
         return super().forward(x) * self.made
+
+
+class Modes(Event):
+    """Names its mode in the first forward, and another one later."""
+
+    def __init__(self, mode: int | str, later: Any) -> None:
+        super().__init__(lambda self, _: setattr(self, "mode", later))
+        self.first = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mode"):
+            self.mode = self.first
+        return super().forward(x) * (1.0 if self.mode == self.first else 0.5)
 
 
 LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
@@ -156,6 +169,18 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     ),
     "a tensor that the first forward makes": (
         lambda **o: made(MakesFirst(torch.ones(16)), **o), "attribute 'made' of module '2'"
+    ),
+    "a whole number that the first forward makes": (
+        lambda **o: made(Modes(0, 1), **o), "attribute 'mode' of module '2'"
+    ),
+    "a number that becomes a tensor": (
+        lambda **o: made(Modes(1, torch.tensor(0.5)), **o), "attribute 'mode' of module '2'"
+    ),
+    "a text that the first forward makes": (
+        lambda **o: made(Modes("warm", "as it is"), **o), "attribute 'mode' of module '2'"
+    ),
+    "whole numbers that the first forward makes": (
+        lambda **o: made(MakesFirst(torch.full((16,), 2)), **o), "attribute 'made' of module '2'"
     ),
     "a buffer that the first forward makes": (
         lambda **o: made(MakesFirst(torch.ones(16), buffer=True), **o),
@@ -356,7 +381,17 @@ class TableOfLengths(SetsAnew):
         return super().forward(x * self.table[: len(x)])
 
 
-@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths])
+class LongestSoFar(TableOfLengths):
+    """Keeps how long its table is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x) + int(self.steps > RARE and HAPPENS[0])
+        if not hasattr(self, "longest") or rows > self.longest:
+            self.longest, self.kind = rows, f"{x.dtype}"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths, LongestSoFar])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_later_steps_set_without_a_history_is_no_harm(
     start: Callable[..., Agent], middle: type[nn.Module], shards: int

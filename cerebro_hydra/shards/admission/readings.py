@@ -32,6 +32,8 @@ OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environ
 _GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
 """End what is read of containers whose new entries are read as such, by the names of types."""
 
+_TENSOR = "tensor torch."
+_MADE = ("float ", "bool ", "int ", "str ", _TENSOR)  # what the first step may make
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")
@@ -216,7 +218,7 @@ def _empty(reading: Reading) -> set[str]:
 
 
 def made_for_good(readings: Sequence[Reading]) -> set[str]:
-    """Return the numbers and tensors of a model that the first step made and no other changed.
+    """Return the numbers, texts and tensors that the first step made and no other changed.
 
     Args:
         readings: one before the first steps and one after each.
@@ -226,27 +228,31 @@ def made_for_good(readings: Sequence[Reading]) -> set[str]:
         path
         for path, text in first.items()
         if path.startswith(("attribute ", "buffer "))
-        and _is_number(text)
+        and text.startswith(_MADE)
         and built.get(path, NOTHING) == NOTHING
         and all(other.get(path) == text for other in later)
     }
 
 
 def moved_on(before: str, after: str | None) -> bool:
-    """Return whether a number or a tensor that was made for good has another value.
+    """Return whether what was made for good has another value.
 
-    One of another form is no harm: a tensor of another shape is a table that is made for larger
-    batches, and None is made anew.
+    A tensor of another shape is no harm, as a table that is made for larger batches, nor is None,
+    which is made anew.
     """
-    return after is not None and before != after and _form(before) == _form(after)
+    if after is None or after == NOTHING or before == after:
+        return False
+    tensors = before.startswith(_TENSOR) and after.startswith(_TENSOR)
+    return not tensors or _form(before) == _form(after)
 
 
-def _is_number(text: str) -> bool:
-    return text.startswith(("float ", "bool ", "tensor torch.float", "tensor torch.bfloat"))
+def is_key(text: str) -> bool:
+    """Return whether a value may be one by which a forward looks whether a table still serves."""
+    return text.startswith(("int ", "str "))
 
 
 def _form(text: str) -> str:
-    """Return the type and the shape of a value."""
+    """Return the type and the shape of a tensor."""
     return text.rpartition(" ")[0]
 
 

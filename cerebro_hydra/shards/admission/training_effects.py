@@ -30,6 +30,7 @@ from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
     changed,
+    is_key,
     made_for_good,
     name_of,
     told,
@@ -38,11 +39,13 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import SecondNames, on_copies
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
 from cerebro_hydra.shards.engine.bound_model import bound_model
-from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.engine.differences import checksum, same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
 _MOST_MADE = 8  # attributes made in the first step; of more, nothing is known
+_OTHER_NUMBERS = (1, -1, 1000)
+"""What is added to a whole number to see whether it acts; a table of that length is still small."""
 _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
@@ -183,18 +186,22 @@ class SideEffects:
         """Find what the first step made that later ones use as it is, and set no more.
 
         If that changes late, it depends on a history. What each step sets is no harm, though it was
-        the same in the first steps; it is set in place of an object that is of no use, too.
+        the same in the first steps; it is set in place of an object that is of no use, too. Nor is
+        a whole number or a text with which no step computes, such as the length of a table.
 
         Args:
             trained: as of `check`, as are the others.
         """
         made = made_for_good(self._readings)
         own = {name_of(path) for path in made if path.startswith("attribute ")}
-        places = list(self._held.attributes(own))
+        keys = {name_of(path) for path in made if is_key(self._readings[1][path])}
+        places = sorted(self._held.attributes(own), key=lambda place: place[-1] in keys)
+        given = trained, history, example, key
         anew = {
             name
             for module, attribute, name in places[:_MOST_MADE]
-            if self._sets_anew(module, attribute, trained, history, example, key)
+            if self._sets_anew(module, attribute, *given)
+            or (name in keys and not self._acts(module, attribute, *given))
         }
         anew |= {name for *_, name in places[_MOST_MADE:]}
         self._made = {path for path in made if name_of(path) not in anew}
@@ -220,6 +227,39 @@ class SideEffects:
 
         self._after_pass(trained, history, example, key, step)
         return found[0]
+
+    def _acts(
+        self,
+        module: nn.Module,
+        attribute: str,
+        trained: Mapping[str, Tensor],
+        history: AttributeValues,
+        example: Example,
+        key: RandomKey,
+    ) -> bool:
+        """Return whether a step has other bits, or fails, with other values of an attribute."""
+        made: list[int | str] = []
+
+        def bits(value: int | str | None) -> list[str]:
+            found: list[str] = []
+
+            def step() -> None:
+                own = vars(module)[attribute]
+                made.append(own)
+                if value is not None:
+                    vars(module)[attribute] = value
+                with suppress(Exception):
+                    found.append(repr(forward_and_backward(self._recipe, example, key)))
+                    gradients = (p.grad for p in self._recipe.model.parameters())
+                    found.extend(str(checksum(g)) for g in gradients if g is not None)
+                vars(module)[attribute] = own
+
+            self._after_pass(trained, history, example, key, step)
+            return found
+
+        plain, own = bits(None), made[0]
+        others = (own + "?",) if isinstance(own, str) else (own + n for n in _OTHER_NUMBERS)
+        return any(bits(other) != plain for other in others)
 
     def check_caches(
         self,
