@@ -172,6 +172,10 @@ BESIDE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "changed a value of metric 'accuracy'",
     ),
     "a loss": (lambda: {"loss": Halves()}, "changed attribute 'calls' of the loss"),
+    "a loss that a metric knows": (
+        lambda: {"loss": Halves(), "metrics": ["accuracy"]},
+        "changed attribute 'calls' of the loss",
+    ),
     "a collate": (lambda: {"collate": Shifts()}, "changed a value of the collate"),
 }
 

@@ -162,7 +162,7 @@ class EvaluationEffects:
             return
         for _ in range(2):
             later = self._after(trained, history, lambda: self.evaluate(example))
-            for where in sorted(alone):
+            for where in sorted(alone, key=_in_order):
                 if name_of(where) in self.written and later.get(where) != alone[where]:
                     raise ConfigurationError(
                         f"each evaluation changes {told(where)}, on which others may depend; "
@@ -324,7 +324,7 @@ class LateEvaluation:
                 "what trains"
             )
         found = tensors | self._changed_attributes()
-        if late := sorted(path for path in found if name_of(path) not in self._known):
+        if late := sorted((p for p in found if name_of(p) not in self._known), key=_in_order):
             raise ConfigurationError(
                 f"an evaluation changed {told(late[0])}, as none did at admission, and it must "
                 f"leave the trial as it is; {_remedy(late[0])}"
@@ -365,6 +365,11 @@ def _read(held: HeldState) -> Reading:
 
 def _names(paths: Collection[str]) -> set[str]:
     return set(map(name_of, paths))
+
+
+def _in_order(path: str) -> tuple[bool, str]:
+    """Return what sorts a metric last, as it holds the loss, whose own name tells more."""
+    return _is_of_metric(path), path
 
 
 def _is_of_metric(name: str) -> bool:
