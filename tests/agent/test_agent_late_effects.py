@@ -371,6 +371,14 @@ class SetsAnew(nn.Module):
         return x * self.scale
 
 
+class BeginsWith(SetsAnew):
+    """Has a scale before its first forward."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.scale = scale  # type: ignore[assignment]
+
+
 class TableOfLengths(SetsAnew):
     """Makes a table once, and a longer one when there are more rows than in it."""
 
@@ -401,6 +409,21 @@ def test_what_later_steps_set_without_a_history_is_no_harm(
     for state in (1, 2):
         done = agent.train(state)
         assert isinstance(done, events.SubEpochDone), done
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_sentence_of_what_every_forward_sets_says_how_its_trial_trains(
+    start: Callable[..., Agent], shards: int, scale: float | None
+) -> None:
+    agent = start(lambda: made(BeginsWith(scale), shards=shards), share=0.0)
+    agent.runs._looks.share = 0.01
+    trained = agent.train()
+    if scale is None:
+        assert isinstance(trained, events.SubEpochDone), trained
+    else:
+        assert isinstance(trained, events.TaskFailed), trained
+        assert "let every forward set it anew, with None before the first one" in trained.error
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -32,7 +32,7 @@ from cerebro_hydra.shards.admission.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.training_effects import remedy
+from cerebro_hydra.shards.admission.training_effects import SET_ANEW, remedy
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
@@ -169,9 +169,12 @@ class LateEffects:
         found |= {path for path, text in self._made.items() if moved_on(text, after.get(path))}
         # What another module holds in a module's place follows from its class.
         if late := sorted(found, key=lambda path: (not path.startswith("the class"), path)):
+            instead = remedy(late[0], after.get(late[0], ""))
+            if late[0].startswith("attribute ") and instead.endswith(SET_ANEW):
+                instead += ", with None before the first one"  # else these steps do not change it
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
-                f"is no part of the state that hops: {remedy(late[0], after.get(late[0], ''))}"
+                f"is no part of the state that hops: {instead}"
             )
         if self._whole:
             takes_time = self._earlier.seconds > FREE_SECONDS

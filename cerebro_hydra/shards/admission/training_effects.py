@@ -48,6 +48,8 @@ _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
 _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
 
+SET_ANEW = "let every forward set it anew"
+"""Ends what to do in place of changing an attribute."""
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
 
@@ -478,4 +480,4 @@ def remedy(path: str, read: str = "") -> str:
         )
     if name.startswith(("the class", "the object", "parameter ")):
         return "build the model with it, and let a registered buffer say when it acts"
-    return "register it as a buffer of the model, or let every forward set it anew"
+    return f"register it as a buffer of the model, or {SET_ANEW}"
