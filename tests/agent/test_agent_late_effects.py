@@ -147,7 +147,7 @@ class MakesFirst(Event):
 class Modes(Event):
     """Names its mode in the first forward, and another one later."""
 
-    def __init__(self, mode: int | str, later: Any) -> None:
+    def __init__(self, mode: Any, later: Any) -> None:
         super().__init__(lambda self, _: setattr(self, "mode", later))
         self.first = mode
 
@@ -175,6 +175,12 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     ),
     "a number that becomes a tensor": (
         lambda **o: made(Modes(1, torch.tensor(0.5)), **o), "attribute 'mode' of module '2'"
+    ),
+    "a function that the first forward chooses": (
+        lambda **o: made(Modes(torch.tanh, torch.sin), **o), "attribute 'mode' of module '2'"
+    ),
+    "a type that the first forward chooses": (
+        lambda **o: made(Modes(torch.float32, torch.float64), **o), "attribute 'mode' of module '2'"
     ),
     "a text that the first forward makes": (
         lambda **o: made(Modes("warm", "as it is"), **o), "attribute 'mode' of module '2'"

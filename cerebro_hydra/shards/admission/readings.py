@@ -32,8 +32,9 @@ OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environ
 _GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
 """End what is read of containers whose new entries are read as such, by the names of types."""
 
-_TENSOR = "tensor torch."
-_MADE = ("float ", "bool ", "int ", "str ", _TENSOR)  # what the first step may make
+_TENSORS = ("tensor torch.", "ndarray ")
+_FUNCTIONS = ("function ", "builtin_function_or_method ", "torch.dtype ")
+_MADE = ("float ", "bool ", "int ", "str ", *_TENSORS, *_FUNCTIONS)  # what the first step may make
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")
@@ -242,7 +243,7 @@ def moved_on(before: str, after: str | None) -> bool:
     """
     if after is None or after == NOTHING or before == after:
         return False
-    tensors = before.startswith(_TENSOR) and after.startswith(_TENSOR)
+    tensors = before.startswith(_TENSORS) and after.startswith(_TENSORS)
     return not tensors or _form(before) == _form(after)
 
 

@@ -321,6 +321,7 @@ NO_PART = (
     "training changed {}, as it did not in the trial's first steps; it is no part of the state "
     "that hops: register it as a buffer of the model, or let every forward set it anew"
 )
+NO_ATTRIBUTE = f"{NO_PART}, with None before the first one"
 
 FINDINGS: dict[str, Finding] = {
     "a read of a shard that has not come": Finding(
@@ -439,7 +440,7 @@ FINDINGS: dict[str, Finding] = {
     ),
     "an attribute": Finding(
         of_model("after", sets),
-        ConfigurationError, NO_PART.format("attribute 'seen' of module 'b'"), MODULES,
+        ConfigurationError, NO_ATTRIBUTE.format("attribute 'seen' of module 'b'"), MODULES,
     ),
     "a buffer of the loss": Finding(
         of_loss(lows),
