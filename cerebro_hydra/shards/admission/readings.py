@@ -221,6 +221,8 @@ def _empty(reading: Reading) -> set[str]:
 def made_for_good(readings: Sequence[Reading]) -> set[str]:
     """Return the numbers, texts and tensors that the first step made and no other changed.
 
+    A whole number or a text within an object is left out, as it can't be seen whether it acts.
+
     Args:
         readings: one before the first steps and one after each.
     """
@@ -231,6 +233,7 @@ def made_for_good(readings: Sequence[Reading]) -> set[str]:
         if path.startswith(("attribute ", "buffer "))
         and text.startswith(_MADE)
         and built.get(path, NOTHING) == NOTHING
+        and not (is_key(text) and path != name_of(path))
         and all(other.get(path) == text for other in later)
     }
 
