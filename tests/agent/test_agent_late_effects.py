@@ -448,3 +448,29 @@ def test_what_changes_while_there_is_no_time_to_look_is_found_at_the_next_look(
     failed = agent.train(3)
     assert isinstance(failed, events.TaskFailed), failed
     assert "training changed attribute 'gains' of module '2' at ['w']" in failed.error
+
+
+class SetsUntil(SetsAnew):
+    """Sets a number in each forward until an event, which it then keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        if not (self.steps > RARE and HAPPENS[0]):
+            self.scale = 1.0
+        elif self.steps == RARE + 1:
+            self.scale = 0.5
+        return x * self.scale
+
+
+@pytest.mark.parametrize("uncut", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_each_step_sets_and_a_late_one_keeps_fails_its_trial_by_name(
+    start: Callable[..., Agent], shards: int, uncut: bool
+) -> None:
+    agent = start(lambda: made(SetsUntil(), shards=shards), share=0.0)
+    agent.runs._looks.share = 0.01
+    assert isinstance(agent.train(1, uncut), events.SubEpochDone), "it is kept from here on"
+    failed = agent.train(2, uncut)
+    assert isinstance(failed, events.TaskFailed), failed
+    assert "training reads attribute 'scale' of module '2' before it sets it" in failed.error

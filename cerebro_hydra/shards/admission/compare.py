@@ -201,6 +201,7 @@ class CutCheck:
             evaluated_as = of_evaluation.evaluate, of_evaluation.latest
             effects.check_caches(state, examples[0], key, *evaluated_as)
             of_evaluation.check(state, attributes, examples[0], key, effects.changes)
+            effects.find_set_anew(state, examples[0], key)
             effects.find_made(state, attributes, examples[0], key)
         try:
             template = StateTemplate.learn(model, optimizer)

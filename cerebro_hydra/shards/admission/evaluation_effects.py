@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState
+from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState, SetByTraining
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
 from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
@@ -44,55 +43,6 @@ DRAWS = "random numbers of torch"
 UNREAD = "unread: "
 """Begins, among what evaluations set anew, the names of attributes that training sets, and with
 which no evaluation computes unless it has set them itself."""
-
-_COMPUTING = (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv",
-    "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift",
-    "and", "rand", "or", "ror", "xor", "rxor", "neg", "pos", "abs", "invert", "lt", "le", "eq",
-    "ne", "gt", "ge", "hash", "bool", "int", "float", "complex", "index", "round", "len", "iter",
-    "next", "contains", "getitem", "setitem", "delitem", "call", "enter",
-)  # fmt: skip
-
-
-class SetByTraining:
-    """Stands in an evaluation for an attribute that training sets: who computes with it fails.
-
-    A worker that evaluates may not have trained the step before, and has then another value.
-    """
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def error(self) -> ConfigurationError:
-        """Return the error of who computes with it."""
-        return ConfigurationError(
-            f"an evaluation reads {self._name}, which training sets, as none did at admission; a "
-            "worker that evaluates may not have trained before. Register it as a buffer of the "
-            "model, or let every forward set it anew"
-        )
-
-    def __format__(self, form: str) -> str:
-        return str(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self.error()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).error()
-
-
-def _refuse(self: SetByTraining, *args: Any) -> Any:
-    raise self.error()
-
-
-for _operation in _COMPUTING:
-    setattr(SetByTraining, f"__{_operation}__", _refuse)
-
 
 _MOST_READ = 8  # attributes that an evaluation reads; of more, nothing is known
 
@@ -214,7 +164,7 @@ class EvaluationEffects:
             found: list[str] = []
 
             def run() -> None:
-                stand_in(self._held, names)
+                self._held.stand_in(names, SetByTraining)
                 key.reseed("evaluation")
                 found.extend(self.evaluate(example))
 
@@ -285,7 +235,7 @@ class LateEvaluation:
 
     def stand_in(self) -> None:
         """Let what training sets and evaluations don't read be nothing to compute with."""
-        stand_in(self._held, self._unread)
+        self._held.stand_in(self._unread, SetByTraining)
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
@@ -351,12 +301,6 @@ class LateEvaluation:
 
     def _read_trains(self) -> dict[str, bool]:
         return {name: p.requires_grad for name, p in self._recipe.model.named_parameters()}
-
-
-def stand_in(held: HeldState, names: Collection[str]) -> None:
-    """Let attributes of these names be `SetByTraining`, also those that were not set yet."""
-    for module, attribute, name in held.attributes(names):
-        vars(module)[attribute] = SetByTraining(name)
 
 
 def _read(held: HeldState) -> Reading:

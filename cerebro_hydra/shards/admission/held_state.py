@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
@@ -41,6 +43,72 @@ OF_OPTIMIZER = " of optimizer "
 OF_PARAMETER = " of parameter "
 OF_SCHEDULER = " of the lr_scheduler"
 OF_METRIC = " of metric "
+
+
+_COMPUTING = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv",
+    "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift",
+    "and", "rand", "or", "ror", "xor", "rxor", "neg", "pos", "abs", "invert", "lt", "le", "eq",
+    "ne", "gt", "ge", "hash", "bool", "int", "float", "complex", "index", "round", "len", "iter",
+    "next", "contains", "getitem", "setitem", "delitem", "call", "enter",
+)  # fmt: skip
+
+
+class SetByTraining:
+    """Stands in an evaluation for an attribute that training sets: who computes with it fails.
+
+    A worker that evaluates may not have trained the step before, and has then another value.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def error(self) -> ConfigurationError:
+        """Return the error of who computes with it."""
+        return ConfigurationError(
+            f"an evaluation reads {self._name}, which training sets, as none did at admission; a "
+            "worker that evaluates may not have trained before. Register it as a buffer of the "
+            "model, or let every forward set it anew"
+        )
+
+    def __format__(self, form: str) -> str:
+        return str(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).error()
+
+
+def _refuse(self: SetByTraining, *args: Any) -> Any:
+    raise self.error()
+
+
+for _operation in _COMPUTING:
+    setattr(SetByTraining, f"__{_operation}__", _refuse)
+
+
+class SetBefore(SetByTraining):
+    """Stands, as a sub-epoch begins, for an attribute that each step sets before it reads it.
+
+    What the step before left there is on the worker that took it.
+    """
+
+    __slots__ = ()
+
+    def error(self) -> ConfigurationError:
+        """Return the error of who computes with it."""
+        return ConfigurationError(
+            f"training reads {self._name} before it sets it, as none of the trial's first steps "
+            "did; what an earlier step left there is no part of the state that hops. Register it "
+            "as a buffer of the model, or let every forward set it anew"
+        )
 
 
 class HeldState:
@@ -103,6 +171,11 @@ class HeldState:
             for name in names:
                 if name.startswith("attribute ") and name.endswith(end):
                     yield module, name[len("attribute ") : -len(end)].strip("'"), name
+
+    def stand_in(self, names: Collection[str], kind: type[SetByTraining]) -> None:
+        """Let attributes of these names be nothing to compute with, also those not set yet."""
+        for module, attribute, name in self.attributes(names):
+            vars(module)[attribute] = kind(name)
 
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""

@@ -19,7 +19,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.held_state import HeldState
+from cerebro_hydra.shards.admission.held_state import HeldState, SetBefore
 from cerebro_hydra.shards.admission.readings import (
     NOTHING,
     KnownChanges,
@@ -114,6 +114,8 @@ class LateEffects:
             self._before = self._held.read_plain(), {}, {}
             earlier.missed = True
         self._note_made(self._before[0])
+        if self._trial.cut_model.graphs is None:  # a graph sets no attributes
+            self._held.stand_in(self._known.anew, SetBefore)
 
     @property
     def awaits_first_step(self) -> bool:

@@ -110,12 +110,14 @@ class KnownChanges:
 
     Args:
         marks: a path that changed; with `MADE` as its last part, one that the first step made for
-            good; with `ANY`, a container for all that is below; with `SAME`, a value there that did
+            good; with `ANEW`, one that each step sets before it computes with it; with `ANY`, a
+            container for all that is below; with `SAME`, a value there that did
             not change; with `EMPTY`, what is shared and was empty to the end; with `FILLED`, what
             is shared and was filled.
     """
 
     MADE = f"{PART}!"
+    ANEW = f"{PART}~"
     ANY = f"{PART}*"
     SAME = f"{PART}="
     EMPTY = f"{PART}0"
@@ -130,6 +132,8 @@ class KnownChanges:
         self._marks = frozenset(marks)
         self.made = {mark.removesuffix(self.MADE) for mark in marks if mark.endswith(self.MADE)}
         """The values that the first step made, and no later one changed."""
+        self.anew = {mark.removesuffix(self.ANEW) for mark in marks if mark.endswith(self.ANEW)}
+        """The attributes that each step sets before it computes with them."""
         self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
@@ -137,7 +141,7 @@ class KnownChanges:
 
     def told(self, most: int) -> list[str]:
         """Return what changed, in words, the first of it."""
-        others = (self.MADE, self.SAME, self.EMPTY, self.FILLED)
+        others = (self.MADE, self.ANEW, self.SAME, self.EMPTY, self.FILLED)
         paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
         return sorted(set(map(told, paths)))[:most]
 
@@ -162,7 +166,7 @@ class KnownChanges:
 
     def covers(self, path: str) -> bool:
         """Return whether a change of this value was seen, or one of its kind."""
-        if path in self._marks:
+        if path in self._marks or name_of(path) in self.anew:
             return True
         if not self._open or path + self.SAME in self._marks:
             return False

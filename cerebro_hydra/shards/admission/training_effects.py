@@ -22,6 +22,7 @@ from cerebro_hydra.shards.admission.held_state import (
     OF_PARAMETER,
     OF_SCHEDULER,
     HeldState,
+    SetBefore,
 )
 from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
@@ -43,6 +44,7 @@ from cerebro_hydra.shards.engine.differences import checksum, same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
+_MOST_READ = 8  # attributes that a step reads before it sets them; of more, nothing is known
 _MOST_MADE = 8  # attributes made in the first step; of more, nothing is known
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
@@ -100,6 +102,7 @@ class SideEffects:
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
         self._made: set[str] = set()  # by the first step, for good
+        self._anew: set[str] = set()  # in each step, before it computes with them
 
     def before_steps(self, scheduler: Any | None) -> None:
         """Read an LR scheduler that was made for these steps."""
@@ -122,7 +125,13 @@ class SideEffects:
     def known(self) -> tuple[str, ...]:
         """Return these marks, and those of what is shared, after evaluations as well."""
         made = sorted(path + KnownChanges.MADE for path in self._made)
-        return (*self.changes, *made, *KnownChanges.shared_marks(self._readings[0], self._latest))
+        anew = sorted(name + KnownChanges.ANEW for name in self._anew)
+        return (
+            *self.changes,
+            *made,
+            *anew,
+            *KnownChanges.shared_marks(self._readings[0], self._latest),
+        )
 
     def check_kept(self) -> None:
         """Refuse an optimizer or an LR scheduler that counts, and tensors kept on parameters.
@@ -208,6 +217,49 @@ class SideEffects:
         anew |= {name for *_, name in places[_MOST_MADE:]}
         self._made = {path for path in made if name_of(path) not in anew}
 
+    def find_set_anew(
+        self, trained: Mapping[str, Tensor], example: Example, key: RandomKey
+    ) -> None:
+        """Find the attributes that each step sets before it computes with what it finds there.
+
+        What one of them keeps from a step to the next only later is lost at the next hop. So there
+        is nothing to compute with in any of them when a sub-epoch begins.
+
+        Args:
+            trained: as of `check`, as are the others.
+        """
+        changes = {name_of(path) for path in (*self.changes, *made_for_good(self._readings))}
+        names = {name for *_, name in self._held.attributes(changes)}
+        stayed: set[str] = set()
+
+        def bits(names: Collection[str]) -> list[str]:
+            found: list[str] = []
+
+            def step() -> None:
+                self._held.stand_in(names, SetBefore)
+                found.extend(self._bits_of_step(example, key))
+                held = self._held.attributes(names)
+                stayed.update(n for m, a, n in held if isinstance(vars(m).get(a), SetBefore))
+
+            self._after_pass(trained, AttributeValues(self._recipe.model), example, key, step)
+            return found
+
+        plain = bits(()) if names else []
+        for _ in range(_MOST_READ + 1 if plain else 0):
+            try:
+                self._anew = names - stayed if bits(names) == plain else set()
+                return
+            except Exception as error:
+                read = {name for name in names if str(SetBefore(name).error()) in str(error)}
+                names -= read
+                if not (read and names):
+                    return
+
+    def _bits_of_step(self, example: Example, key: RandomKey) -> list[str]:
+        loss = forward_and_backward(self._recipe, example, key)
+        gradients = (p.grad for p in self._recipe.model.parameters())
+        return [repr(loss), *(str(checksum(g.to_dense())) for g in gradients if g is not None)]
+
     def _sets_anew(
         self,
         module: nn.Module,
@@ -251,9 +303,7 @@ class SideEffects:
                 if value is not None:
                     vars(module)[attribute] = value
                 with suppress(Exception):
-                    found.append(repr(forward_and_backward(self._recipe, example, key)))
-                    gradients = (p.grad for p in self._recipe.model.parameters())
-                    found.extend(str(checksum(g)) for g in gradients if g is not None)
+                    found.extend(self._bits_of_step(example, key))
                 vars(module)[attribute] = own
 
             self._after_pass(trained, history, example, key, step)
