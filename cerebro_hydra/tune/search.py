@@ -274,10 +274,9 @@ class Search(ABC):
             with Waiting(self._surroundings.report) as waiting:
                 waiting.now("checking the first model")
                 self._look_first(df)
+                rows = df, self.data_spec
                 with loading("torch._dynamo"):  # a factory that compiles would import half of it
-                    manifest = self.backend.prepare(
-                        self.store, df, self.data_spec, waiting.now, recheck
-                    )
+                    manifest = self.backend.prepare(self.store, *rows, waiting.now, recheck)
             return self._fit(manifest, folder, HeldOut.of(self.data_spec.validation))
 
     def fit_on_prepared_data(self, prepared: Manifest | str | None = None) -> SearchResult:
