@@ -405,7 +405,18 @@ class LongestSoFar(TableOfLengths):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths, LongestSoFar])
+class MakesInSlot(SetsAnew):
+    """Makes a number in a slot, not among its attributes."""
+
+    __slots__ = ("made",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = 1.0
+        return super().forward(x * self.made)
+
+
+@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths, LongestSoFar, MakesInSlot])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_later_steps_set_without_a_history_is_no_harm(
     start: Callable[..., Agent], middle: type[nn.Module], shards: int

@@ -273,11 +273,14 @@ class SideEffects:
         found: list[bool] = []
 
         def step() -> None:
-            own, vars(module)[attribute] = vars(module)[attribute], (unusable := object())
+            held = vars(module)
+            if attribute not in held:  # it is a slot
+                return found.append(True)
+            own, held[attribute] = held[attribute], (unusable := object())
             with suppress(Exception):
                 forward_and_backward(self._recipe, example, key)
-            found.append(vars(module).get(attribute) is not unusable)
-            vars(module)[attribute] = own
+            found.append(held.get(attribute) is not unusable)
+            held[attribute] = own
 
         self._after_pass(trained, history, example, key, step)
         return found[0]
