@@ -34,6 +34,7 @@ from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.admission.readings import Reading, told
 from cerebro_hydra.shards.admission.training_effects import (
     STEPS_PER_EPOCH,
+    AfterSteps,
     ExampleBatch,
     SideEffects,
     check_own_step,
@@ -196,13 +197,12 @@ class CutCheck:
                 _check_second_names(recipe, names, written, largest, trial_seed, second_names.keys)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
         with told_with_batch(trainer, examples[0]):
-            key = RandomKey(trial_seed, 0, 0)
-            effects.check(state, attributes, examples[0], key)
-            evaluated_as = of_evaluation.evaluate, of_evaluation.latest
-            effects.check_caches(state, examples[0], key, *evaluated_as)
-            of_evaluation.check(state, attributes, examples[0], key, effects.changes)
-            effects.find_set_anew(state, examples[0], key)
-            effects.find_made(state, attributes, examples[0], key)
+            after = AfterSteps(state, attributes, examples[0], RandomKey(trial_seed, 0, 0))
+            effects.check(after)
+            effects.check_caches(after, of_evaluation.evaluate, of_evaluation.latest)
+            of_evaluation.check(after, effects.changes)
+            effects.find_set_anew(after)
+            effects.find_made(after)
         try:
             template = StateTemplate.learn(model, optimizer)
         except Exception as error:

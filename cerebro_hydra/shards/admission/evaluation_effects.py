@@ -7,7 +7,7 @@ An evaluation that depends on earlier ones is refused, and so is training that d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -16,9 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.recipe import RandomKey, Recipe, RunningEvaluation
+from cerebro_hydra.recipe import Recipe, RunningEvaluation
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.held_state import OF_METRIC, HeldState, SetByTraining
+from cerebro_hydra.shards.admission.held_state import (
+    OF_METRIC,
+    HeldState,
+    SetByTraining,
+    not_computed_with,
+)
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
 from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
@@ -29,12 +34,11 @@ from cerebro_hydra.shards.admission.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.training_effects import forward_and_backward
+from cerebro_hydra.shards.admission.training_effects import AfterSteps, bits_of_step
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
-from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
-from cerebro_hydra.shards.engine.bound_model import bound_model
-from cerebro_hydra.shards.engine.differences import TensorContent, checksum
+from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
+from cerebro_hydra.shards.engine.differences import TensorContent
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 
 DRAWS = "random numbers of torch"
@@ -43,8 +47,6 @@ DRAWS = "random numbers of torch"
 UNREAD = "unread: "
 """Begins, among what evaluations set anew, the names of attributes that training sets, and with
 which no evaluation computes unless it has set them itself."""
-
-_MOST_READ = 8  # attributes that an evaluation reads; of more, nothing is known
 
 
 class EvaluationEffects:
@@ -81,20 +83,10 @@ class EvaluationEffects:
         self.latest = _read(self._held_by_evaluated)
         self.written |= _names(changed(self._before, self.latest))
 
-    def check(
-        self,
-        trained: Mapping[str, Tensor],
-        history: AttributeValues,
-        example: Example,
-        key: RandomKey,
-        trained_attributes: Collection[str],
-    ) -> None:
+    def check(self, steps: AfterSteps, trained_attributes: Collection[str]) -> None:
         """Evaluate with a history and without one, and train after an evaluation and without one.
 
         Args:
-            trained: the state to begin with, named as a checkpoint names it.
-            history: the attributes that training has left; the model has its own.
-            key: of the step.
             trained_attributes: those that training has changed.
 
         Raises:
@@ -102,16 +94,16 @@ class EvaluationEffects:
         """
         if not self.written and not trained_attributes:
             return  # there is no history
-        self._unread = self._find_unread(trained, example, key, trained_attributes)
+        self._unread = self._find_unread(steps, trained_attributes)
         evaluated = AttributeValues(self._recipe.model)
-        before = self._after(trained, evaluated, lambda: None)
-        alone = self._after(trained, evaluated, lambda: self.evaluate(example))
+        before = self._after(steps, evaluated, lambda: None)
+        alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
         of_first = changed(before, alone)
         self.written |= _names(of_first)
         if not self.written:
             return
         for _ in range(2):
-            later = self._after(trained, history, lambda: self.evaluate(example))
+            later = self._after(steps, steps.history, lambda: self.evaluate(steps.example))
             for where in sorted(alone, key=_in_order):
                 if name_of(where) in self.written and later.get(where) != alone[where]:
                     raise ConfigurationError(
@@ -120,14 +112,14 @@ class EvaluationEffects:
                     )
         if not of_first:
             return
-        losses: list[str] = []
+        bits: list[list[str]] = []
 
         def step() -> None:
-            losses.append(self._step(example, key))
+            bits.append(bits_of_step(self._recipe, steps))
 
-        plain = self._after(trained, AttributeValues(self._recipe.model), step)
-        after = self._after(trained, evaluated, step)
-        if losses[0] != losses[1]:
+        plain = self._after(steps, AttributeValues(self._recipe.model), step)
+        after = self._after(steps, evaluated, step)
+        if bits[0] != bits[1]:
             where = min(
                 of_first, key=lambda each: (plain.get(each) == after.get(each), each)
             )  # one that training leaves as the evaluation has set it
@@ -137,51 +129,25 @@ class EvaluationEffects:
             )
 
     def _after(
-        self, trained: Mapping[str, Tensor], attributes: AttributeValues, run: Callable[[], object]
+        self, steps: AfterSteps, attributes: AttributeValues, run: Callable[[], object]
     ) -> Reading:
         """Return what there is after a run of the model, which changes these attributes alone."""
-        model = self._recipe.model
-        with (
-            ParameterValues(model, lambda name, _: trained[f"param:{name}"].clone()).in_use(),
-            attributes.in_use(),
-            bound_model(model) as bound,
-        ):
-            buffers = model.named_buffers()
-            bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
+        with steps.in_use(self._recipe.model, attributes):
             run()
             return _read(self._held)
 
-    def _find_unread(
-        self,
-        trained: Mapping[str, Tensor],
-        example: Example,
-        key: RandomKey,
-        changed_names: Collection[str],
-    ) -> set[str]:
+    def _find_unread(self, steps: AfterSteps, changed_names: Collection[str]) -> set[str]:
         """Return with which of the attributes that training has changed no evaluation computes."""
+        model = self._recipe.model
 
-        def result(names: Collection[str]) -> list[str]:
-            found: list[str] = []
-
-            def run() -> None:
+        def bits(names: Collection[str]) -> list[str]:
+            with steps.in_use(model, AttributeValues(model)):
                 self._held.stand_in(names, SetByTraining)
-                key.reseed("evaluation")
-                found.extend(self.evaluate(example))
-
-            self._after(trained, AttributeValues(self._recipe.model), run)
-            return found
+                steps.key.reseed("evaluation")
+                return self.evaluate(steps.example)
 
         names = {name for *_, name in self._held.attributes(changed_names)}
-        plain = result(()) if names else []
-        for _ in range(_MOST_READ + 1 if plain else 0):
-            try:
-                return names if result(names) == plain else set()
-            except Exception as error:
-                read = {name for name in names if str(SetByTraining(name).error()) in str(error)}
-                names -= read
-                if not (read and names):
-                    break
-        return set()
+        return not_computed_with(names, SetByTraining, bits)
 
     def evaluate(self, example: Example) -> list[str]:
         """Evaluate an example with what the model has; return what tells what that gave."""
@@ -198,13 +164,6 @@ class EvaluationEffects:
             leaves = (each for each in tree_leaves(outputs) if isinstance(each, Tensor))
             found = [repr(evaluation.result()), *(repr(TensorContent.of(each)) for each in leaves)]
         return found
-
-    def _step(self, example: Example, key: RandomKey) -> str:
-        """Return what a forward and a backward give: the loss, and checksums of the gradients."""
-        loss = forward_and_backward(self._recipe, example, key)
-        gradients = [p.grad for p in self._recipe.model.parameters() if p.grad is not None]
-        sums = [checksum(each.to_dense()) for each in gradients]
-        return repr((loss, sums))
 
 
 class LateEvaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -109,6 +109,30 @@ class SetBefore(SetByTraining):
             "did; what an earlier step left there is no part of the state that hops. Register it "
             "as a buffer of the model, or let every forward set it anew"
         )
+
+
+_MOST_READ = 8  # attributes that are computed with; of more, nothing is known
+
+
+def not_computed_with(
+    names: set[str], kind: type[SetByTraining], bits: Callable[[Collection[str]], list[str]]
+) -> set[str]:
+    """Return those of a model's attributes in whose place a stand-in changes no bit.
+
+    Args:
+        kind: of the stand-ins.
+        bits: returns what comes out while they stand for attributes of such names.
+    """
+    plain = bits(()) if names else []
+    for _ in range(_MOST_READ + 1 if plain else 0):
+        try:
+            return names if bits(names) == plain else set()
+        except Exception as error:
+            read = {name for name in names if str(kind(name).error()) in str(error)}
+            names = names - read
+            if not (read and names):
+                break
+    return set()
 
 
 class HeldState:

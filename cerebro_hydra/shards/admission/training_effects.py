@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from cerebro_hydra.shards.admission.held_state import (
     OF_SCHEDULER,
     HeldState,
     SetBefore,
+    not_computed_with,
 )
 from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
@@ -44,7 +46,6 @@ from cerebro_hydra.shards.engine.differences import checksum, same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
-_MOST_READ = 8  # attributes that a step reads before it sets them; of more, nothing is known
 _MOST_MADE = 8  # attributes made in the first step; of more, nothing is known
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
@@ -84,6 +85,46 @@ class ExampleBatch(NamedTuple):
         """Copy an example."""
         features, labels = copy_example(example)
         return cls(features, labels, int((labels or features)[0].shape[0]))
+
+
+@dataclass(frozen=True)
+class AfterSteps:
+    """Holds what a trial's first steps have left, and what one more of them takes.
+
+    Attributes:
+        trained: the state, named as a checkpoint names it.
+        history: the attributes that training has left; the model has its own.
+        example: the batch of the first two steps.
+        key: of the first one.
+    """
+
+    trained: Mapping[str, Tensor]
+    history: AttributeValues
+    example: Example
+    key: RandomKey
+
+    @contextmanager
+    def in_use(
+        self, model: nn.Module, attributes: AttributeValues, size: float = 1.0
+    ) -> Iterator[None]:
+        """Let the body run a model from this state, with other attributes; it changes nothing else.
+
+        Args:
+            size: what the weights are multiplied by.
+        """
+
+        def value(name: str, parameter: nn.Parameter) -> Tensor:
+            own = self.trained[f"param:{name}"].clone()
+            return own * size if own.is_floating_point() else own
+
+        with (
+            ParameterValues(model, value).in_use(),
+            attributes.in_use(),
+            bound_model(model) as bound,
+        ):
+            buffers = model.named_buffers()
+            bound.lend_buffers({n: self.trained[f"buffer:{n}"].clone() for n, _ in buffers})
+            yield
 
 
 class SideEffects:
@@ -155,19 +196,8 @@ class SideEffects:
             if OF_PARAMETER in name_of(path) and is_tensor and first.get(path) == second[path]:
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
 
-    def check(
-        self,
-        trained: Mapping[str, Tensor],
-        history: AttributeValues,
-        example: Example,
-        key: RandomKey,
-    ) -> None:
+    def check(self, after: AfterSteps) -> None:
         """Take a step with a history and one without, if these steps left different values.
-
-        Args:
-            trained: the state to take them from, named as a checkpoint names it.
-            history: the attributes that training has left; the model has its own.
-            example: the batch of the first two steps.
 
         Raises:
             ConfigurationError: a value depends on the history; the message names it.
@@ -179,7 +209,7 @@ class SideEffects:
         fresh = AttributeValues(self._recipe.model)
         # Twice with a history, because what comes back every other step is the same once.
         without, *with_history = (
-            self._after_pass(trained, a, example, key) for a in (fresh, history, history)
+            self._after_step(after, a) for a in (fresh, after.history, after.history)
         )
         for path in sorted(without):
             differs = any(state.get(path) != without[path] for state in with_history)
@@ -187,142 +217,78 @@ class SideEffects:
                 instead = remedy(path, without[path])
                 raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
 
-    def find_made(
-        self,
-        trained: Mapping[str, Tensor],
-        history: AttributeValues,
-        example: Example,
-        key: RandomKey,
-    ) -> None:
+    def find_made(self, after: AfterSteps) -> None:
         """Find what the first step made that later ones use as it is, and set no more.
 
         If that changes late, it depends on a history. What each step sets is no harm, though it was
         the same in the first steps; it is set in place of an object that is of no use, too. Nor is
         a whole number or a text with which no step computes, such as the length of a table.
-
-        Args:
-            trained: as of `check`, as are the others.
         """
         made = made_for_good(self._readings)
         own = {name_of(path) for path in made if path.startswith("attribute ")}
         keys = {name_of(path) for path in made if is_key(self._readings[1][path])}
         places = sorted(self._held.attributes(own), key=lambda place: place[-1] in keys)
-        given = trained, history, example, key
         anew = {
             name
             for module, attribute, name in places[:_MOST_MADE]
-            if self._sets_anew(module, attribute, *given)
-            or (name in keys and not self._acts(module, attribute, *given))
+            if self._sets_anew(after, module, attribute)
+            or (name in keys and not self._acts(after, module, attribute))
         }
         anew |= {name for *_, name in places[_MOST_MADE:]}
         self._made = {path for path in made if name_of(path) not in anew}
 
-    def find_set_anew(
-        self, trained: Mapping[str, Tensor], example: Example, key: RandomKey
-    ) -> None:
+    def find_set_anew(self, after: AfterSteps) -> None:
         """Find the attributes that each step sets before it computes with what it finds there.
 
         What one of them keeps from a step to the next only later is lost at the next hop. So there
         is nothing to compute with in any of them when a sub-epoch begins.
-
-        Args:
-            trained: as of `check`, as are the others.
         """
         changes = {name_of(path) for path in (*self.changes, *made_for_good(self._readings))}
-        names = {name for *_, name in self._held.attributes(changes)}
-        stayed: set[str] = set()
+        model, left = self._recipe.model, set[str]()
 
         def bits(names: Collection[str]) -> list[str]:
-            found: list[str] = []
-
-            def step() -> None:
+            with after.in_use(model, AttributeValues(model)):
                 self._held.stand_in(names, SetBefore)
-                found.extend(self._bits_of_step(example, key))
+                found = bits_of_step(self._recipe, after)
                 held = self._held.attributes(names)
-                stayed.update(n for m, a, n in held if isinstance(vars(m).get(a), SetBefore))
-
-            self._after_pass(trained, AttributeValues(self._recipe.model), example, key, step)
+                left.update(n for m, a, n in held if isinstance(vars(m).get(a), SetBefore))
             return found
 
-        plain = bits(()) if names else []
-        for _ in range(_MOST_READ + 1 if plain else 0):
-            try:
-                self._anew = names - stayed if bits(names) == plain else set()
-                return
-            except Exception as error:
-                read = {name for name in names if str(SetBefore(name).error()) in str(error)}
-                names -= read
-                if not (read and names):
-                    return
+        names = {name for *_, name in self._held.attributes(changes)}
+        self._anew = not_computed_with(names, SetBefore, bits) - left
 
-    def _bits_of_step(self, example: Example, key: RandomKey) -> list[str]:
-        loss = forward_and_backward(self._recipe, example, key)
-        gradients = (p.grad for p in self._recipe.model.parameters())
-        return [repr(loss), *(str(checksum(g.to_dense())) for g in gradients if g is not None)]
-
-    def _sets_anew(
-        self,
-        module: nn.Module,
-        attribute: str,
-        trained: Mapping[str, Tensor],
-        history: AttributeValues,
-        example: Example,
-        key: RandomKey,
-    ) -> bool:
+    def _sets_anew(self, after: AfterSteps, module: nn.Module, attribute: str) -> bool:
         """Return whether a step sets an attribute before it uses what it finds there."""
-        found: list[bool] = []
+        _, found = self._with(after, module, attribute, unusable := object())
+        return found is not unusable
 
-        def step() -> None:
-            held = vars(module)
-            if attribute not in held:  # it is a slot
-                return found.append(True)
-            own, held[attribute] = held[attribute], (unusable := object())
-            with suppress(Exception):
-                forward_and_backward(self._recipe, example, key)
-            found.append(held.get(attribute) is not unusable)
-            held[attribute] = own
-
-        self._after_pass(trained, history, example, key, step)
-        return found[0]
-
-    def _acts(
-        self,
-        module: nn.Module,
-        attribute: str,
-        trained: Mapping[str, Tensor],
-        history: AttributeValues,
-        example: Example,
-        key: RandomKey,
-    ) -> bool:
+    def _acts(self, after: AfterSteps, module: nn.Module, attribute: str) -> bool:
         """Return whether a step has other bits, or fails, with other values of an attribute."""
-        made: list[int | str] = []
-
-        def bits(value: int | str | None) -> list[str]:
-            found: list[str] = []
-
-            def step() -> None:
-                own = vars(module)[attribute]
-                made.append(own)
-                if value is not None:
-                    vars(module)[attribute] = value
-                with suppress(Exception):
-                    found.extend(self._bits_of_step(example, key))
-                vars(module)[attribute] = own
-
-            self._after_pass(trained, history, example, key, step)
-            return found
-
-        plain, own = bits(None), made[0]
+        plain, own = self._with(after, module, attribute)
         others = (own + "?",) if isinstance(own, str) else (own + n for n in _OTHER_NUMBERS)
-        return any(bits(other) != plain for other in others)
+        return any(self._with(after, module, attribute, each)[0] != plain for each in others)
+
+    def _with(
+        self, after: AfterSteps, module: nn.Module, attribute: str, *value: object
+    ) -> tuple[list[str], Any]:
+        """Return a step's bits, if it does not fail, and what it leaves in an attribute.
+
+        Args:
+            value: is there before the step, if one is given; None is left in a slot, which has its
+                own.
+        """
+        bits, held = list[str](), vars(module)
+        with after.in_use(self._recipe.model, after.history):
+            if (own := held.get(attribute)) is None:
+                return bits, None
+            held[attribute] = value[0] if value else own
+            with suppress(Exception):
+                bits = bits_of_step(self._recipe, after)
+            left, held[attribute] = held.get(attribute), own
+        return bits, left
 
     def check_caches(
-        self,
-        trained: Mapping[str, Tensor],
-        example: Example,
-        key: RandomKey,
-        evaluate: Callable[[Example], object],
-        evaluated: Reading,
+        self, after: AfterSteps, evaluate: Callable[[Example], object], evaluated: Reading
     ) -> None:
         """Let caches that the first steps have used be filled anew, by other weights and rows.
 
@@ -330,8 +296,7 @@ class SideEffects:
         constant. Nothing is known of caches without which a step fails.
 
         Args:
-            trained: the state to take a step from, named as a checkpoint names it.
-            example: as of `check`; its first row is taken for all.
+            after: the first row of its example is taken for all.
             evaluate: evaluates an example, as was done before.
             evaluated: what there was then.
 
@@ -345,14 +310,18 @@ class SideEffects:
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
-        features, labels = (tuple(t[:1].expand_as(t).clone() for t in part) for part in example)
-        attributes = AttributeValues(self._recipe.model)
-        again: Reading = {}
+        parts = (tuple(t[:1].expand_as(t).clone() for t in part) for part in after.example)
+        one_row = replace(after, example=(next(parts), next(parts)))
+        model, again = self._recipe.model, dict[str, str]()
+        attributes = AttributeValues(model)
         try:
-            for run in (None, lambda: evaluate((features, labels))):
-                caches.empty()
-                with suppress(Exception):
-                    again |= self._after_pass(trained, attributes, (features, labels), key, run)
+            caches.empty()
+            with suppress(Exception):
+                again |= self._after_step(one_row, attributes)
+            caches.empty()
+            with suppress(Exception), after.in_use(model, attributes, size=0.5):
+                evaluate(one_row.example)
+                again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
                 if path.endswith(CACHED) or not (CACHED in path or caches.hold(path)):
                     continue
@@ -368,37 +337,10 @@ class SideEffects:
             caches.empty()  # whoever comes next fills them, or has what was there
         caches.fill()
 
-    def _after_pass(
-        self,
-        trained: Mapping[str, Tensor],
-        attributes: AttributeValues,
-        example: Example,
-        key: RandomKey,
-        evaluate: Callable[[], object] | None = None,
-    ) -> Reading:
-        """Return what is held after a forward and a backward, which change nothing else.
-
-        Args:
-            evaluate: is called in place of these, with weights of half the size.
-        """
-        recipe, model = self._recipe, self._recipe.model
-        size = 1.0 if evaluate is None else 0.5
-
-        def value(name: str, parameter: nn.Parameter) -> Tensor:
-            own = trained[f"param:{name}"].clone()
-            return own * size if own.is_floating_point() else own
-
-        with (
-            ParameterValues(model, value).in_use(),
-            attributes.in_use(),
-            bound_model(model) as bound,
-        ):
-            buffers = model.named_buffers()
-            bound.lend_buffers({name: trained[f"buffer:{name}"].clone() for name, _ in buffers})
-            if evaluate is None:
-                forward_and_backward(recipe, example, key)
-            else:
-                evaluate()
+    def _after_step(self, after: AfterSteps, attributes: AttributeValues) -> Reading:
+        """Return what is held after a forward and a backward with these attributes."""
+        with after.in_use(self._recipe.model, attributes):
+            forward_and_backward(self._recipe, after.example, after.key)
             return self._held.read()
 
 
@@ -413,6 +355,13 @@ def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> fl
             loss = batch.loss_of(recipe.call(model, batch.inputs))
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
+
+
+def bits_of_step(recipe: Recipe, after: AfterSteps) -> list[str]:
+    """Return the loss of a forward and a backward, and checksums of the gradients."""
+    loss = forward_and_backward(recipe, after.example, after.key)
+    gradients = [p.grad for p in recipe.model.parameters() if p.grad is not None]
+    return [repr(loss), *(str(checksum(each.to_dense())) for each in gradients)]
 
 
 def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
