@@ -209,6 +209,7 @@ class CutTrial:
         with effects.watched():
             given = windows, self.step, self.need, self.publish
             totals = self.engine().train(*given, on_step=ended)
+        effects.give_back()
         effects.check([(self.recipe.optimizer, None)])
         self.step += totals.steps
         return totals

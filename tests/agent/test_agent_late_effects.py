@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.held_state import SetBefore
 from cerebro_hydra.storage import LocalStore
 from tests.agent.lone_agent import BATCH, COLUMNS, ROWS, Agent, train_without_agent
 
@@ -485,3 +486,25 @@ def test_what_each_step_sets_and_a_late_one_keeps_fails_its_trial_by_name(
     failed = agent.train(2, uncut)
     assert isinstance(failed, events.TaskFailed), failed
     assert "training reads attribute 'scale' of module '2' before it sets it" in failed.error
+
+
+@pytest.mark.parametrize("built", [{}, {"scale": None}])
+def test_a_sub_epoch_that_ends_before_its_first_step_takes_no_attribute_away(
+    start: Callable[..., Agent], built: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Recipe:
+        recipe = made(SetsAnew())
+        vars(recipe.model[2]).update(built)
+        return recipe
+
+    agent = start(make, share=0.0)
+    agent.runs._looks.share = 0.01
+    orders, open_visit = [], agent.runs.open
+    monkeypatch.setattr(agent.runs, "open", lambda order: orders.append(order) or open_visit(order))
+    assert isinstance(agent.train(1), events.SubEpochDone)
+    (order,), held = orders, vars(agent.builder.get(0).runtime.recipe.model[2])
+    assert isinstance(held["scale"], float)
+    visit = open_visit(order)
+    assert isinstance(held["scale"], SetBefore)
+    visit.cancel()
+    assert {name: held[name] for name in ("scale",) if name in held} == built

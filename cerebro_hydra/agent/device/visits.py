@@ -156,9 +156,7 @@ class TrialVisits:
         known = order.trial.attributes, order.trial.set_in_evaluation
         earlier = EarlierReadings() if audits else self._earlier(task.trial, trial.recipe.model)
         effects = LateEffects(trial, *known, self._looks, earlier)
-        memory = _Memory(
-            trial.layout, order, self._reserved, self._scratch, self._looks, effects.watched
-        )
+        memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks, effects)
         if not audits and self._looks.share:
             effects.begin(whole=_may_look(self._looks))
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
@@ -245,11 +243,11 @@ class _Memory:
         reserved: Callable[[int], AbstractContextManager[object]],
         scratch: str | None,
         looks: AuditBudget,
-        watched: Callable[[], AbstractContextManager[None]],
+        effects: LateEffects,
     ) -> None:
         self.resident = order.resident
         self._looks = looks
-        self._watched = watched
+        self._effects = effects
         self._layout = layout
         self._audits = order.audits is not None
         self._slots: dict[int, Segments] = {}
@@ -293,7 +291,7 @@ class _Memory:
         """Let the body do tasks; now and then the heap is trimmed after it."""
         kept = random_numbers_kept() if self._audits else nullcontext()
         begun = time.perf_counter()
-        with self._watched(), kept, self._mapped or nullcontext():
+        with self._effects.watched(), kept, self._mapped or nullcontext():
             yield
         if not self._audits:
             self._looks.trained += time.perf_counter() - begun
@@ -302,9 +300,10 @@ class _Memory:
             self._trims = time.monotonic() + TRIM_SECONDS
 
     def close(self) -> None:
-        """Let go of all shards."""
+        """Let go of all shards, and of what stands for attributes."""
         self._slots.clear()
         self._stack.close()
+        self._effects.give_back()
 
 
 class _ComparedSteps:

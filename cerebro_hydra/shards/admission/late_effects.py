@@ -51,11 +51,14 @@ class EarlierReadings:
             left out.
         missed: whether visits came after it that did not.
         seconds: what that reading took.
+        built: of each attribute that steps set anew, where it is, its name, and its value by that
+            name as the model was built, if it had one.
     """
 
     latest: Reading | None = None
     missed: bool = False
     seconds: float = math.inf
+    built: list[tuple[dict[str, Any], str, dict[str, Any]]] | None = None
 
 
 class LateEffects:
@@ -115,7 +118,18 @@ class LateEffects:
             earlier.missed = True
         self._note_made(self._before[0])
         if self._trial.cut_model.graphs is None:  # a graph sets no attributes
+            if earlier.built is None:
+                places = self._held.attributes(self._known.anew)
+                held = ((vars(module), attribute) for module, attribute, _ in places)
+                earlier.built = [(at, a, {n: at[n] for n in {a} & at.keys()}) for at, a in held]
             self._held.stand_in(self._known.anew, SetBefore)
+
+    def give_back(self) -> None:
+        """Let attributes be as they were built that no step has set since `begin` took them."""
+        for held, attribute, built in self._earlier.built or ():
+            if isinstance(held.get(attribute), SetBefore):
+                del held[attribute]
+                held.update(built)
 
     @property
     def awaits_first_step(self) -> bool:
