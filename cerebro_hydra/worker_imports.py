@@ -1,7 +1,7 @@
-"""Keeps Spark's Python workers from importing what lies in the folder that they start in.
+"""Keeps Python processes from importing what lies in the folder that they start in.
 
-Spark starts them with `python -m`, which looks in the current folder before anywhere else: on
-local Spark that is the driver's, whoever may write there.
+Spark starts its workers with `python -m`, and torch tries the CPU by `python -c`. Both look in the
+current folder before anywhere else, whoever may write there; on local Spark it is the driver's.
 """
 
 from __future__ import annotations
@@ -45,19 +45,27 @@ def driver_path() -> str:
 
 
 @contextmanager
+def safe_path() -> Iterator[None]:
+    """Let Python processes that are begun meanwhile import nothing from the current folder."""
+    kept = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = kept or "1"
+    try:
+        yield
+    finally:
+        del os.environ[SAFE_PATH]
+        if kept is not None:
+            os.environ[SAFE_PATH] = kept
+
+
+@contextmanager
 def importing_from_current_folder() -> Iterator[None]:
     """Import from the current folder, after all else; Python processes begun meanwhile don't.
 
     Such as those in which torch tries what this CPU can.
     """
     sys.path += [_no_customization(), os.getcwd()]
-    kept = os.environ.get(SAFE_PATH)
-    os.environ.setdefault(SAFE_PATH, "1")
-    try:
+    with safe_path():
         yield
-    finally:
-        if kept is None:
-            del os.environ[SAFE_PATH]
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import is_error, named_error_text
 from cerebro_hydra.recipe.randomness import units
 from cerebro_hydra.recipe.torch_settings import SetForAll
+from cerebro_hydra.worker_imports import safe_path
 
 MOST_FORMS = 1024
 """Compiled forms of one kind of block in a process: one for each shape, mode and setting."""
@@ -38,7 +39,6 @@ _LIMITS = {
     "suppress_errors": False,
 }
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-_SAFE_PATH = "PYTHONSAFEPATH"  # `python -c` imports from the current folder first without it
 _OPTIONS = {
     "compile_threads": 1,  # more of them are processes, which would stay
     "deterministic": True,  # nothing is chosen by how fast it was
@@ -240,14 +240,8 @@ def _try_instructions() -> None:
     """Let torch try this CPU's instructions, in processes that spare the current folder."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # which takes seconds to import
 
-    kept = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
-    try:
+    with safe_path():
         pick_vec_isa()
-    finally:
-        os.environ.pop(_SAFE_PATH)
-        if kept is not None:
-            os.environ[_SAFE_PATH] = kept
 
 
 def _keep_limits() -> Callable[[], object]:

@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from cerebro_hydra.errors import kind_of
 from cerebro_hydra.shards.cut.regions import inline_regions, regions_of
 from cerebro_hydra.shards.export.operators import (
     MANY,
@@ -351,7 +352,7 @@ def _one_of(given: Any, allowed: Any, where: str) -> str:
 
 def _shown(given: Any) -> str:
     if isinstance(given, dict | list):
-        return f"a {type(given).__name__}"
+        return kind_of(given)
     text = repr(given)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -427,7 +428,7 @@ class GraphDocument:
         if isinstance(found, fx.GraphModule):
             return found
         if not isinstance(found, Tensor) or type(found.data) is not Tensor:
-            raise InvalidGraph(f"{target} is a {type(found).__name__} and not a plain tensor")
+            raise InvalidGraph(f"{target} is {kind_of(found)} and not a plain tensor")
         for number, tensor in enumerate(self.tensors):
             if tensor is found:
                 return {"tensor": number}
@@ -514,7 +515,7 @@ def _encoded(value: Any, values: dict[fx.Node, Any]) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise InvalidGraph(f"its graph holds {value!r}, a {type(value).__name__}")
+    raise InvalidGraph(f"its graph holds {value!r}, {kind_of(value)}")
 
 
 def _name(value: torch.dtype | torch.layout | torch.memory_format) -> str:
