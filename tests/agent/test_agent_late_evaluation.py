@@ -306,3 +306,37 @@ def test_what_an_evaluation_keeps_is_gone_before_the_next_one(
     assert isinstance(done, events.SubEpochDone), done
     after = [agent.evaluate(1, uncut).sums, agent.evaluate(0, uncut).sums]
     assert after[0] != before.sums == after[1]
+
+
+class RunsOneAgain(nn.Module):
+    """Runs its second layer once more at the end of an evaluation, once it happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.third, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.third(self.second(self.first(x)).tanh())
+        return self.last(self.second(x) if HAPPENS[0] and not self.training else x)  # type: ignore[no-any-return]
+
+
+def test_an_evaluation_in_another_order_than_the_first_is_told_so(
+    start: Callable[..., Agent],
+) -> None:
+    def make() -> Recipe:
+        torch.manual_seed(3)
+        model = RunsOneAgain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        shards = ["second", "third", "last"]
+        made = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=shards)
+        return made.bind(COLUMNS)
+
+    agent = start(make, device=0.6)
+    assert isinstance(agent.train(), events.SubEpochDone)
+    HAPPENS[0] = True
+    failed = agent.evaluate(1)
+    assert "the forward enters 'second' in another order than in the trial's first steps" in str(
+        failed
+    )
+    assert "parameter 'second.weight' had left with its shard" in str(failed)
