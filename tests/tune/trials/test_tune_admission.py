@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
 from cerebro_hydra.planning.biller import Biller
@@ -181,6 +182,22 @@ def test_an_error_anywhere_in_admission_ends_its_trial_alone(
     found = admit_with(factory, tmp_path, [{"n": n} for n in range(1, 13)])
     assert any(str(error.args[0]) in said for said in found.refused.values())
     assert len(found.refused) + len(found.specs) == 12
+
+
+def test_an_error_of_the_system_in_admission_ends_its_trial_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([OSError("no such file: /proc/meminfo")])
+
+    def fails_once() -> int:
+        for error in answers:
+            raise error
+        return available_memory()
+
+    monkeypatch.setattr("cerebro_hydra.tune.admission.available_memory", fails_once)
+    found = admit(tmp_path, {}, {})
+    assert [*found.refused] == [0] and [spec.trial for spec in found.specs] == [1]
+    assert "no such file: /proc/meminfo" in found.refused[0]
 
 
 def test_an_interrupt_in_admission_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
