@@ -59,6 +59,7 @@ class EvaluationEffects:
     def __init__(self, recipe: Recipe, evaluated: Recipe) -> None:
         self._recipe = recipe
         self._held, self._held_by_evaluated = HeldState(recipe), HeldState(evaluated)
+        self._precision = evaluated.precision
         self._before: Reading = {}
         self.latest: Reading = {}
         """What there was in the latest evaluation."""
@@ -76,12 +77,16 @@ class EvaluationEffects:
 
     def begin(self) -> None:
         """Note what there is before an evaluation."""
-        self._before = _read(self._held_by_evaluated)
+        self._before = self._read_evaluated()
 
     def look(self) -> None:
         """Look at what there is, as long as the evaluation has not given the attributes back."""
-        self.latest = _read(self._held_by_evaluated)
+        self.latest = self._read_evaluated()
         self.written |= _names(changed(self._before, self.latest))
+
+    def _read_evaluated(self) -> Reading:
+        with self._precision():  # which sets the configs of models, too
+            return _read(self._held_by_evaluated)
 
     def check(self, steps: AfterSteps, trained_attributes: Collection[str]) -> None:
         """Evaluate with a history and without one, and train after an evaluation and without one.

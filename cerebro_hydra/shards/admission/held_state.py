@@ -33,6 +33,7 @@ _HOOKS_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_OF_BUFFER = ("_is_buffer", "persistent")
 _PLAIN = {bool, int, float, complex, str, type(None)}
 _LIBRARIES = {"torch", "builtins", "functools"}
 
@@ -331,9 +332,10 @@ def _nested(schedulers: Sequence[Any]) -> list[Any]:
 
 
 def _attributes_of(tensor: Tensor | None) -> list[tuple[str, Any]]:
-    """Return what was set on a tensor, but not what torch notes there when it compiles."""
-    attributes = getattr(tensor, "__dict__", {})
-    return [each for each in tuple(attributes.items()) if not each[0].startswith("_dynamo_")]
+    """Return what was set on a tensor, but not what `nn.Buffer` and torch's compiler note there."""
+    attributes = tuple(getattr(tensor, "__dict__", {}).items())
+    noted = _OF_BUFFER if any(name == "_is_buffer" for name, _ in attributes) else ()
+    return [(n, v) for n, v in attributes if not n.startswith("_dynamo_") and n not in noted]
 
 
 def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:

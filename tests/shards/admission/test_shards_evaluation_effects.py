@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.admission.evaluation_effects import UNREAD
+from cerebro_hydra.shards.admission.readings import KnownChanges
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.hopping import start
@@ -168,6 +170,24 @@ def test_what_evaluation_does_not_read_of_training_is_known(shards: int) -> None
     trial = start(made(LooksAtWhatTrainingSets, shards=shards)(), VECTORS)
     unread = {each for each in trial.admission.set_in_evaluation if each.startswith(UNREAD)}
     assert unread == {f"{UNREAD}attribute 'smallest' of the model (LooksAtWhatTrainingSets)"}
+
+
+class KeepsNothing(zoo.Net):
+    """Has a buffer with attributes of torch's own, and a config that each run of it sets."""
+
+    def add(self):
+        self.config = SimpleNamespace(use_cache=True)
+        self.one = nn.Buffer(torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.one
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_only_torch_and_this_package_set_is_no_change(shards: int) -> None:
+    admission = start(made(KeepsNothing, shards=shards)(), VECTORS).admission
+    assert KnownChanges(admission.attributes).told(9) == []
+    assert admission.set_in_evaluation == ()
 
 
 class Halves:
