@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +159,45 @@ class Modes(Event):
         return super().forward(x) * (1.0 if self.mode == self.first else 0.5)
 
 
+class Sticks(Event):
+    """Sets a scale in each forward, unless it has another one, as late ones have."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, _: setattr(self, "scale", 0.5))
+        self.scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale != 0.5:
+            self.scale = 1.0
+        return super().forward(x) * self.scale
+
+
+class Prepares(Event):
+    """Makes a gain and a flag that it is there, and later another gain."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, _: setattr(self, "gained", 0.5))
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready, self.gained = True, 1.0
+        return super().forward(x) * self.gained
+
+
+class MakesMany(Event):
+    """Makes twenty gains in its first forward, the last of which damps later."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, _: setattr(self, "gain19", 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = [f"gain{number:02}" for number in range(20)]
+        if not hasattr(self, names[0]):
+            vars(self).update({name: 1.0 for name in names})
+        return super().forward(x) * math.prod(vars(self)[name] for name in names)
+
+
 LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     "an attribute that acts": (
         lambda **o: made(Event(dampens, gain=1.0), **o), "attribute 'gain' of module '2'"
@@ -185,6 +225,18 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     ),
     "a text that the first forward makes": (
         lambda **o: made(Modes("warm", "as it is"), **o), "attribute 'mode' of module '2'"
+    ),
+    "a number that the first forward makes and a later one lacks": (
+        lambda **o: made(Modes(1, None), **o), "attribute 'mode' of module '2'"
+    ),
+    "the last of many numbers that the first forward makes": (
+        lambda **o: made(MakesMany(), **o), "attribute 'gain19' of module '2'"
+    ),
+    "a number that the first forward makes with a flag": (
+        lambda **o: made(Prepares(), **o), "attribute 'gained' of module '2'"
+    ),
+    "a number that each forward looks at before it sets it": (
+        lambda **o: made(Sticks(), **o), "attribute 'scale' of module '2'"
     ),
     "whole numbers that the first forward makes": (
         lambda **o: made(MakesFirst(torch.full((16,), 2)), **o), "attribute 'made' of module '2'"
@@ -406,6 +458,19 @@ class LongestSoFar(TableOfLengths):
         return super().forward(x)
 
 
+class KeepsByKey(SetsAnew):
+    """Makes a table for each number of rows that is another one than before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.table = 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows != len(x):
+            self.rows, self.table = len(x), torch.ones(len(x), 1)
+        return super().forward(x * self.table)
+
+
 class MakesInSlot(SetsAnew):
     """Makes a number in a slot, not among its attributes."""
 
@@ -417,7 +482,10 @@ class MakesInSlot(SetsAnew):
         return super().forward(x * self.made)
 
 
-@pytest.mark.parametrize("middle", [SetsAnew, TableOfLengths, LongestSoFar, MakesInSlot])
+ANEW = [SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, MakesInSlot]
+
+
+@pytest.mark.parametrize("middle", ANEW)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_later_steps_set_without_a_history_is_no_harm(
     start: Callable[..., Agent], middle: type[nn.Module], shards: int
@@ -427,6 +495,8 @@ def test_what_later_steps_set_without_a_history_is_no_harm(
     for state in (1, 2):
         done = agent.train(state)
         assert isinstance(done, events.SubEpochDone), done
+        measured = agent.evaluate(state)
+        assert isinstance(measured, events.EvaluationDone), measured
 
 
 @pytest.mark.parametrize("scale", [1.0, None])

@@ -143,7 +143,8 @@ class TrialVisits:
         execution = _execution(order, trial.recipe)
         if isinstance(task, Evaluate):
             batches = self._builder.validation(task.trial, partition)
-            return EvaluationVisit(trial, order, batches, execution, self._looks)
+            earlier = self._earlier(task.trial, trial.recipe.model)
+            return EvaluationVisit(trial, order, batches, execution, self._looks, earlier)
         chain: GradientChain | None = None
         if task.replicas:
             windows, chain = self._with_replicas(order, task, trial)
@@ -157,8 +158,8 @@ class TrialVisits:
         earlier = EarlierReadings() if audits else self._earlier(task.trial, trial.recipe.model)
         effects = LateEffects(trial, *known, self._looks, earlier)
         memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks, effects)
-        if not audits and self._looks.share:
-            effects.begin(whole=_may_look(self._looks))
+        if not audits:
+            effects.begin(_may_look(self._looks), looks=self._looks.share > 0)
         steps = _ComparedSteps(effects, order, trial.recipe.accumulate)
         given = SubEpochInput(first, windows, metrics, order.trial.steps[partition])
         if uncut and not order.recompute:
@@ -449,6 +450,7 @@ class EvaluationVisit:
         batches: the validation rows of a partition.
         execution: how its tasks are done.
         looks: the time for looking at what the evaluation changes.
+        earlier: of the trial's model.
     """
 
     def __init__(
@@ -458,11 +460,12 @@ class EvaluationVisit:
         batches: Iterator[Batch],
         execution: Execution,
         looks: AuditBudget,
+        earlier: EarlierReadings,
     ) -> None:
         self.stays = self.resident = order.resident
         self._looks = looks
         known = order.trial.attributes, order.trial.set_in_evaluation
-        self._effects = LateEvaluation(trial, *known, looks)
+        self._effects = LateEvaluation(trial, *known, looks, earlier)
         may_look = _may_look(looks)
         waits = order.task.uncut and order.resident  # else shards leave before others come
         with ExitStack() as kept:

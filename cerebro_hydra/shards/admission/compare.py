@@ -201,7 +201,7 @@ class CutCheck:
             effects.check(after)
             effects.check_caches(after, of_evaluation.evaluate, of_evaluation.latest)
             of_evaluation.check(after, effects.changes)
-            effects.find_set_anew(after)
+            effects.find_set_anew(after)  # which are not made for good
             effects.find_made(after)
         try:
             template = StateTemplate.learn(model, optimizer)

@@ -24,7 +24,7 @@ from cerebro_hydra.shards.admission.held_state import (
     SetByTraining,
     not_computed_with,
 )
-from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS
+from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, EarlierReadings
 from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
@@ -179,6 +179,7 @@ class LateEvaluation:
         trained: the attributes that the trial's first steps changed.
         evaluated: what admission's evaluations changed.
         budget: the seconds that readings take beyond `FREE_SECONDS` are added to what it has spent.
+        earlier: of the recipe's model.
     """
 
     def __init__(
@@ -187,18 +188,21 @@ class LateEvaluation:
         trained: Collection[str],
         evaluated: Collection[str],
         budget: AuditBudget,
+        earlier: EarlierReadings,
     ) -> None:
         self._recipe, self._spoilt = trial.recipe, trial.spoilt
         self._trained, self._known = KnownChanges(trained), set(evaluated)
         self._unread = {e.removeprefix(UNREAD) for e in evaluated if e.startswith(UNREAD)}
         self._budget = budget
+        self._earlier = earlier
         self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
         self._draws = GlobalDraws()
         self._before: Reading | None = None
 
     def stand_in(self) -> None:
-        """Let what training sets and evaluations don't read be nothing to compute with."""
+        """Let what training sets be as built, and what no evaluation reads be gone."""
+        self._earlier.give_back(self._held, self._trained.names)
         self._held.stand_in(self._unread, SetByTraining)
 
     def begin(self) -> None:

@@ -112,7 +112,7 @@ class SetBefore(SetByTraining):
         )
 
 
-_MOST_READ = 8  # attributes that are computed with; of more, nothing is known
+_MOST_READ = 16  # attributes that are computed with; of more, nothing is known
 
 
 def not_computed_with(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState, SetBefore
 from cerebro_hydra.shards.admission.readings import (
-    NOTHING,
     KnownChanges,
     Reading,
     changed,
@@ -51,14 +50,30 @@ class EarlierReadings:
             left out.
         missed: whether visits came after it that did not.
         seconds: what that reading took.
-        built: of each attribute that steps set anew, where it is, its name, and its value by that
-            name as the model was built, if it had one.
+        made: what the first step has made for good, None before it.
+        built: of each attribute that the trial's first steps changed, where it is, its name, and
+            its value by that name as the model was built, if it had one.
     """
 
     latest: Reading | None = None
     missed: bool = False
     seconds: float = math.inf
+    made: Reading | None = None
     built: list[tuple[dict[str, Any], str, dict[str, Any]]] | None = None
+
+    def give_back(self, held: HeldState, names: Collection[str]) -> None:
+        """Let attributes be as the model was built, as on a worker that did so only now.
+
+        Args:
+            held: reads the model, which is as it was built the first time.
+            names: of what the trial's first steps changed.
+        """
+        if self.built is None:
+            places = ((vars(module), attribute) for module, attribute, _ in held.attributes(names))
+            self.built = [(at, a, {n: at[n] for n in {a} & at.keys()}) for at, a in places]
+        for at, attribute, built in self.built:
+            at.pop(attribute, None)
+            at.update(built)
 
 
 class LateEffects:
@@ -91,21 +106,28 @@ class LateEffects:
             for entry in (*shard.frozen.entries, *shard.trainable.entries)
         )
         self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
+        self._by_graph = trial.cut_model.graphs is not None  # which sets no attributes
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading, Reading] | None = None
-        self._made: Reading = {}  # by the first step of the model, for good
-        self._looked_for: Set[str] = frozenset()  # of that
         self._between: set[str] = set()  # changed in visits that did not look
         self._whole = True
         self._step: tuple[int, Reading] | None = None
 
-    def begin(self, whole: bool = True) -> None:
-        """Note what there is before a sub-epoch, while the model has its own tensors.
+    def begin(self, whole: bool = True, looks: bool = True) -> None:
+        """Begin a sub-epoch with the attributes that the model was built with, and note the rest.
 
         Args:
             whole: whether there is time to look at all of it; else plain attributes are read alone,
                 unless all of it takes no time.
+            looks: whether anything is compared afterwards.
         """
+        if not self._by_graph:
+            self._earlier.give_back(self._held, self._known.names)
+        if looks:
+            self._note(whole)
+            self._held.stand_in(() if self._by_graph else self._known.anew, SetBefore)
+
+    def _note(self, whole: bool) -> None:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
         if self._whole:
@@ -116,13 +138,6 @@ class LateEffects:
         else:
             self._before = self._held.read_plain(), {}, {}
             earlier.missed = True
-        self._note_made(self._before[0])
-        if self._trial.cut_model.graphs is None:  # a graph sets no attributes
-            if earlier.built is None:
-                places = self._held.attributes(self._known.anew)
-                held = ((vars(module), attribute) for module, attribute, _ in places)
-                earlier.built = [(at, a, {n: at[n] for n in {a} & at.keys()}) for at, a in held]
-            self._held.stand_in(self._known.anew, SetBefore)
 
     def give_back(self) -> None:
         """Let attributes be as they were built that no step has set since `begin` took them."""
@@ -133,18 +148,13 @@ class LateEffects:
 
     @property
     def awaits_first_step(self) -> bool:
-        """Return whether the first step of the sub-epoch may make something for good."""
-        return self._before is not None and not self._known.made <= self._looked_for
+        """Return whether the process's first step may make something for good."""
+        return self._before is not None and self._earlier.made is None and bool(self._known.made)
 
     def first_step_ended(self) -> None:
-        """Note what that step has made."""
-        self._note_made(self._read() if self._whole else self._held.read_plain())
-        self._looked_for = self._known.made
-
-    def _note_made(self, reading: Reading) -> None:
-        made = {path: reading.get(path, NOTHING) for path in self._known.made}
-        self._made = {path: text for path, text in made.items() if text != NOTHING}
-        self._looked_for = self._made.keys()
+        """Note what that step has made, which those of later sub-epochs make again."""
+        reading = self._read() if self._whole else self._held.read_plain()
+        self._earlier.made = {path: reading[path] for path in self._known.made & reading.keys()}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -182,7 +192,8 @@ class LateEffects:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
         found |= self._between
         found = {path for path in found if not self._known.covers(path)}
-        found |= {path for path, text in self._made.items() if moved_on(text, after.get(path))}
+        made = (self._earlier.made or {}).items()
+        found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         # What another module holds in a module's place follows from its class.
         if late := sorted(found, key=lambda path: (not path.startswith("the class"), path)):
             instead = remedy(late[0], after.get(late[0], ""))

@@ -130,6 +130,8 @@ class KnownChanges:
 
     def __init__(self, marks: Collection[str]) -> None:
         self._marks = frozenset(marks)
+        self.names = frozenset(map(name_of, marks))
+        """What changed, or is shared."""
         self.made = {mark.removesuffix(self.MADE) for mark in marks if mark.endswith(self.MADE)}
         """The values that the first step made, and no later one changed."""
         self.anew = {mark.removesuffix(self.ANEW) for mark in marks if mark.endswith(self.ANEW)}
@@ -223,7 +225,7 @@ def _empty(reading: Reading) -> set[str]:
 
 
 def made_for_good(readings: Sequence[Reading]) -> set[str]:
-    """Return the numbers, texts and tensors that the first step made and no other changed.
+    """Return the numbers, texts and tensors that the first step set and no other changed.
 
     A whole number or a text within an object is left out, as it can't be seen whether it acts.
 
@@ -236,22 +238,24 @@ def made_for_good(readings: Sequence[Reading]) -> set[str]:
         for path, text in first.items()
         if path.startswith(("attribute ", "buffer "))
         and text.startswith(_MADE)
-        and built.get(path, NOTHING) == NOTHING
+        and built.get(path) != text
         and not (is_key(text) and path != name_of(path))
         and all(other.get(path) == text for other in later)
     }
 
 
-def moved_on(before: str, after: str | None) -> bool:
-    """Return whether what was made for good has another value.
+def moved_on(made: str, after: str | None, built: str | None) -> bool:
+    """Return whether what was made for good has another value, and not the one of before.
 
-    A tensor of another shape is no harm, as a table that is made for larger batches, nor is None,
-    which is made anew.
+    A tensor of another shape is no harm, as a table that is made for larger batches.
+
+    Args:
+        built: the value in a model that was built anew, None if it has none.
     """
-    if after is None or after == NOTHING or before == after:
+    if after is None or after in (made, built):
         return False
-    tensors = before.startswith(_TENSORS) and after.startswith(_TENSORS)
-    return not tensors or _form(before) == _form(after)
+    tensors = made.startswith(_TENSORS) and after.startswith(_TENSORS)
+    return not tensors or _form(made) == _form(after)
 
 
 def is_key(text: str) -> bool:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from cerebro_hydra.shards.admission.readings import (
     changed,
     is_key,
     made_for_good,
+    moved_on,
     name_of,
     told,
 )
@@ -46,7 +48,7 @@ from cerebro_hydra.shards.engine.differences import checksum, same_bits
 from cerebro_hydra.shards.engine.microbatch import Microbatch
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 
-_MOST_MADE = 8  # attributes made in the first step; of more, nothing is known
+_MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
 _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
@@ -126,6 +128,13 @@ class AfterSteps:
             bound.lend_buffers({n: self.trained[f"buffer:{n}"].clone() for n, _ in buffers})
             yield
 
+    def of_one_row(self) -> AfterSteps:
+        """Return the same with an example of that shape, in which all rows are the first one."""
+        features, labels = (
+            tuple(t[:1].expand_as(t).clone() for t in part) for part in self.example
+        )
+        return replace(self, example=(features, labels))
+
 
 class SideEffects:
     """Watches what training changes that hops with no shard; see `HeldState`.
@@ -199,23 +208,42 @@ class SideEffects:
     def check(self, after: AfterSteps) -> None:
         """Take a step with a history and one without, if these steps left different values.
 
+        What the first step left and the second did not change must not follow from its rows.
+
         Raises:
             ConfigurationError: a value depends on the history; the message names it.
         """
-        first, second = self._readings[1:3]
+        built, first, second = self._readings[:3]
         names = {name_of(path) for path in changed(first, second) if path in second}
-        if not names:
+        if names:
+            # Twice with a history, because what comes back every other step is the same once.
+            without, *with_history = (
+                self._after_step(after, each)
+                for each in (self._fresh(), after.history, after.history)
+            )
+            for path in sorted(without):
+                differs = any(state.get(path) != without[path] for state in with_history)
+                if differs and name_of(path) in names:
+                    instead = remedy(path, without[path])
+                    raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
+        set_once = set(map(name_of, changed(built, first))) - names
+        if not any(self._held.attributes(set_once)):
             return
-        fresh = AttributeValues(self._recipe.model)
-        # Twice with a history, because what comes back every other step is the same once.
-        without, *with_history = (
-            self._after_step(after, a) for a in (fresh, after.history, after.history)
-        )
-        for path in sorted(without):
-            differs = any(state.get(path) != without[path] for state in with_history)
-            if differs and name_of(path) in names:
-                instead = remedy(path, without[path])
-                raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
+        one_row, without, later = after.of_one_row(), dict[str, str](), dict[str, str]()
+        self._after_step(after, after.history)  # a table of that shape is there then
+        with suppress(Exception):  # of code for which such rows are no batch
+            without = self._after_step(one_row, self._fresh())
+            later = self._after_step(one_row, after.history)
+        for path, value in sorted(without.items()):
+            if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
+                raise ConfigurationError(
+                    f"{told(path)} follows from the rows of the step that sets it, and others use "
+                    f"it; it is no part of the state that hops: {remedy(path, value)}"
+                )
+
+    def _fresh(self) -> AttributeValues:
+        """Return the attributes of the model as it was built."""
+        return AttributeValues(self._recipe.model)
 
     def find_made(self, after: AfterSteps) -> None:
         """Find what the first step made that later ones use as it is, and set no more.
@@ -225,17 +253,16 @@ class SideEffects:
         a whole number or a text with which no step computes, such as the length of a table.
         """
         made = made_for_good(self._readings)
-        own = {name_of(path) for path in made if path.startswith("attribute ")}
+        own = {name_of(path) for path in made if path.startswith("attribute ")} - self._anew
         keys = {name_of(path) for path in made if is_key(self._readings[1][path])}
         places = sorted(self._held.attributes(own), key=lambda place: place[-1] in keys)
         anew = {
-            name
-            for module, attribute, name in places[:_MOST_MADE]
-            if self._sets_anew(after, module, attribute)
-            or (name in keys and not self._acts(after, module, attribute))
+            place[-1]
+            for place in places[:_MOST_MADE]
+            if self._sets_anew(after, *place)
+            or (place[-1] in keys and not self._acts(after, *place[:2]))
         }
-        anew |= {name for *_, name in places[_MOST_MADE:]}
-        self._made = {path for path in made if name_of(path) not in anew}
+        self._made = {path for path in made if name_of(path) not in anew | self._anew}
 
     def find_set_anew(self, after: AfterSteps) -> None:
         """Find the attributes that each step sets before it computes with what it finds there.
@@ -246,20 +273,28 @@ class SideEffects:
         changes = {name_of(path) for path in (*self.changes, *made_for_good(self._readings))}
         model, left = self._recipe.model, set[str]()
 
-        def bits(names: Collection[str]) -> list[str]:
-            with after.in_use(model, AttributeValues(model)):
+        def bits(first: bool, names: Collection[str]) -> list[str]:
+            with after.in_use(model, self._fresh() if first else after.history):
+                places = [(vars(m), a, name) for m, a, name in self._held.attributes(names)]
+                own = [held.get(attribute) for held, attribute, _ in places]
                 self._held.stand_in(names, SetBefore)
-                found = bits_of_step(self._recipe, after)
-                held = self._held.attributes(names)
-                left.update(n for m, a, n in held if isinstance(vars(m).get(a), SetBefore))
+                try:
+                    found = bits_of_step(self._recipe, after)
+                    left.update(n for at, a, n in places if isinstance(at.get(a), SetBefore))
+                finally:
+                    for (at, attribute, _), value in zip(places, own, strict=True):
+                        if isinstance(at.get(attribute), SetBefore):
+                            at[attribute] = value
             return found
 
         names = {name for *_, name in self._held.attributes(changes)}
-        self._anew = not_computed_with(names, SetBefore, bits) - left
+        for first in (True, False):  # because a first step may set what others find
+            names = not_computed_with(names, SetBefore, partial(bits, first)) - left
+        self._anew = names
 
-    def _sets_anew(self, after: AfterSteps, module: nn.Module, attribute: str) -> bool:
+    def _sets_anew(self, after: AfterSteps, module: nn.Module, attribute: str, name: str) -> bool:
         """Return whether a step sets an attribute before it uses what it finds there."""
-        _, found = self._with(after, module, attribute, unusable := object())
+        _, found = self._with(after, module, attribute, unusable := SetBefore(name))
         return found is not unusable
 
     def _acts(self, after: AfterSteps, module: nn.Module, attribute: str) -> bool:
@@ -310,8 +345,7 @@ class SideEffects:
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
-        parts = (tuple(t[:1].expand_as(t).clone() for t in part) for part in after.example)
-        one_row = replace(after, example=(next(parts), next(parts)))
+        one_row = after.of_one_row()
         model, again = self._recipe.model, dict[str, str]()
         attributes = AttributeValues(model)
         try:

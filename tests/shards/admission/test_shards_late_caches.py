@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.late_effects import EarlierReadings
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import made as made_in_shards
@@ -203,7 +204,7 @@ class LateInEvaluation(Scaled):
 
 def evaluated(trial: Trial) -> None:
     known = trial.admission.attributes, trial.admission.set_in_evaluation
-    effects = LateEvaluation(trial.runtime(), *known, AuditBudget(1.0))
+    effects = LateEvaluation(trial.runtime(), *known, AuditBudget(1.0), EarlierReadings())
     effects.begin()
     trial.evaluate(zoo.vectors(8))
     effects.check((), draws=False)

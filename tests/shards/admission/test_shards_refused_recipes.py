@@ -253,6 +253,17 @@ class Counting(torch.optim.SGD):
             self.state[p]["steps"] = 1
 
 
+class KeepsRows(zoo.Net):
+    """Keeps a table of its rows until there are more or fewer."""
+
+    rows = 0
+
+    def forward(self, x):
+        if self.rows != len(x):
+            self.rows, self.means = len(x), 1 + x.mean(1, keepdim=True)
+        return super().forward(x) * self.means
+
+
 STATE = r"each step changes attribute 'calls' of the model \(Keeps\).* no part of the state"
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -262,6 +273,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
         for name, draw in {
             "Python's random": random.random, "numpy.random": lambda: np.random.rand()
         }.items()
+    },
+    **{
+        f"what follows from the rows of some step, {shards}": (
+            made(KeepsRows, shards=shards),
+            r"attribute 'means' of the model \(KeepsRows\) follows from the rows of the step that",
+        )
+        for shards in (1, 2)
     },
     "random numbers in evaluation": (
         made(DrawsAlways), "output 0 of the model in evaluation depends on random numbers"
