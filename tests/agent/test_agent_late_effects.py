@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,21 @@ class KeepsByKey(SetsAnew):
         return super().forward(x * self.table)
 
 
+class KeepsForALog(SetsAnew):
+    """Keeps when and with which rows and weights it began, with which nothing computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.first_rows, self.first_norm = None, None, 0.0
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.began is None and self.training:
+            self.began, self.first_rows = time.time(), x.detach().clone()
+            self.first_norm = self.weight.norm().item()
+        return super().forward(x * self.weight)
+
+
 class MakesInSlot(SetsAnew):
     """Makes a number in a slot, not among its attributes."""
 
@@ -482,7 +498,7 @@ class MakesInSlot(SetsAnew):
         return super().forward(x * self.made)
 
 
-ANEW = [SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, MakesInSlot]
+ANEW = [SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, KeepsForALog, MakesInSlot]
 
 
 @pytest.mark.parametrize("middle", ANEW)

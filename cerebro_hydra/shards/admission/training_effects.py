@@ -151,6 +151,7 @@ class SideEffects:
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
+        self._of_rows: set[str] = set()  # what the first step made of them, which is of no use
         self._made: set[str] = set()  # by the first step, for good
         self._anew: set[str] = set()  # in each step, before it computes with them
 
@@ -229,17 +230,20 @@ class SideEffects:
         set_once = set(map(name_of, changed(built, first))) - names
         if not any(self._held.attributes(set_once)):
             return
-        one_row, without, later = after.of_one_row(), dict[str, str](), dict[str, str]()
+        one_row, plain, acts = after.of_one_row(), [""], [""]
+        without, later = dict[str, str](), dict[str, str]()
         self._after_step(after, after.history)  # a table of that shape is there then
         with suppress(Exception):  # of code for which such rows are no batch
-            without = self._after_step(one_row, self._fresh())
-            later = self._after_step(one_row, after.history)
+            plain, without = self._step(one_row, self._fresh())
+            acts, later = self._step(one_row, after.history)
         for path, value in sorted(without.items()):
             if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
-                raise ConfigurationError(
-                    f"{told(path)} follows from the rows of the step that sets it, and others use "
-                    f"it; it is no part of the state that hops: {remedy(path, value)}"
-                )
+                if acts != plain:
+                    raise ConfigurationError(
+                        f"{told(path)} follows from the rows of the step that sets it, and others "
+                        f"use it; it is no part of the state that hops: {remedy(path, value)}"
+                    )
+                self._of_rows.add(name_of(path))
 
     def _fresh(self) -> AttributeValues:
         """Return the attributes of the model as it was built."""
@@ -252,8 +256,9 @@ class SideEffects:
         the same in the first steps; it is set in place of an object that is of no use, too. Nor is
         a whole number or a text with which no step computes, such as the length of a table.
         """
-        made = made_for_good(self._readings)
-        own = {name_of(path) for path in made if path.startswith("attribute ")} - self._anew
+        known = self._anew | self._of_rows
+        made = {p for p in made_for_good(self._readings) if name_of(p) not in known}
+        own = {name_of(path) for path in made if path.startswith("attribute ")}
         keys = {name_of(path) for path in made if is_key(self._readings[1][path])}
         places = sorted(self._held.attributes(own), key=lambda place: place[-1] in keys)
         anew = {
@@ -262,7 +267,7 @@ class SideEffects:
             if self._sets_anew(after, *place)
             or (place[-1] in keys and not self._acts(after, *place[:2]))
         }
-        self._made = {path for path in made if name_of(path) not in anew | self._anew}
+        self._made = {path for path in made if name_of(path) not in anew}
 
     def find_set_anew(self, after: AfterSteps) -> None:
         """Find the attributes that each step sets before it computes with what it finds there.
@@ -373,9 +378,11 @@ class SideEffects:
 
     def _after_step(self, after: AfterSteps, attributes: AttributeValues) -> Reading:
         """Return what is held after a forward and a backward with these attributes."""
+        return self._step(after, attributes)[1]
+
+    def _step(self, after: AfterSteps, attributes: AttributeValues) -> tuple[list[str], Reading]:
         with after.in_use(self._recipe.model, attributes):
-            forward_and_backward(self._recipe, after.example, after.key)
-            return self._held.read()
+            return bits_of_step(self._recipe, after), self._held.read()
 
 
 def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> float:
