@@ -128,6 +128,11 @@ class AfterSteps:
             bound.lend_buffers({n: self.trained[f"buffer:{n}"].clone() for n, _ in buffers})
             yield
 
+    def copied_history(self, model: nn.Module) -> AttributeValues:
+        """Return the attributes that training has left, for steps that are to change no other."""
+        with self.history.in_use():
+            return AttributeValues(model)
+
     def of_one_row(self) -> AfterSteps:
         """Return the same with an example of that shape, in which all rows are the first one."""
         features, labels = (
@@ -232,10 +237,11 @@ class SideEffects:
             return
         one_row, plain, acts = after.of_one_row(), [""], [""]
         without, later = dict[str, str](), dict[str, str]()
-        self._after_step(after, after.history)  # a table of that shape is there then
+        history = after.copied_history(self._recipe.model)
+        self._after_step(after, history)  # a table of that shape is there then
         with suppress(Exception):  # of code for which such rows are no batch
             plain, without = self._step(one_row, self._fresh())
-            acts, later = self._step(one_row, after.history)
+            acts, later = self._step(one_row, history)
         for path, value in sorted(without.items()):
             if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
                 if acts != plain:
@@ -279,17 +285,14 @@ class SideEffects:
         model, left = self._recipe.model, set[str]()
 
         def bits(first: bool, names: Collection[str]) -> list[str]:
-            with after.in_use(model, self._fresh() if first else after.history):
-                places = [(vars(m), a, name) for m, a, name in self._held.attributes(names)]
-                own = [held.get(attribute) for held, attribute, _ in places]
+            attributes = self._fresh() if first else after.copied_history(model)
+            if not first:
+                self._after_step(after, attributes)  # a table of that shape is there then
+            with after.in_use(model, attributes):
                 self._held.stand_in(names, SetBefore)
-                try:
-                    found = bits_of_step(self._recipe, after)
-                    left.update(n for at, a, n in places if isinstance(at.get(a), SetBefore))
-                finally:
-                    for (at, attribute, _), value in zip(places, own, strict=True):
-                        if isinstance(at.get(attribute), SetBefore):
-                            at[attribute] = value
+                found = bits_of_step(self._recipe, after)
+                held = self._held.attributes(names)
+                left.update(n for m, a, n in held if isinstance(vars(m).get(a), SetBefore))
             return found
 
         names = {name for *_, name in self._held.attributes(changes)}
