@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -76,6 +77,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} uses the fixture `spark`; mark its file with "
                 "pytest.mark.spark(group=1) or (group=2), whichever takes less time"
             )
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected from the garbage collector, which admission calls for each model.
+
+    All modules and tests are a million objects, through which it would go for half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
