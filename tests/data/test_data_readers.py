@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,18 @@ class TestArrowReader(ReaderCase):
         return ArrowReader()
 
 
+@pytest.fixture(scope="module")
+def looks_often() -> Iterator[None]:
+    """Let petastorm look for its next row group more often than ten times a second."""
+    from petastorm.workers_pool import dummy_pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dummy_pool, "sleep", lambda _: time.sleep(0.001))
+        yield
+
+
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.usefixtures("looks_often")
 class TestPetastormReader(ReaderCase):
     def make_reader(self) -> reader.Reader:
         return PetastormReader()
