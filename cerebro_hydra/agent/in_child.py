@@ -125,7 +125,7 @@ def _be_child(
     global _parent
     code = 1
     try:
-        _die_with(parent)
+        die_with(parent)
         _parent = to_parent
         agent()
         tell_parent_of_leaving()
@@ -136,8 +136,11 @@ def _be_child(
         os._exit(code)
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, even while Python is locked."""
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, even while Python is locked.
+
+    It dies at once if its parent is another one already.
+    """
     with contextlib.suppress(AttributeError):  # no Linux: the agent looks for its parent itself
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

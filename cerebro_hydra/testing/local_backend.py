@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +18,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from cerebro_hydra.agent.device.process import ORPHANED_SERVER
+from cerebro_hydra.agent.device.process import ORPHANED_SERVER, start_process
+from cerebro_hydra.agent.in_child import die_with, run_in_child
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -44,6 +47,7 @@ from cerebro_hydra.storage import Store
 from cerebro_hydra.temporary_folders import temporary_folder
 from cerebro_hydra.testing.datasets import first_rows, identify, write_dataset
 from cerebro_hydra.waits import to_nobody
+from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import TLS
 
 
@@ -175,9 +179,17 @@ def fork_server(preloaded: Sequence[str] = ()) -> Any:
     return context
 
 
-def _run(agent: Callable[[], object], writing: Connection) -> None:
-    """Run an agent, and say that it left as told; no exit code can, as trials give any."""
-    in_own_group(agent)
+def _run(spec: AgentSpec, start: AgentStart, factory: Factory, writing: Connection) -> None:
+    """Run an agent in a child, and say that it left as told; no exit code can, as trials give any.
+
+    So its parent is no other agent's, and a trial that kills that one ends no agent but its own.
+    """
+    die_with(os.getppid())
+    own = partial(in_own_group, partial(run_agent, spec, start, factory))
+    try:
+        run_in_child(own, partial(tell_end, spec.control, spec.credentials), may_fail=True)
+    except RuntimeError as error:
+        sys.exit(str(error))
     writing.send(None)
 
 
@@ -282,7 +294,11 @@ class LocalLauncher:
     ) -> None:
         for number in itertools.count():
             start = AgentStart(worker, number, scratch, resources=self._resources)
-            process, reading = self._start_process(start, spec, factory)
+            try:
+                process, reading = self._start_process(start, spec, factory)
+            except Exception as failed:  # else nobody would wait for this worker any more
+                self._leave(failed, on_exit)
+                return
             process.join()
             if _left(reading) or self._stopping.is_set():
                 self._leave(None, on_exit)
@@ -297,13 +313,13 @@ class LocalLauncher:
     def _start_process(
         self, start: AgentStart, spec: AgentSpec, factory: Factory
     ) -> tuple[BaseProcess, Connection]:
-        agent = partial(run_agent, spec, start, factory)
         reading, writing = self._context.Pipe(duplex=False)
-        process: BaseProcess = self._context.Process(target=_run, args=(agent, writing))
+        given = (spec, start, factory, writing)
+        process: BaseProcess = self._context.Process(target=_run, args=given)
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):
-            process.start()
+            start_process(process)
         writing.close()
         return process, reading
 

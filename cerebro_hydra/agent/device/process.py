@@ -160,7 +160,7 @@ class DeviceProcess:
             daemon=True,
             name="cerebro-hydra-device",
         )
-        _start(self._process)
+        start_process(self._process)
         theirs.close()
         threading.Thread(target=self._listen, name="device-answers", daemon=True).start()
         threading.Thread(target=self._hang_up, name="device-ends", daemon=True).start()
@@ -232,7 +232,7 @@ class DeviceProcess:
             same.shutdown(socket.SHUT_RDWR)  # what it has said before is still read
 
 
-def _start(process: Any) -> None:
+def start_process(process: Any) -> None:
     """Start a process; a server of forks that was killed may still seem to be there."""
     for wait_seconds in (0.1, 0.3, 1.0):
         with suppress(ConnectionError, EOFError):

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ import cerebro_hydra
 from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper import coordinator
 from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
-from cerebro_hydra.observe import SlowBatch
+from cerebro_hydra.observe import AgentStarted, SlowBatch
 from cerebro_hydra.tune import SearchResult
 from cerebro_hydra.wire.control import ControlServer
 from tests.end_to_end.runs import Tape, assert_equal_bits, classes, search, statuses
 from tests.end_to_end.trials.lethal_models import Interrupter, lethal, settings
 from tests.end_to_end.trials.memory_groups import memory_group
+from tests.processes import assert_gone
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +64,7 @@ LONG = pytest.mark.long
     ("fault", "residents"),
     [
         ("exits", 1),
+        ("kills its parent", 1),
         pytest.param("ends", 1, marks=LONG),
         pytest.param("ends by another code", 1, marks=LONG),
         pytest.param("locks Python", 1, marks=LONG),
@@ -84,6 +87,20 @@ def test_a_trial_that_loses_its_agents_fails_alone(
     assert "os._exit" in error and error.count("training of epoch 1") == 3
     assert f"trial-001 failed: {LOST}" in capfd.readouterr().out
     assert LOST in (Path(result.run_path) / "report.html").read_text()
+
+
+def test_a_run_outlasts_the_server_that_its_agents_are_forked_from(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    def kill(tape: Tape) -> None:
+        if isinstance(tape.last, AgentStarted) and len(tape.of(AgentStarted)) == 2:
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+
+    tape = Tape(kill)
+    result = run(tmp_path, ["none", "none", "none"], observers=[tape])
+    for trial in range(3):
+        assert_equal_bits(result, undisturbed, trial)
+    assert {worker: len(pids) for worker, pids in tape.pids.items()} == {0: 2, 1: 2}
 
 
 def test_a_trial_that_installs_a_signal_handler_trains(tmp_path: Path, undisturbed: Any) -> None:
@@ -156,9 +173,7 @@ def test_an_interrupt_of_a_hung_run_takes_ten_seconds_at_most(
     assert time.monotonic() - watcher.interrupted < 10.0
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert len(watcher.tape.pids) == 2
-    for pid in watcher.tape.agents.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert_gone(list(watcher.tape.agents.values()))
     result = caught.value.result
     assert [trial.params["fault"] for trial in result.trials] == ["none", fault]
     assert result.trials[1].status not in ("finished", "failed")
