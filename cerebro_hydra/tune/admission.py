@@ -72,7 +72,7 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.tune.example_batches import ExampleBatches, check_value_ranges
+from cerebro_hydra.tune.example_batches import ExampleBatches, check_value_ranges, check_weights
 from cerebro_hydra.tune.trial import reason
 
 _SEGMENTS_AT_ONCE = 2
@@ -160,6 +160,7 @@ class Admission:
         """Direction of every measured name, "loss" first; empty before a trial is admitted."""
         self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
         self._ranges = value_ranges(examples.manifest, examples.store)
+        check_weights(columns, self._ranges)
         self._cut_models = CutModelCache()
         self._profiler = biller.profiler
         self._cuts: dict[Hashable, AdmittedCut] = {}

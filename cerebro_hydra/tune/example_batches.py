@@ -23,7 +23,7 @@ from cerebro_hydra.data.partition import (
     row_of_partition,
 )
 from cerebro_hydra.data.preparation.prepared import Range
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.foreign_text import error_text, is_error, named_error_text
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.recipe.objective.objective import is_log_odds
@@ -109,6 +109,19 @@ def batch_of(head: CachedPartition, columns: Columns, size: int) -> Batch:
     order = np.arange(size, dtype=np.int64) % head.rows
     (batch,) = batches(head, columns.features, columns.targets, size, order)
     return batch
+
+
+def check_weights(columns: Columns, ranges: Mapping[str, Range]) -> None:
+    """Refuse negative sample weights, with which a loss falls without bound.
+
+    Raises:
+        DataError: there are some; names the column and the least weight.
+    """
+    if columns.weight is not None and (low := ranges.get(columns.weight, (0, 0))[0]) < 0:
+        raise DataError(
+            f"sample_weight_column {columns.weight!r} holds values down to {low}, and a row can't "
+            "count less than nothing; correct the column, or give such rows the weight 0"
+        )
 
 
 def check_value_ranges(

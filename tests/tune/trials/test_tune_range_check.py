@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from cerebro_hydra.data.parquet import metadata_of
 from cerebro_hydra.data.preparation.prepared import footer_ranges
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.recipe import Columns
-from cerebro_hydra.tune.example_batches import check_value_ranges
+from cerebro_hydra.tune.example_batches import check_value_ranges, check_weights
 from tests.recipe.small_recipes import recipe_of
 
 ROWS = 8
@@ -74,6 +74,14 @@ def test_values_that_model_and_loss_take_pass() -> None:
 def test_a_value_out_of_range_is_named_with_its_column(ranges: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check(ranges)
+
+
+def test_a_negative_sample_weight_is_named_with_its_column() -> None:
+    columns = Columns(("x",), ("label",), "weight")
+    check_weights(columns, {"weight": (0.0, 2.0), "label": (-1, 1)})
+    check_weights(Columns(("x",), ("weight",)), {"weight": (-1.5, 2.0)})
+    with pytest.raises(DataError, match=r"sample_weight_column 'weight' holds values down to -1.5"):
+        check_weights(columns, {"weight": (-1.5, 2.0)})
 
 
 def test_class_numbers_as_floats_and_probabilities_are_judged_by_their_loss() -> None:
