@@ -158,7 +158,6 @@ class Admission:
         self._keep = keep
         self.metrics: dict[str, str] = {}
         """Direction of every measured name, "loss" first; empty before a trial is admitted."""
-        self._first: Mapping[str, Any] = {}  # the parameters of the first trial, which says so
         self._ranges = value_ranges(examples.manifest, examples.store)
         check_weights(columns, self._ranges)
         self._cut_models = CutModelCache()
@@ -182,11 +181,11 @@ class Admission:
             outlook: what is known of the search, by which `plan="auto"` chooses.
 
         Raises:
-            Refused: its own code failed, or something did that nobody foresaw.
+            Refused: its own code failed, or something did that nobody foresaw, or it measures other
+                things than the trials before it.
             StoreError: the store can't be read or written, which no candidate can help.
             DataError: rows can't be read as they were prepared.
-            ConfigurationError: the evaluation metric is not measured, or this trial measures other
-                things than the first one.
+            ConfigurationError: the evaluation metric is not measured.
         """
         try:
             with exclusive_generator, failing_alone():
@@ -195,7 +194,9 @@ class Admission:
             what = f"{trial_name(trial)} ({parameters(params)})"
             self._report(f"{what} failed before training: {reason(str(refusal))}")
             raise
-        self._check_metrics(params, directions_of(recipe))
+        measured = directions_of(recipe)
+        require_measured(self._evaluation_metric, measured)
+        self.metrics = measured
         return Admitted(spec, tuple(recipe.state_metrics))
 
     def recut(self, asked: CutFiner) -> TrialRecut:
@@ -254,14 +255,13 @@ class Admission:
             recipe.take_form(self._example_batches(recipe)[0])
         return tuple(recipe.state_metrics)
 
-    def _check_metrics(self, params: Mapping[str, Any], metrics: dict[str, str]) -> None:
+    def _check_metrics(self, metrics: dict[str, str]) -> None:
+        """Refuse a trial that can't be compared with those before it."""
         if self.metrics and metrics != self.metrics:
             raise ConfigurationError(
-                f"trials measure different things: {dict(params)} measures {metrics}, "
-                f"{dict(self._first)} {self.metrics}; give all SparkEstimators the same metrics"
+                f"this trial measures {metrics}, and the trials before it {self.metrics}; give all "
+                "SparkEstimators the same metrics"
             )
-        require_measured(self._evaluation_metric, metrics)
-        self.metrics, self._first = metrics, params
 
     def _admit(
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, outlook: Outlook
@@ -303,6 +303,7 @@ class Admission:
                 else self._cut_as(parent, recipe, examples, seed)
             )
             recipe.take_form(examples[0])  # another trial's admission may have served this one
+            self._check_metrics(directions_of(recipe))
             plan = None if parent is None else _plan_as(recipe, parent)
             if parent is None and self._auto_plan is not None:
                 cut = partial(self._cut, recipe, examples, seed)

@@ -283,9 +283,15 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
     assert built == [0.1]
 
 
-def test_different_metrics_per_trial_end_admission(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="trials measure different things"):
-        admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []})
+def test_a_trial_that_measures_other_things_than_the_first_is_refused_alone(tmp_path: Path) -> None:
+    found = admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []}, {"metrics": ["accuracy"]})
+    assert [spec.trial for spec in found.specs] == [0, 2]
+    assert list(found.refused) == [1]
+    assert (
+        "measures {'loss': 'min'}, and the trials before it {'loss': 'min', 'accuracy': 'max'}"
+        in (found.refused[1])
+    )
+    assert found.metrics == {"loss": "min", "accuracy": "max"}
 
 
 def test_equal_structures_take_their_first_steps_once_and_each_has_its_own_state(
