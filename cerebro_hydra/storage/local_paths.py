@@ -12,6 +12,11 @@ _FILE_URL = re.compile(r"^file:(?://)?(?=/(?!/))")  # as Spark and Java name a f
 _SCHEME = re.compile(r"(?:^|.*/)\s*([A-Za-z][A-Za-z0-9+.-]*)://|\s*([A-Za-z][A-Za-z0-9+.-]*):/")
 _KINDS = "abfss?|adl|dbfs|file|gs|hdfs|s3[an]?|viewfs|wasbs?"
 _FOREIGN = re.compile(rf"\s*({_KINDS}):|.*/({_KINDS}):/", re.IGNORECASE)
+# A URL within another one, such as `jar:file:/x`.
+_NESTED = re.compile(
+    rf"(?:.*/)?\s*(?:[A-Za-z][A-Za-z0-9+.-]*:)+(?:({_KINDS}):|[A-Za-z][A-Za-z0-9+.-]*:/)",
+    re.IGNORECASE,
+)
 # What readers of Parquet leave out of a path, a terminal obeys, or no document of ours can say.
 _UNSPEAKABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WINDOWS = re.compile(r"[A-Za-z]:\\|\\\\")
@@ -31,7 +36,7 @@ def local_path(argument: str, given: Any) -> str | None:
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"{argument} is {given!r}; give the path of a folder or file")
     text = _FILE_URL.sub("", text)
-    if any(kind.match(text) for kind in (_FOREIGN, _SCHEME)) or _FOREIGN.match(
+    if any(kind.match(text) for kind in (_FOREIGN, _SCHEME, _NESTED)) or _FOREIGN.match(
         os.path.normpath(text)
     ):
         return None

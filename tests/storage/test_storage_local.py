@@ -87,6 +87,7 @@ def test_what_can_be_no_store_is_refused(tmp_path: Path, prefix: Any, said: str)
         "s3://bucket/x", "dbfs:/x", "file://other-machine/x", "dbfs:x", "s3a:bucket/x", "file:x",
         " s3://bucket/x", "./s3://bucket/x", "store/abfss://container@account/x", "new+kind://x",
         "./dbfs:/x", "a/../s3:/bucket", "/dbfs:/x", "C:\\data", "\\\\host\\share", "~nobody-here/x",
+        "jar:file:/x", "./jar:file:/x.jar", "a/jar:nested:file:/x", "JAR:file:x",
     ],
 )  # fmt: skip
 def test_a_path_with_a_scheme_makes_no_folder(
