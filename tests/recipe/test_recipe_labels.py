@@ -40,11 +40,13 @@ def test_whole_labels_become_floats_for_losses_of_likelihood(loss: Any) -> None:
     assert torch.equal(loss_of(made, labels), loss_of(made, labels.float()))
 
 
-def test_float_class_numbers_count_as_integers_and_shares_stay_as_they_are() -> None:
+def test_classes_as_floats_or_booleans_count_as_integers_and_shares_stay_as_they_are() -> None:
     outputs, numbers = torch.randn(6, 3), torch.tensor([0, 2, 1, 1, 0, 2])
     for loss in (nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MultiMarginLoss()):
         got = recipe(loss, 3).compute_loss(outputs, [numbers.float()])
         assert torch.equal(got, loss(outputs, numbers))
+        got = recipe(loss, 3).compute_loss(outputs, [numbers > 1])
+        assert torch.equal(got, loss(outputs, (numbers > 1).long()))
     loss, shares = nn.CrossEntropyLoss(), torch.softmax(torch.randn(6, 3), 1)
     assert torch.equal(recipe(loss, 3).compute_loss(outputs, [shares]), loss(outputs, shares))
 

@@ -300,6 +300,8 @@ def class_numbers(labels: Tensor) -> Tensor:
     Raises:
         ConfigurationError: one is no whole number.
     """
+    if labels.dtype == torch.bool:
+        return labels.to(torch.int64)
     if not labels.is_floating_point():
         return labels
     numbers = labels.to(torch.int64)
