@@ -105,7 +105,8 @@ class ResumedRun:
             if not left or (trial.base in gone and len(gone) > 1):
                 raise StoreError(f"{what}; restore them from a copy, or begin a new run")
             told.append(f"{what}; it goes on from an older state, {left[-1]} at the latest")
-            if not trial.over and trial.status is not TrialStatus.RECUTTING:
+            ended = trial.over and trial.status is not TrialStatus.FINISHED
+            if not ended and trial.status is not TrialStatus.RECUTTING:
                 missing += [(number, state) for state in gone if state != trial.base]
         self.missing = tuple(missing)
         return told

@@ -297,17 +297,20 @@ class HopState:
             removed = self._remove(agent, reason)
             concerned |= set(removed.trials)
             told += removed.told
+        reopened = set[int]()
         for number, state in event.missing:
-            if self.holders.holds(number, state, STORE) and not self.trials[number].over:
+            if self.holders.holds(number, state, STORE):
                 told.append(self._checkpoints.delete(number, state))
                 concerned.add(number)
+                if self.trials[number].over:
+                    reopened.add(number)
         recovered = self._recover(concerned, lost, reason)
         told += recovered.told
-        unsaved = self.unsaved
-        for number in unsaved:
+        again = sorted(reopened.union(self.unsaved))
+        for number in again:
             told += self._course.reopen(number, self.trials[number])
-        self.tables.finished = self.finished and not unsaved
-        return Applied([*recovered.trials, *unsaved], told)
+        self.tables.finished = self.finished and not again
+        return Applied([*recovered.trials, *again], told)
 
     def _remove(self, agent: LiveAgent, reason: str) -> Applied:
         """Forget an agent with its tasks and states; return the trials that it worked for."""

@@ -286,7 +286,8 @@ class RunResumed:
     """The run goes on in a new process: every agent is lost, and all that was under way.
 
     ``missing`` has (trial, state) of what the store does not hold any more, as it had by the
-    journal. No first state of a trial is among them, and none of a trial that is over.
+    journal. No first state of a trial is among them. A finished trial with one that is to train
+    further makes it again.
     """
 
     missing: tuple[tuple[int, int], ...] = ()

@@ -280,6 +280,19 @@ def test_states_that_lack_objects_are_made_again_from_older_ones_without_a_try_t
     assert verify(run).ok
 
 
+def test_states_of_trials_that_are_extended_are_made_again_in_the_same_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = search(tmp_path, 2, num_epochs=2).fit(classes()).run_path
+    for path in objects_of(run, max) - objects_of(run, min):
+        path.unlink()
+    tape = Tape()
+    go_on(tmp_path, run, num_epochs=3, observers=[tape], verbose=1)
+    assert not [d for d in tape.of(Decision) if isinstance(d.event, TransferFailed)]
+    assert "it goes on from an older state" in capsys.readouterr().out
+    assert bits(run) == calm(tmp_path, num_epochs=3)
+
+
 def test_a_run_that_another_program_works_on_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

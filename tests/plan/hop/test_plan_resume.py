@@ -276,6 +276,21 @@ def test_a_resumed_run_makes_states_again_that_the_store_lacks_by_now() -> None:
     run.state.validate()
 
 
+def test_a_finished_trial_that_is_extended_makes_again_what_the_store_lacks_by_now() -> None:
+    run = Driver(partitions=2, epochs=1, evaluate=False, checkpoint="sub-epoch")
+    for state in (1, 2):
+        ((worker, _),) = run.running.items()
+        run(done(run.running[worker], worker))
+        run(ev.Checkpointed(0, state, worker))
+    assert run.state.trials[0].status == "finished"
+    told = run(ev.RunResumed(((0, 2),)))
+    assert of(ins.ReopenTrial, told) and of(ins.Redo, told)[0].visits == (1, 2)
+    run(ev.SearchReopened())
+    run(ev.BudgetExtended(0, 2))
+    assert (run.state.trials[0].status, run.state.trials[0].budget) == ("waiting", 2)
+    run.state.validate()
+
+
 def test_a_sub_epoch_that_is_held_back_goes_with_its_worker() -> None:
     """The state before it is committed later, because its message took longer."""
     run = Driver(partitions=2, evaluate=False)
