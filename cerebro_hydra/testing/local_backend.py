@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from cerebro_hydra.agent.device.process import ORPHANED_SERVER, start_process
-from cerebro_hydra.agent.in_child import die_with, run_in_child
+from cerebro_hydra.agent.in_child import die_with
 from cerebro_hydra.agent.main import run_agent
 from cerebro_hydra.agent.process_group import in_own_group
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -47,7 +46,6 @@ from cerebro_hydra.storage import Store
 from cerebro_hydra.temporary_folders import temporary_folder
 from cerebro_hydra.testing.datasets import first_rows, identify, write_dataset
 from cerebro_hydra.waits import to_nobody
-from cerebro_hydra.wire.control import tell_end
 from cerebro_hydra.wire.credentials import TLS
 
 
@@ -179,18 +177,22 @@ def fork_server(preloaded: Sequence[str] = ()) -> Any:
     return context
 
 
-def _run(spec: AgentSpec, start: AgentStart, factory: Factory, writing: Connection) -> None:
+def _run(agent: Callable[[], object], writing: Connection) -> None:
     """Run an agent in a child, and say that it left as told; no exit code can, as trials give any.
 
     So its parent is no other agent's, and a trial that kills that one ends no agent but its own.
     """
     die_with(os.getppid())
-    own = partial(in_own_group, partial(run_agent, spec, start, factory))
-    try:
-        run_in_child(own, partial(tell_end, spec.control, spec.credentials), may_fail=True)
-    except RuntimeError as error:
-        sys.exit(str(error))
-    writing.send(None)
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with(parent)
+        in_own_group(agent)
+        writing.send(None)
+        return
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(parent, -code)
+    os._exit(abs(code))
 
 
 def _left(reading: Connection) -> bool:
@@ -279,7 +281,7 @@ class LocalLauncher:
             self._scratch.cleanup()
 
     def pid(self, worker: int) -> int:
-        """Return the process id of a worker's present agent, for tests that kill it."""
+        """Return the id of the parent of a worker's present agent, which dies with it."""
         pid = self._processes[worker].pid
         assert pid is not None
         return pid
@@ -313,9 +315,9 @@ class LocalLauncher:
     def _start_process(
         self, start: AgentStart, spec: AgentSpec, factory: Factory
     ) -> tuple[BaseProcess, Connection]:
+        agent = partial(run_agent, spec, start, factory)
         reading, writing = self._context.Pipe(duplex=False)
-        given = (spec, start, factory, writing)
-        process: BaseProcess = self._context.Process(target=_run, args=given)
+        process: BaseProcess = self._context.Process(target=_run, args=(agent, writing))
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):

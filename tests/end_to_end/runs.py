@@ -19,7 +19,7 @@ from cerebro_hydra.observe import AgentStarted, Decision, Record, RunView
 from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from tests.processes import ancestors_of, devices_of
+from tests.processes import ancestors_of, children_of, devices_of
 
 PRELOADED = ["transformers.modeling_utils"]
 
@@ -204,6 +204,6 @@ def a_device_killed(backend: LocalBackend, seconds: float) -> Iterator[None]:
 def agent_of(backend: LocalBackend) -> int | None:
     """Return the agent of worker 0; None if it is not there yet."""
     try:
-        return backend.agents.pid(0)
+        return next(iter(children_of(backend.agents.pid(0))), None)
     except (KeyError, AssertionError):
         return None
