@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 import time
@@ -263,9 +264,11 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
 def start(tmp_path: Path, make_agent: Callable[..., Agent]) -> Iterator[Callable[..., Agent]]:
     """Make agents that train a trial again."""
 
+    stores = itertools.count()
+
     def starts(make: Callable[[], Recipe], **options: Any) -> Agent:
         HAPPENS[0] = False
-        trained = train_without_agent(LocalStore(str(tmp_path / "store")), make)
+        trained = train_without_agent(LocalStore(str(tmp_path / f"store-{next(stores)}")), make)
         HAPPENS[0] = True
         return make_agent(trained, make=make, **options)
 
@@ -485,6 +488,50 @@ class KeepsForALog(SetsAnew):
             self.began, self.first_rows = time.time(), x.detach().clone()
             self.first_norm = self.weight.norm().item()
         return super().forward(x * self.weight)
+
+
+class FillsOnce(nn.Module):
+    """Fills a list, a dict, a tensor and an iterator's place in its first forward, with a flag.
+
+    Args:
+        filled: whether that was done before.
+    """
+
+    def __init__(self, filled: bool) -> None:
+        super().__init__()
+        self.ready, self.parts, self.named = False, [0.25], {"a": 1.0}
+        self.mask, self.numbers = torch.ones(16), iter([0.5, 2.0, 3.0])
+        if filled:
+            self.fill()
+
+    def fill(self) -> None:
+        self.ready = True
+        self.parts.append(next(self.numbers))
+        self.named["b"] = self.named["a"] / 2
+        self.mask.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.fill()
+        return x * sum(self.parts) * sum(self.named.values()) * self.mask
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_the_first_step_changes_in_place_is_done_once_in_each_sub_epoch_and_evaluation(
+    start: Callable[..., Agent], shards: int, share: float
+) -> None:
+    found = []
+    for filled in (False, True):
+        agent = start(lambda: made(FillsOnce(filled), shards=shards), share=0.0)  # noqa: B023
+        agent.runs._looks.share = share
+        for state in (1, 2):
+            done, measured = agent.train(state), agent.evaluate(state)
+            assert isinstance(done, events.SubEpochDone), done
+            assert isinstance(measured, events.EvaluationDone), measured
+            assert done.digests == agent.known(state)
+            found.append((done.digests, measured.sums))
+    assert found[:2] == found[2:]
 
 
 class MakesInSlot(SetsAnew):

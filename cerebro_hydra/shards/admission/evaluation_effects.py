@@ -202,7 +202,7 @@ class LateEvaluation:
 
     def stand_in(self) -> None:
         """Let what training sets be as built, and what no evaluation reads be gone."""
-        self._earlier.give_back(self._held, self._trained.names)
+        self._earlier.give_back(self._recipe.model, self._held, self._trained.names)
         self._held.stand_in(self._unread, SetByTraining)
 
     def begin(self) -> None:

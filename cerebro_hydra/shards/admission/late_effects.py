@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from cerebro_hydra.errors import ConfigurationError
@@ -33,6 +34,7 @@ from cerebro_hydra.shards.admission.readings import (
 )
 from cerebro_hydra.shards.admission.training_effects import SET_ANEW, remedy
 from cerebro_hydra.shards.cut.second_names import told_if_nan
+from cerebro_hydra.shards.cut.values import BuiltAttributes
 from cerebro_hydra.shards.engine.differences import EFFECT
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
@@ -51,29 +53,27 @@ class EarlierReadings:
         missed: whether visits came after it that did not.
         seconds: what that reading took.
         made: what the first step has made for good, None before it.
-        built: of each attribute that the trial's first steps changed, where it is, its name, and
-            its value by that name as the model was built, if it had one.
+        built: the attributes that the trial's first steps changed, as the model was built.
     """
 
     latest: Reading | None = None
     missed: bool = False
     seconds: float = math.inf
     made: Reading | None = None
-    built: list[tuple[dict[str, Any], str, dict[str, Any]]] | None = None
+    built: BuiltAttributes | None = None
 
-    def give_back(self, held: HeldState, names: Collection[str]) -> None:
+    def give_back(self, model: nn.Module, held: HeldState, names: Collection[str]) -> None:
         """Let attributes be as the model was built, as on a worker that did so only now.
 
         Args:
-            held: reads the model, which is as it was built the first time.
+            model: is as it was built the first time.
+            held: reads it.
             names: of what the trial's first steps changed.
         """
         if self.built is None:
-            places = ((vars(module), attribute) for module, attribute, _ in held.attributes(names))
-            self.built = [(at, a, {n: at[n] for n in {a} & at.keys()}) for at, a in places]
-        for at, attribute, built in self.built:
-            at.pop(attribute, None)
-            at.update(built)
+            places = ((module, attribute) for module, attribute, _ in held.attributes(names))
+            self.built = BuiltAttributes(model, places)
+        self.built.give_back()
 
 
 class LateEffects:
@@ -122,7 +122,7 @@ class LateEffects:
             looks: whether anything is compared afterwards.
         """
         if not self._by_graph:
-            self._earlier.give_back(self._held, self._known.names)
+            self._earlier.give_back(self._recipe.model, self._held, self._known.names)
         if looks:
             self._note(whole)
             self._held.stand_in(() if self._by_graph else self._known.anew, SetBefore)
@@ -141,10 +141,8 @@ class LateEffects:
 
     def give_back(self) -> None:
         """Let attributes be as they were built that no step has set since `begin` took them."""
-        for held, attribute, built in self._earlier.built or ():
-            if isinstance(held.get(attribute), SetBefore):
-                del held[attribute]
-                held.update(built)
+        if self._earlier.built is not None:
+            self._earlier.built.give_back(lambda present: isinstance(present, SetBefore))
 
     @property
     def awaits_first_step(self) -> bool:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
@@ -20,6 +20,8 @@ TensorKey = tuple[Literal["parameter", "buffer"], str]
 _ATOMS = (int, float, str, type(None))
 _CONTAINERS = (dict, OrderedDict, set, list, deque)
 _EMPTIED = (dict, OrderedDict, set, list)
+_ABSENT = object()
+"""Stands for an attribute that a module does not have."""
 
 _SIGNALLING = {
     torch.float64: (torch.int64, 0xFFF4A5A5A5A5A5A5 - (1 << 64)),
@@ -173,8 +175,7 @@ class AttributeValues:
             kept: says of a tensor or an array that it is not copied, but where it is a buffer.
         """
         self._modules = list(model.modules())
-        memo: dict[int, Any] = {id(each): each for each in self._modules}
-        memo |= {id(parameter): parameter for parameter in model.parameters()}
+        memo = _own_memo(model)
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         elsewhere = memo
         if kept is not None:
@@ -207,6 +208,52 @@ class AttributeValues:
                 _taken_back(vars(module), before, values, swapped)
                 for module, values, before in zip(self._modules, self._values, own, strict=True)
             ]
+
+
+class BuiltAttributes:
+    """Holds copies of attributes of a model as it was built, and gives it such ones again.
+
+    Args:
+        places: the modules, each with the name of an attribute that it has or may have.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
+        self._model = model
+        memo = self._memo()
+        self._built = [
+            (
+                held,
+                name,
+                *((held[name], _copied(held[name], memo)) if name in held else (_ABSENT,) * 2),
+            )
+            for held, name in ((vars(module), name) for module, name in places)
+        ]
+
+    def give_back(self, replaced: Callable[[Any], bool] = lambda present: True) -> None:
+        """Let the attributes be as they were, and containers with their entries of then.
+
+        Args:
+            replaced: says of a present value whether it is to go.
+        """
+        memo = self._memo()
+        for held, name, own, value in self._built:
+            if not replaced(held.get(name)):
+                continue
+            if value is _ABSENT:
+                held.pop(name, None)
+                continue
+            held[name] = value = _copied(value, memo)
+            if type(own) in _CONTAINERS and type(own) is type(value):
+                _fill(own, value)  # functions may refer to it
+                held[name] = own
+
+    def _memo(self) -> dict[int, Any]:
+        return _own_memo(self._model) | {id(buffer): buffer for buffer in self._model.buffers()}
+
+
+def _own_memo(model: nn.Module) -> dict[int, Any]:
+    """Return the modules and parameters of a model by their ids, which are not copied."""
+    return {id(each): each for each in (*model.modules(), *model.parameters())}
 
 
 def _taken_back(
