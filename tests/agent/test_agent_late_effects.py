@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,33 @@ class Prepares(Event):
         return super().forward(x) * self.gained
 
 
+class Phase(Enum):
+    """Tells how far a training is."""
+
+    EARLY = 1
+    LATE = 2
+
+
+class LooksAt(Event):
+    """Sets a value in each forward, having looked at what the one before has set.
+
+    Args:
+        first: the value at first.
+        later: the value later.
+        looks: says of a value whether it damps.
+    """
+
+    def __init__(self, first: Any, later: Any, looks: Callable[[Any], bool]) -> None:
+        super().__init__(lambda *_: None)
+        self.first, self.later, self.looks, self.seen = first, later, looks, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = 0.5 if self.looks(self.seen) else 1.0
+        late = self.training and self.steps >= RARE and HAPPENS[0]
+        self.seen = self.later if late else self.first
+        return super().forward(x) * gain
+
+
 class MakesMany(Event):
     """Makes twenty gains in its first forward, the last of which damps later."""
 
@@ -237,6 +265,16 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
     "a number that the first forward makes with a flag": (
         lambda **o: made(Prepares(), **o), "attribute 'gained' of module '2'"
     ),
+    **{
+        f"a value of which each forward asks {question}": (
+            lambda given=given, **o: made(LooksAt(*given), **o), "attribute 'seen' of module '2'"
+        )
+        for question, given in {
+            "whether it is a member": (Phase.EARLY, Phase.LATE, lambda seen: seen is Phase.LATE),
+            "whether it is true": (False, True, lambda seen: seen is True),
+            "for its type": (1.0, torch.tensor(0.5), torch.is_tensor),
+        }.items()
+    },
     "a number that each forward looks at before it sets it": (
         lambda **o: made(Sticks(), **o), "attribute 'scale' of module '2'"
     ),

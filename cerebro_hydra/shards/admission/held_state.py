@@ -63,6 +63,9 @@ class SetByTraining:
 
     __slots__ = ("_name",)
 
+    STANDS_IN = True
+    """Tells readers of objects that there is nothing to read, nor to ask for its class."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -76,6 +79,10 @@ class SetByTraining:
 
     def __format__(self, form: str) -> str:
         return str(self)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # as `isinstance` asks for it, for any type but this one
+        raise self.error()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -110,6 +117,8 @@ class SetBefore(SetByTraining):
             "did; what an earlier step left there is no part of the state that hops. Register it "
             "as a buffer of the model, or let every forward set it anew"
         )
+
+    __str__ = __format__ = _refuse  # type: ignore[assignment]
 
 
 _MOST_READ = 16  # attributes that are computed with; of more, nothing is known

@@ -55,7 +55,7 @@ from cerebro_hydra.shards.admission.readings import (
     OF_GLOBAL,
     PART,
     Reading,
-    is_of_process,
+    is_shared,
 )
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
@@ -123,12 +123,14 @@ class ObjectReader:
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
-        self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # of the process, by their paths
+        self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # that trials share, by path
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
         kind = type(value)
-        if kind in _ATOMS:
+        if getattr(kind, "STANDS_IN", False):
+            self.found[path] = f"{_name(kind)}, not read"
+        elif kind in _ATOMS:
             self.found[path] = NOTHING if value is None else _short(f"{kind.__name__} {value!r}")
         elif (leaf := self._leaves.get(id(value))) is not None:
             self.found[path] = leaf
@@ -287,7 +289,7 @@ class ObjectReader:
             self._note_dict(path, value)
 
     def _note_dict(self, path: str, value: MutableMapping[Any, Any]) -> None:
-        if is_of_process(path):
+        if is_shared(path):
             self.dicts[path] = value
 
     def _read_cache(self, path: str, value: Cache[Any]) -> None:
@@ -403,7 +405,8 @@ class ObjectReader:
             if defaults is not None:
                 self.read(f"{path}{PART}.{name}", defaults)
         if is_own(value.__module__):  # torch notes on functions of its own what it did with them
-            self.read_attributes(path, value, vars(value))
+            own = {n: each for n, each in vars(value).items() if not n.startswith("_torchdynamo")}
+            self.read_attributes(path, value, own)
 
     def _keys(self, values: Iterable[Any]) -> Iterator[str]:
         """Yield a name for each key; equal names of objects are numbered in their order."""
@@ -480,6 +483,8 @@ def _plain_text(value: Any) -> str | None:
         return f"{_name(type(value))} {digest(bytes(value))}"
     if isinstance(value, _BUFFERS):
         return f"{_name(type(value))} {len(value)} {digest(bytes(value))}"
+    if isinstance(value, Enum):
+        return f"enum {_name(type(value))} {value.name}"
     if isinstance(value, _NAMED):
         return f"{_name(type(value))} {getattr(value, '__qualname__', None) or value}"
     if isinstance(value, itertools.count):

@@ -34,7 +34,15 @@ _GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
 
 _TENSORS = ("tensor torch.", "ndarray ")
 _FUNCTIONS = ("function ", "builtin_function_or_method ", "torch.dtype ")
-_MADE = ("float ", "bool ", "int ", "str ", *_TENSORS, *_FUNCTIONS)  # what the first step may make
+_MADE = (
+    "float ",
+    "bool ",
+    "int ",
+    "str ",
+    "enum ",
+    *_TENSORS,
+    *_FUNCTIONS,
+)  # what the first step may make
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ from cerebro_hydra.shards.engine.optimizer import clone_optimizer
 _MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
+_PROBES = (True, False, 0.5, "", torch.tensor(0.5))
+"""What is tried in place of an attribute of which a step may ask for its type."""
 _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
 
 SET_ANEW = "let every forward set it anew"
@@ -133,11 +136,15 @@ class AfterSteps:
         with self.history.in_use():
             return AttributeValues(model)
 
-    def of_one_row(self) -> AfterSteps:
-        """Return the same with an example of that shape, in which all rows are the first one."""
-        features, labels = (
-            tuple(t[:1].expand_as(t).clone() for t in part) for part in self.example
-        )
+    def of_other_rows(self) -> AfterSteps:
+        """Return the same with an example of that shape, whose rows have another order and mean."""
+
+        def of_others(column: Tensor) -> Tensor:
+            rows = column.flip(0)
+            rows[len(rows) // 2 :] = rows[:1]
+            return rows
+
+        features, labels = (tuple(map(of_others, part)) for part in self.example)
         return replace(self, example=(features, labels))
 
 
@@ -158,6 +165,7 @@ class SideEffects:
         self._latest: Reading = {}  # after evaluations
         self._of_rows: set[str] = set()  # what the first step made of them, which is of no use
         self._made: set[str] = set()  # by the first step, for good
+        self._looked_at: set[str] = set()  # for their types or identities
         self._anew: set[str] = set()  # in each step, before it computes with them
 
     def before_steps(self, scheduler: Any | None) -> None:
@@ -235,13 +243,13 @@ class SideEffects:
         set_once = set(map(name_of, changed(built, first))) - names
         if not any(self._held.attributes(set_once)):
             return
-        one_row, plain, acts = after.of_one_row(), [""], [""]
+        others, plain, acts = after.of_other_rows(), [""], [""]
         without, later = dict[str, str](), dict[str, str]()
         history = after.copied_history(self._recipe.model)
         self._after_step(after, history)  # a table of that shape is there then
         with suppress(Exception):  # of code for which such rows are no batch
-            plain, without = self._step(one_row, self._fresh())
-            acts, later = self._step(one_row, history)
+            plain, without = self._step(others, self._fresh())
+            acts, later = self._step(others, history)
         for path, value in sorted(without.items()):
             if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
                 if acts != plain:
@@ -270,8 +278,11 @@ class SideEffects:
         anew = {
             place[-1]
             for place in places[:_MOST_MADE]
-            if self._sets_anew(after, *place)
-            or (place[-1] in keys and not self._acts(after, *place[:2]))
+            if place[-1] not in self._looked_at
+            and (
+                self._sets_anew(after, *place)
+                or (place[-1] in keys and not self._acts(after, *place[:2]))
+            )
         }
         self._made = {path for path in made if name_of(path) not in anew}
 
@@ -298,7 +309,38 @@ class SideEffects:
         names = {name for *_, name in self._held.attributes(changes)}
         for first in (True, False):  # because a first step may set what others find
             names = not_computed_with(names, SetBefore, partial(bits, first)) - left
-        self._anew = names
+        self._looked_at = self._find_looked_at(after, names)
+        self._anew = names - self._looked_at
+
+    def _find_looked_at(self, after: AfterSteps, names: Collection[str]) -> set[str]:
+        """Return the attributes of which a step asks what they are before it sets them.
+
+        No stand-in can tell of that, so values of several types are tried.
+        """
+        model = self._recipe.model
+        history, probes = after.copied_history(model), dict[str, list[Any]]()
+        with history.in_use():
+            for module, attribute, name in self._held.attributes(names):
+                value = vars(module).get(attribute)
+                members = list(type(value)) if isinstance(value, Enum) else []
+                probes[name] = [*members, *_PROBES]
+
+        def bits(values: Mapping[str, Any]) -> list[str]:
+            attributes = after.copied_history(model)
+            self._after_step(after, attributes)
+            with after.in_use(model, attributes):
+                for module, attribute, name in self._held.attributes(values.keys()):
+                    vars(module)[attribute] = values[name]
+                with suppress(Exception):
+                    return bits_of_step(self._recipe, after)
+            return []
+
+        found, plain = set[str](), bits({}) if probes else []
+        for number in range(max(map(len, probes.values()), default=0)):
+            values = {name: each[number] for name, each in probes.items() if number < len(each)}
+            if bits(values) != plain:
+                found |= {name for name, value in values.items() if bits({name: value}) != plain}
+        return found
 
     def _sets_anew(self, after: AfterSteps, module: nn.Module, attribute: str, name: str) -> bool:
         """Return whether a step sets an attribute before it uses what it finds there."""
@@ -339,7 +381,7 @@ class SideEffects:
         constant. Nothing is known of caches without which a step fails.
 
         Args:
-            after: the first row of its example is taken for all.
+            after: after the first steps.
             evaluate: evaluates an example, as was done before.
             evaluated: what there was then.
 
@@ -353,16 +395,16 @@ class SideEffects:
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
-        one_row = after.of_one_row()
+        others = after.of_other_rows()
         model, again = self._recipe.model, dict[str, str]()
         attributes = AttributeValues(model)
         try:
             caches.empty()
             with suppress(Exception):
-                again |= self._after_step(one_row, attributes)
+                again |= self._after_step(others, attributes)
             caches.empty()
             with suppress(Exception), after.in_use(model, attributes, size=0.5):
-                evaluate(one_row.example)
+                evaluate(others.example)
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
                 if path.endswith(CACHED) or not (CACHED in path or caches.hold(path)):

@@ -162,6 +162,20 @@ def counting_collate():
     return lambda batch, training: seen.append(training) or batch
 
 
+class Vocabulary:
+    """Is a collate that gives each value of its rows a number in the order of their arrival."""
+
+    def __init__(self):
+        self.numbers = {}
+
+    def __call__(self, batch, training):
+        first, *others = batch.values()
+        found = [
+            self.numbers.setdefault(f"{v:.1f}", len(self.numbers)) for v in first[:, 0].tolist()
+        ]
+        return dict(zip(batch, (first + torch.tensor(found)[:, None], *others), strict=True))
+
+
 # ---------------------------------------------------------------------- what writes, or fails
 
 
@@ -264,6 +278,17 @@ class KeepsRows(zoo.Net):
         return super().forward(x) * self.means
 
 
+class NumbersAsTheyCome(zoo.Net):
+    """Gives each value of its rows a number in the order of their arrival."""
+
+    def add(self):
+        self.numbers = {}
+
+    def forward(self, x):
+        found = [self.numbers.setdefault(f"{v:.1f}", len(self.numbers)) for v in x[:, 0].tolist()]
+        return super().forward(x) + torch.tensor(found)[:, None]
+
+
 STATE = r"each step changes attribute 'calls' of the model \(Keeps\).* no part of the state"
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -281,6 +306,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
         )
         for shards in (1, 2)
     },
+    "numbers of values in the order of their arrival": (
+        made(NumbersAsTheyCome),
+        r"attribute 'numbers' of the model \(NumbersAsTheyCome\) at \['.*'\] follows from the rows",
+    ),
     "random numbers in evaluation": (
         made(DrawsAlways), "output 0 of the model in evaluation depends on random numbers"
     ),
@@ -306,6 +335,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "what a collate keeps": (
         made(zoo.Net, collate=counting_collate()), "each step changes a value of the collate"
+    ),
+    "numbers of values in the order of their arrival in a collate": (
+        made(zoo.Net, collate=Vocabulary()),
+        r"a value of the collate at \.numbers\['.*'\] is a cache of what depends on weights or",
     ),
     "an average of what the forward writes": (
         made(Momentum, ema=0.9),
