@@ -193,7 +193,9 @@ class Agent:
         return made
 
     def close(self) -> None:
-        """End the agent."""
+        """End the agent, and the visits that it has told its device to end."""
+        if self.lane is not None:
+            self.settle()
         self.worker.close()
 
     def settle(self) -> None:

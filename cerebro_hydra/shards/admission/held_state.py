@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -46,6 +47,7 @@ OF_SCHEDULER = " of the lr_scheduler"
 OF_METRIC = " of metric "
 
 
+_COMPILER = "torch._dynamo."
 _COMPUTING = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv",
     "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "lshift", "rlshift", "rshift", "rrshift",
@@ -82,6 +84,8 @@ class SetByTraining:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # as `isinstance` asks for it, for any type but this one
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILER):
+            return type(self)  # it looks at all attributes of a module
         raise self.error()
 
     def __getattr__(self, name: str) -> Any:
