@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
 _HOOKS_FOR_ALL = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
@@ -100,7 +100,7 @@ def build_recipe(
 
     def build() -> Recipe:
         torch.manual_seed(seed)
-        with _no_hooks_for_all(), torch_settings_kept("estimator_gen_fn"):
+        with _no_hooks_for_all(), shared_settings_kept("estimator_gen_fn"):
             return recipe_of(factory(dict(params)))
 
     recipe = build()

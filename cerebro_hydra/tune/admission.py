@@ -44,7 +44,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.checked_parts import AUTO, least_shards
 from cerebro_hydra.recipe.numerics import mkl_mode
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from cerebro_hydra.replay.states import read_segment
 from cerebro_hydra.shards.admission.admit import (
     AdmittedCut,
@@ -427,7 +427,7 @@ class Admission:
         key = admission_key(recipe, examples)
         if key is not None and (key, least, given) in self._cuts:
             return self._cuts[key, least, given]
-        with torch_settings_kept():
+        with shared_settings_kept():
             evaluated = self._examples.evaluated_sizes(recipe.batch_size)
             tools = self._cut_models, self._profiler
             cut = admit(recipe, examples, seed, *tools, least, evaluated, given)

@@ -55,7 +55,7 @@ from cerebro_hydra.errors import Cancelled, StepDiffers
 from cerebro_hydra.foreign_text import attribute_of, error_text, is_error, traceback_text
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.differences import TensorDigests
 from cerebro_hydra.shards.engine.graph_passes import PassRecord
@@ -220,7 +220,7 @@ class Device:
         trial = order.trial.trial
         self._run_code_of(trial, order.attempt)
         try:
-            with torch_settings_kept():
+            with shared_settings_kept():
                 profile = self._opener.profile(order.trial)
         except BaseException as error:
             self._fail(None, trial, error)
@@ -230,7 +230,7 @@ class Device:
     def _open(self, order: VisitOrder) -> None:
         self._run_code_of(order.task.trial, order.task.attempt)
         try:
-            with torch_settings_kept():
+            with shared_settings_kept():
                 self._visits[order.visit] = self._opener.open(order)
         except BaseException as error:
             self._fail(order.visit, order.task.trial, error)
@@ -246,7 +246,7 @@ class Device:
             return
         evaluation = None
         try:
-            with torch_settings_kept():
+            with shared_settings_kept():
                 evaluation = None if visit is None else visit.close()
         except BaseException as error:
             if task is not None:
@@ -311,7 +311,7 @@ class Device:
     def _do_tasks(self, unit: Compute, asked: Task) -> None:
         """Do the tasks of a unit, until its visit is over."""
         try:
-            with torch_settings_kept():
+            with shared_settings_kept():
                 while unit.visit in self._live and (task := self._next_task()) is not None:
                     self._perform(task)
         except Cancelled:

@@ -19,7 +19,7 @@ from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import BatchTensors, Evaluation, RandomKey, RunningEvaluation
 from cerebro_hydra.recipe.randomness import generator_states
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from cerebro_hydra.shards.cut.values import TensorKey
 from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
@@ -135,7 +135,9 @@ class ShardEvaluation:
                 assert then is not None, "a resident visit needs to know where its tasks come from"
                 return self._in_one_call(batch, task, then)
             self._shards.begin_batch()
-            self._next = self._paused.begin(partial(torch_settings_kept()(self._shards.run), batch))
+            self._next = self._paused.begin(
+                partial(shared_settings_kept()(self._shards.run), batch)
+            )
         if self._next != ("F", k) or number != self._number:
             raise ValueError(f"{task} can't come now; the batch is before {self._next}")
         self._next = self._paused.advance()
@@ -386,7 +388,7 @@ class EvaluatedShards:
         self.passes.begin(number, going, batch.rows)
         self.draws |= generator_states(recipe.device) != states
 
-    @torch_settings_kept()
+    @shared_settings_kept()
     def forward(self, task: Action) -> None:
         """Do F of a shard for the batch that is here; after the last shard, it is measured.
 

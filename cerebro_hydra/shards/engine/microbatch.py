@@ -24,7 +24,7 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.recipe.plain_trainer import not_finite
-from cerebro_hydra.recipe.torch_settings import SetForAll
+from cerebro_hydra.recipe.shared_settings import SetForAll
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches

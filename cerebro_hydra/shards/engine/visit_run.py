@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Window
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from cerebro_hydra.shards.engine.barrier import GradientFacts
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.graph_passes import GraphPasses, PassRecord
@@ -346,7 +346,7 @@ class VisitRun:
         if task.kind is ActionKind.F and task.shard == 0:
             batch, rows = self._made(number)
             self._begin_microbatch(number, follows=number % self._accumulate > 0)
-            run = torch_settings_kept()(self._run)  # some are a thread's own
+            run = shared_settings_kept()(self._run)  # some are a thread's own
             self._next = self._paused.begin(partial(run, batch, number, rows))
         self._check_next(task, number)
         if task.kind is ActionKind.B and task.shard == self._last:

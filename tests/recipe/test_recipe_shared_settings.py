@@ -1,8 +1,9 @@
-"""Settings of torch that trials of a process share stay as they are; who changes one is told."""
+"""Settings and limits that trials of a process share stay as they are; who changes one is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
-from cerebro_hydra.recipe.torch_settings import torch_settings_kept
+from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from tests.recipe.small_recipes import recipe_of
 
 
@@ -51,19 +52,43 @@ def test_a_factory_that_changes_a_setting_of_torch_is_refused_and_it_is_given_ba
 
 def test_an_error_of_code_that_changes_a_setting_has_a_note_of_it() -> None:
     before = seen()
-    with pytest.raises(ValueError, match="mine") as raised, torch_settings_kept():
+    with pytest.raises(ValueError, match="mine") as raised, shared_settings_kept():
         torch.set_default_dtype(torch.float64)
         raise ValueError("mine")
     assert "code of the trial changes torch.set_default_dtype" in raised.value.__notes__[0]
-    with pytest.raises(Cancelled), torch_settings_kept():
+    with pytest.raises(Cancelled), shared_settings_kept():
         torch.set_default_dtype(torch.float64)
         raise Cancelled("in the middle")
     assert seen() == before
 
 
+@pytest.fixture
+def limit() -> Iterator[int]:
+    """A limit of open files that is below what the process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    yield soft - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def limit_files(number: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
+def test_code_that_lowers_a_limit_is_told_so_and_others_have_what_they_had(limit: int) -> None:
+    told = rf"code of the trial changes resource\.RLIMIT_NOFILE \(from {limit} to 40\)"
+    with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
+        limit_files(40)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit
+    with shared_settings_kept():
+        limit_files(limit + 1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit + 1, "what is raised helps all"
+
+
 def test_settings_that_are_set_to_what_they_are_are_no_change() -> None:
     before = seen()
-    with torch_settings_kept():
+    with shared_settings_kept():
         torch.set_float32_matmul_precision("highest")  # it is "none" until the first time
         torch.use_deterministic_algorithms(False)
         torch.set_flush_denormal(False)
@@ -74,7 +99,7 @@ def test_precisions_that_have_no_common_name_are_given_back() -> None:
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     try:
         cpu.fp32_precision = "bf16"
-        with pytest.raises(ConfigurationError, match="matmul"), torch_settings_kept():
+        with pytest.raises(ConfigurationError, match="matmul"), shared_settings_kept():
             torch.set_float32_matmul_precision("high")
         assert (cuda.fp32_precision, cpu.fp32_precision) == ("ieee", "bf16")
     finally:

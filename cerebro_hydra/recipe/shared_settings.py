@@ -1,10 +1,11 @@
-"""Keeps the settings of torch that all trials of a process share, and on which bits depend."""
+"""Keeps what all trials of a process share: settings of torch on which bits depend, and limits."""
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,26 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 """The function of torch that sets each, with what reads and what writes it."""
 
 
+_LIMITS = {
+    name: getattr(resource, name)
+    for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE")
+    if hasattr(resource, name)
+}
+"""What the process may have, which a trial must not take from others."""
+
+
+def _read_all() -> dict[str, Any]:
+    limits = {name: resource.getrlimit(kind) for name, kind in _LIMITS.items()}
+    return {name: read() for name, (read, _) in _SETTINGS.items()} | limits
+
+
+def _is_lower(limit: int, than: int) -> bool:
+    return limit != resource.RLIM_INFINITY and (than == resource.RLIM_INFINITY or limit < than)
+
+
 @contextmanager
-def torch_settings_kept(who: str = "code of the trial") -> Iterator[None]:
-    """Give the settings back after the body, which must leave them as they were.
+def shared_settings_kept(who: str = "code of the trial") -> Iterator[None]:
+    """Give the settings back after the body, which must leave them, and raise limits at most.
 
     Args:
         who: the subject of the sentence that tells of a change.
@@ -68,7 +86,7 @@ def torch_settings_kept(who: str = "code of the trial") -> Iterator[None]:
     Raises:
         ConfigurationError: the body changed one. An error of the body's own gets a note of it.
     """
-    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    before = _read_all()
     try:
         yield
     except Cancelled:  # in the middle of the trial's code, which might have given them back
@@ -88,6 +106,12 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
         if (now := read()) != before[name]:
             write(before[name])
             changes.append(f"torch.{name} (from {before[name]} to {now})")
+    for name, kind in _LIMITS.items():
+        now, was = resource.getrlimit(kind)[0], before[name][0]
+        if _is_lower(now, was):
+            with suppress(ValueError):  # a hard limit comes back for administrators alone
+                resource.setrlimit(kind, before[name])
+            changes.append(f"resource.{name} (from {was} to {now})")
     if not changes:
         return None
     return (
