@@ -21,7 +21,7 @@ from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
 from cerebro_hydra.shards.engine.microbatch import Places
-from cerebro_hydra.shards.engine.state import ShardState
+from cerebro_hydra.shards.engine.state import ShardState, trains_otherwise
 
 IF_PERSISTENT = ", or register it with persistent=True"
 """What lets a small buffer hop that no checkpoint holds."""
@@ -371,11 +371,7 @@ class BoundModel:
         for name in names:
             trains = self._params[name].requires_grad
             if trains != self._trains[name]:
-                raise ConfigurationError(
-                    f"training changed requires_grad of parameter {name!r} to {trains}, which "
-                    "would not hop; choose in the factory what trains, or detach a layer's output "
-                    "while its weights shall not"
-                )
+                raise trains_otherwise(name, trains)
 
     def check_frozen(self, names: Iterable[str]) -> None:
         """Check that training wrote to none of these parameters; see `check_unwritten`."""

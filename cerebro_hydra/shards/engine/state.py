@@ -34,6 +34,14 @@ from cerebro_hydra.shards.engine.layout import (
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
 
 
+def trains_otherwise(name: str, trains: bool) -> ConfigurationError:
+    """Return the error of a parameter that trains now, or does no more."""
+    return ConfigurationError(
+        f"training changed requires_grad of parameter {name!r} to {trains}, which would not hop; "
+        "choose in the factory what trains, or detach a layer's output while its weights shall not"
+    )
+
+
 class ShardState:
     """Holds a shard's parameters (leaves), their moving averages, buffers and optimizer state.
 
@@ -168,7 +176,7 @@ class ShardState:
 
         Raises:
             ConfigurationError: the optimizer made state that its template does not have, or under
-                a key that is no parameter.
+                a key that is no parameter, or a parameter trains that was frozen.
         """
         check_state_keys(optimizer)
         on_host: list[tuple[Tensor, Tensor]] = []
@@ -181,6 +189,8 @@ class ShardState:
             for key, value in state.items():
                 if value is None:
                     continue
+                if not views:
+                    raise trains_otherwise(name, True)
                 if key not in views:
                     raise ConfigurationError(
                         f"optimizer {type(optimizer).__name__} made state {key!r} for parameter "
@@ -491,9 +501,11 @@ class EarlyGradients:
 
     Args:
         params: the parameters of each shard that was here.
+        model: has them, those that are frozen before a sub-epoch as such.
     """
 
-    def __init__(self, params: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+    def __init__(self, params: Mapping[int, Mapping[str, nn.Parameter]], model: nn.Module) -> None:
+        self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self.resting: set[int] = set()
         self._params = params
         self._runs = self._follows = False
@@ -519,6 +531,7 @@ class EarlyGradients:
 
         Raises:
             StepDiffers: the forward gave one of its parameters a gradient.
+            ConfigurationError: one that was frozen has a gradient.
         """
         if not self._runs or not (memory is not None or self._follows) or k in self.resting:
             return
@@ -526,6 +539,8 @@ class EarlyGradients:
         for name, (gradient, version) in self._found(k).items():
             before = noted.get(name)
             if before is None or before[0] is not gradient or before[1] != version:
+                if name in self._frozen:
+                    raise trains_otherwise(name, True)
                 raise StepDiffers(
                     f"in step {step}, the forward gives parameter {name!r} a gradient, while those "
                     "of its shard are elsewhere; it takes gradients itself, or assigns them: leave "

@@ -90,7 +90,7 @@ class SubEpoch:
         self._beside: dict[int, dict[str, Any]] = {}  # the schedulers' state that does not hop
         self._steps: dict[int, int] = {}  # that each shard has done
         self._gradients: dict[int, Memory | None] = {}  # memory for those of each shard
-        self._early = EarlyGradients(self._params)
+        self._early = EarlyGradients(self._params, recipe.model)
         self._updated: set[int] = set()  # in this window
         self._trainable: dict[int, Memory] = {}
         self._samples = WordSamples(trial.layout)  # of shards that were updated in this window

@@ -262,6 +262,10 @@ def freezes(self: Any, x: Tensor) -> None:
     self.a.requires_grad_(False)
 
 
+def thaws(self: Any, x: Tensor) -> None:
+    self.c.still.requires_grad_(True)
+
+
 def nan(self: Any, model: nn.Module, loss: Tensor) -> Tensor:
     return loss * torch.nan
 
@@ -435,6 +439,13 @@ FINDINGS: dict[str, Finding] = {
         of_model("after", freezes),
         ConfigurationError,
         "training changed requires_grad of parameter 'a.weight' to False, which would not hop; "
+        "choose in the factory what trains, or detach a layer's output while its weights shall not",
+        MODULES,
+    ),
+    "a frozen parameter that trains": Finding(
+        of_model("after", thaws),
+        ConfigurationError,
+        "training changed requires_grad of parameter 'c.still' to True, which would not hop; "
         "choose in the factory what trains, or detach a layer's output while its weights shall not",
         MODULES,
     ),
