@@ -679,3 +679,23 @@ def test_a_sub_epoch_that_ends_before_its_first_step_takes_no_attribute_away(
     assert isinstance(held["scale"], SetBefore)
     visit.cancel()
     assert {name: held[name] for name in ("scale",) if name in held} == built
+
+
+class Thaws(Event):
+    """Has a frozen scale, which trains late."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, _: self.still.requires_grad_(True))
+        self.still = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.still
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_frozen_parameter_that_trains_late_is_told_by_its_name_and_not_by_the_optimizer(
+    start: Callable[..., Agent], shards: int
+) -> None:
+    failed = start(lambda: made(Thaws(), shards=shards), share=0.0).train()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert "training changed requires_grad of parameter '2.still' to True" in failed.error

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +164,7 @@ class SideEffects:
         self._latest: Reading = {}  # after evaluations
         self._of_rows: set[str] = set()  # what the first step made of them, which is of no use
         self._made: set[str] = set()  # by the first step, for good
-        self._looked_at: set[str] = set()  # for their types or identities
+        self._looked_at: set[str] = set()  # by later steps, which may ask for their types
         self._anew: set[str] = set()  # in each step, before it computes with them
 
     def before_steps(self, scheduler: Any | None) -> None:
@@ -295,11 +294,8 @@ class SideEffects:
         changes = {name_of(path) for path in (*self.changes, *made_for_good(self._readings))}
         model, left = self._recipe.model, set[str]()
 
-        def bits(first: bool, names: Collection[str]) -> list[str]:
-            attributes = self._fresh() if first else after.copied_history(model)
-            if not first:
-                self._after_step(after, attributes)  # a table of that shape is there then
-            with after.in_use(model, attributes):
+        def bits(names: Collection[str]) -> list[str]:
+            with after.in_use(model, self._fresh()):
                 self._held.stand_in(names, SetBefore)
                 found = bits_of_step(self._recipe, after)
                 held = self._held.attributes(names)
@@ -307,15 +303,15 @@ class SideEffects:
             return found
 
         names = {name for *_, name in self._held.attributes(changes)}
-        for first in (True, False):  # because a first step may set what others find
-            names = not_computed_with(names, SetBefore, partial(bits, first)) - left
+        names = not_computed_with(names, SetBefore, bits) - left
         self._looked_at = self._find_looked_at(after, names)
         self._anew = names - self._looked_at
 
     def _find_looked_at(self, after: AfterSteps, names: Collection[str]) -> set[str]:
-        """Return the attributes of which a step asks what they are before it sets them.
+        """Return the attributes that a later step uses, or of which one asks what they are.
 
-        No stand-in can tell of that, so values of several types are tried.
+        A first step may set what others find, and no stand-in can tell who asks for its type, so
+        values of several types are tried.
         """
         model = self._recipe.model
         history, probes = after.copied_history(model), dict[str, list[Any]]()
