@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore, RunFolder
+from tests.agent.late_events import HAPPENS
 from tests.agent.lone_agent import WIDTH, Agent, train_without_agent, trained_many
 
 
@@ -41,3 +44,18 @@ def make_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 @pytest.fixture
 def agent(trained: RunFolder, make_agent: Callable[..., Agent]) -> Agent:
     return make_agent(trained)
+
+
+@pytest.fixture
+def start(tmp_path: Path, make_agent: Callable[..., Agent]) -> Iterator[Callable[..., Agent]]:
+    """Make agents that train a trial again, in which something happens that did not before."""
+    stores = itertools.count()
+
+    def starts(make: Callable[[], Recipe], **options: Any) -> Agent:
+        HAPPENS[0] = False
+        trained = train_without_agent(LocalStore(str(tmp_path / f"store-{next(stores)}")), make)
+        HAPPENS[0] = True
+        return make_agent(trained, make=make, **options)
+
+    yield starts
+    HAPPENS[0] = False

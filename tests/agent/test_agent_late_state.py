@@ -6,8 +6,7 @@ import copy
 import random
 import re
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,26 +17,8 @@ from torch.nn.utils import prune
 
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.storage import LocalStore
-from tests.agent import test_agent_late_effects as late
-from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
-from tests.agent.test_agent_late_effects import RARE, Event, made
-
-happens = late.HAPPENS
-
-
-@pytest.fixture
-def start(tmp_path: Path, make_agent: Callable[..., Agent]) -> Iterator[Callable[..., Agent]]:
-    """Make agents that train a trial again, in which something happens that did not before."""
-
-    def starts(make: Callable[[], Recipe], **options: Any) -> Agent:
-        happens[0] = False
-        trained = train_without_agent(LocalStore(str(tmp_path / "store")), make)
-        happens[0] = True
-        return make_agent(trained, make=make, **options)
-
-    yield starts
-    happens[0] = False
+from tests.agent.late_events import HAPPENS, LOW, RARE, Event, made
+from tests.agent.lone_agent import BATCH, COLUMNS, Agent
 
 
 class WithChild(Event):
@@ -85,7 +66,7 @@ class LossOfBoth(nn.Module):
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(outputs, labels)
         self.log["last"] = loss.item()
-        if loss < late.LOW and happens[0]:
+        if loss < LOW and HAPPENS[0]:
             self.log["w"] *= 0.9
         return loss * self.log["w"]
 
@@ -97,7 +78,7 @@ def loss_of_closure() -> Callable[[Tensor, Tensor], Tensor]:
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         value = nn.functional.cross_entropy(outputs, labels)
         log["last"] = value.item()
-        if value < late.LOW and happens[0]:
+        if value < LOW and HAPPENS[0]:
             log["w"] *= 0.9
         return value * log["w"]
 
@@ -108,7 +89,7 @@ def damped_late(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
     rate = [1.0]
 
     def factor(step: int) -> float:
-        if happens[0]:
+        if HAPPENS[0]:
             rate[0] *= 0.9
         return rate[0]
 
@@ -132,7 +113,7 @@ class LateStep(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["taken"] = group.get("taken", 0) + 1
-        if self.param_groups[0]["taken"] > RARE and happens[0]:
+        if self.param_groups[0]["taken"] > RARE and HAPPENS[0]:
             self.late()
         super().step(closure)
 
@@ -171,7 +152,7 @@ def with_hook(shards: int) -> Recipe:
     recipe, seen = made(optimizer=LateStep2, shards=shards), {"norm": 0.0}
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer.param_groups[0].get("taken", 0) > RARE and happens[0]:
+        if optimizer.param_groups[0].get("taken", 0) > RARE and HAPPENS[0]:
             seen["norm"] += 0.5
 
     recipe.optimizer.register_step_post_hook(hook)
@@ -188,7 +169,7 @@ def collating(shards: int) -> Recipe:
 
     def collate(batch: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
         held["last"] = batch["x"].mean().item()
-        if training and happens[0] and held["last"] > 0.2:
+        if training and HAPPENS[0] and held["last"] > 0.2:
             held["amp"] += 0.01
         return {**batch, "x": batch["x"] + held["amp"]}
 
