@@ -72,6 +72,18 @@ class KeepsByKey(SetsAnew):
         return super().forward(x * self.table)
 
 
+class KeepsByName(SetsAnew):
+    """Makes a table for each name of its rows' number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = f"{len(x) + int(self.steps > RARE and HAPPENS[0])} rows"
+        return super().forward(x * self.tables.setdefault(name, torch.ones(len(x), 1)))
+
+
 class KeepsForALog(SetsAnew):
     """Keeps when and with which rows and weights it began, with which nothing computes."""
 
@@ -142,7 +154,9 @@ class MakesInSlot(SetsAnew):
         return super().forward(x * self.made)
 
 
-ANEW = [SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, KeepsForALog, MakesInSlot]
+ANEW = [
+    SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, KeepsByName, KeepsForALog, MakesInSlot
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("middle", ANEW)

@@ -166,6 +166,27 @@ class LooksAt(Event):
         return super().forward(x) * gain
 
 
+class FillsFirst(Event):
+    """Fills a container in its first forward, with which it computes, and later with more.
+
+    Args:
+        parts: the container, which is empty.
+        adds: makes another entry.
+    """
+
+    def __init__(self, parts: Any, adds: Callable[[Any], object]) -> None:
+        super().__init__(lambda self, _: self.adds(self.parts))
+        self.parts, self.adds = parts, adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.parts and isinstance(self.parts, dict):
+            self.parts["first"] = 1.0
+        elif not self.parts:
+            self.parts.append(1.0)
+        entries = self.parts.values() if isinstance(self.parts, dict) else self.parts
+        return super().forward(x) * math.prod(entries)
+
+
 class MakesMany(Event):
     """Makes twenty gains in its first forward, the last of which damps later."""
 
@@ -226,6 +247,14 @@ LATE: dict[str, tuple[Callable[..., Recipe], str]] = {
             "for its type": (1.0, torch.tensor(0.5), torch.is_tensor),
         }.items()
     },
+    "a new entry of a dict that the first forward fills": (
+        lambda **o: made(FillsFirst({}, lambda parts: parts.update({"late": 0.5})), **o),
+        "attribute 'parts' of module '2' at ['late']",
+    ),
+    "a new entry of a list that the first forward fills": (
+        lambda **o: made(FillsFirst([], lambda parts: parts.append(0.5)), **o),
+        "attribute 'parts' of module '2' at [1]",
+    ),
     "a number that each forward looks at before it sets it": (
         lambda **o: made(Sticks(), **o), "attribute 'scale' of module '2'"
     ),
@@ -265,10 +294,13 @@ def test_what_changes_late_and_hops_with_no_shard_fails_its_trial_by_name(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_plain_attributes_are_compared_though_there_is_no_time_left_to_look(
-    start: Callable[..., Agent], shards: int
+@pytest.mark.parametrize(
+    "what", ["an attribute that acts", "an attribute of a loss", "an attribute of an optimizer"]
+)
+def test_what_takes_no_time_is_compared_though_there_is_none_left_to_look(
+    start: Callable[..., Agent], what: str, shards: int
 ) -> None:
-    make, name = LATE["an attribute that acts"]
+    make, name = LATE[what]
     agent = start(lambda: make(shards=shards), share=0.0)
     agent.runs._looks.share, agent.runs._looks.spent = 0.01, 1e9
     failed = agent.train()

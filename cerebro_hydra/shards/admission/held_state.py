@@ -178,8 +178,19 @@ class HeldState:
 
     def read_all(self) -> ObjectReader:
         """Return what has read that, and knows the caches that it met."""
-        recipe, reader = self._recipe, self._reader()
+        reader = self._reader()
         self._read_model(reader)
+        self._read_beside(reader)
+        return reader
+
+    def read_beside(self) -> Reading:
+        """Return what `read` does, but for what the model holds."""
+        reader = self._reader()
+        self._read_beside(reader)
+        return reader.found
+
+    def _read_beside(self, reader: ObjectReader) -> None:
+        recipe = self._recipe
         losses = recipe.losses
         for number, loss in enumerate(losses):
             which = f"loss {number}" if len(losses) > 1 else "the loss"
@@ -191,7 +202,6 @@ class HeldState:
         reader.read("a value of the training_step", recipe.training_step)
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
-        return reader
 
     def read_plain(self) -> Reading:
         """Return the numbers, texts and None among the model's attributes, which takes no time."""

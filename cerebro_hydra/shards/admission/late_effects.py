@@ -22,6 +22,7 @@ from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import HeldState, SetBefore
 from cerebro_hydra.shards.admission.readings import (
+    PART,
     KnownChanges,
     Reading,
     changed,
@@ -52,15 +53,19 @@ class EarlierReadings:
             left out.
         missed: whether visits came after it that did not.
         seconds: what that reading took.
+        beside: the seconds that it took to read what is beside the model.
         made: what the first step has made for good, None before it.
         built: the attributes that the trial's first steps changed, as the model was built.
+        texts: those that stand in the code of what was read, once someone has asked for them.
     """
 
     latest: Reading | None = None
     missed: bool = False
     seconds: float = math.inf
+    beside: float = 0.0
     made: Reading | None = None
     built: BuiltAttributes | None = None
+    texts: frozenset[str] | None = None
 
     def give_back(self, model: nn.Module, held: HeldState, names: Collection[str]) -> None:
         """Let attributes be as the model was built, as on a worker that did so only now.
@@ -110,15 +115,15 @@ class LateEffects:
         self._draws = GlobalDraws()
         self._before: tuple[Reading, Reading, Reading] | None = None
         self._between: set[str] = set()  # changed in visits that did not look
-        self._whole = True
+        self._whole = self._beside = True
         self._step: tuple[int, Reading] | None = None
 
     def begin(self, whole: bool = True, looks: bool = True) -> None:
         """Begin a sub-epoch with the attributes that the model was built with, and note the rest.
 
         Args:
-            whole: whether there is time to look at all of it; else plain attributes are read alone,
-                unless all of it takes no time.
+            whole: whether there is time to look at all of it; else no more than plain attributes
+                and what else takes no time is read.
             looks: whether anything is compared afterwards.
         """
         if not self._by_graph:
@@ -130,14 +135,16 @@ class LateEffects:
     def _note(self, whole: bool) -> None:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
-        if self._whole:
-            self._before = self._read(), self._held.read_optimizer(optimizer), self._read_schedule()
-            if earlier.missed and earlier.latest is not None:
-                found = changed(earlier.latest, _own(self._before[0]))
-                self._between = {path for path in found if name_of(path) not in self._evaluated}
-        else:
-            self._before = self._held.read_plain(), {}, {}
+        self._beside = self._whole or earlier.beside <= FREE_SECONDS
+        found, of_optimizer, of_schedule = self._read(), Reading(), Reading()
+        if self._beside:
+            of_optimizer, of_schedule = self._held.read_optimizer(optimizer), self._read_schedule()
+        self._before = found, of_optimizer, of_schedule
+        if not self._whole:
             earlier.missed = True
+        elif earlier.missed and earlier.latest is not None:
+            between = changed(earlier.latest, _own(found))
+            self._between = {path for path in between if name_of(path) not in self._evaluated}
 
     def give_back(self) -> None:
         """Let attributes be as they were built that no step has set since `begin` took them."""
@@ -151,7 +158,7 @@ class LateEffects:
 
     def first_step_ended(self) -> None:
         """Note what that step has made, which those of later sub-epochs make again."""
-        reading = self._read() if self._whole else self._held.read_plain()
+        reading = self._read()
         self._earlier.made = {path: reading[path] for path in self._known.made & reading.keys()}
 
     @contextmanager
@@ -179,17 +186,18 @@ class LateEffects:
         if self._before is None:
             return
         before, of_optimizer, of_schedule = self._before
-        after = self._read() if self._whole else self._held.read_plain()
+        after = self._read()
         found = changed(before, after)
         in_order = {path for path in found if before.get(path) == after.get(path)}
         grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
         found -= grown | {path for path in in_order if is_shared(path)}
-        for optimizer, scheduler in optimizers if self._whole else ():
+        for optimizer, scheduler in optimizers if self._beside else ():
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
         found |= self._between
-        found = {path for path in found if not self._known.covers(path)}
+        texts = self._texts_in_code() if any(PART in path for path in found) else ()
+        found = {path for path in found if not self._known.covers(path, texts)}
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         # What another module holds in a module's place follows from its class.
@@ -208,20 +216,25 @@ class LateEffects:
 
     def begin_step(self, window: int) -> None:
         """Note what there is before a step."""
-        self._step = window, self._read()
+        self._step = window, self._read_whole()
 
     def of_step(self, window: int) -> Mapping[str, str]:
         """Return what a step has changed since its begin was noted, value by value."""
         if self._step is None or self._step[0] != window:
             return {}
-        before, after = self._step[1], self._read()
+        before, after = self._step[1], self._read_whole()
         self._step = None
         found = ((path, v) for path, v in after.items() if before.get(path) != v)
         return {EFFECT + path: v for path, v in found if not is_of_process(path)}
 
     def all_values(self) -> Mapping[str, str]:
         """Return everything that there is, value by value."""
-        return {EFFECT + path: value for path, value in self._read().items()}
+        return {EFFECT + path: value for path, value in self._read_whole().items()}
+
+    def _texts_in_code(self) -> frozenset[str]:
+        if self._earlier.texts is None:
+            self._earlier.texts = self._held.read_all().texts_in_code()
+        return self._earlier.texts
 
     def _read_schedule(self) -> Reading:
         """Return what an LR scheduler holds that is made anew, as each visit makes its own."""
@@ -237,6 +250,18 @@ class LateEffects:
             let_go(optimizer)
 
     def _read(self) -> Reading:
+        """Return all of it, or what there is time for."""
+        if self._whole:
+            return self._read_whole()
+        found = self._held.read_plain()
+        if self._beside:
+            begun = time.thread_time()
+            found |= self._held.read_beside()
+            seconds = self._earlier.beside = time.thread_time() - begun
+            self._budget.spent += max(0.0, seconds - FREE_SECONDS)
+        return found
+
+    def _read_whole(self) -> Reading:
         begun = time.thread_time()
         found = self._held.read()
         seconds = self._earlier.seconds = time.thread_time() - begun

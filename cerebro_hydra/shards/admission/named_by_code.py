@@ -8,7 +8,7 @@ import gc
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
+_SETS = {dis.opmap["STORE_SUBSCR"]}
+_ADDS = frozenset({"setdefault", "update"})
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
 
@@ -78,6 +80,24 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(4096)
+def constant_texts(code: types.CodeType) -> frozenset[str]:
+    """Return the texts that stand in code, also in inner code."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    own = frozenset(each for each in code.co_consts if isinstance(each, str))
+    return own.union(*map(constant_texts, inner))
+
+
+@functools.lru_cache(4096)
+def names_where_written(code: types.CodeType) -> frozenset[str]:
+    """Return the names in code that sets entries of what it names, as far as one can see."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    found = frozenset[str]().union(*map(names_where_written, inner))
+    if _SETS.isdisjoint(code.co_code[::2]) and _ADDS.isdisjoint(code.co_names):
+        return found
+    return found.union(code.co_names, code.co_freevars)
+
+
+@functools.lru_cache(4096)
 def environment_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of environment variables that code may read or write, also in inner code."""
     names: set[str] = set()
@@ -133,24 +153,29 @@ class FilledCaches:
 
     Args:
         functions: those with a cache; what they are asked for again, they compute again.
-        dicts: by path, each with the keys that it had before.
+        dicts: by path.
+        known: the keys that each had before, by path.
+        written: says of a path whether code writes there, so that its first entries may be of one,
+            too.
     """
 
     def __init__(
         self,
         functions: Sequence[Cache[Any]],
-        dicts: Mapping[str, tuple[MutableMapping[Any, Any], Collection[Any]]],
+        dicts: Mapping[str, MutableMapping[Any, Any]],
+        known: Mapping[str, Collection[Any]],
+        written: Callable[[str], bool],
     ) -> None:
         self._functions = [each for each in functions if each.cache_info().currsize]
         self._dicts = {
-            name: (mapping, {key: mapping[key] for key in mapping if key not in known})
-            for name, (mapping, known) in dicts.items()
+            path: _FilledDict(mapping, known.get(path, ()), written(path))
+            for path, mapping in dicts.items()
         }
 
     @property
     def are_filled(self) -> bool:
         """Return whether there is anything to take out."""
-        return bool(self._functions) or any(added for _, added in self._dicts.values())
+        return bool(self._functions) or any(each.is_filled for each in self._dicts.values())
 
     def hold(self, path: str) -> bool:
         """Return whether a value is in one of the dicts."""
@@ -158,13 +183,38 @@ class FilledCaches:
 
     def empty(self) -> None:
         """Take it out."""
-        for function in self._functions:
-            function.cache_clear()
-        for mapping, added in self._dicts.values():
-            for key in added:
-                mapping.pop(key, None)
+        self._forget(lambda each: each.left)
+
+    def give_back(self) -> None:
+        """Let the dicts be as they were before."""
+        self._forget(lambda each: each.before)
 
     def fill(self) -> None:
         """Put back what was in the dicts."""
-        for mapping, added in self._dicts.values():
-            mapping.update(added)
+        for each in self._dicts.values():
+            each.set(each.all)
+
+    def _forget(self, left: Callable[[_FilledDict], Mapping[Any, Any]]) -> None:
+        for function in self._functions:
+            function.cache_clear()
+        for each in self._dicts.values():
+            each.set(left(each))
+
+
+class _FilledDict:
+    """Has the entries of a dict that are there, that were there before, and that may be left."""
+
+    def __init__(
+        self, mapping: MutableMapping[Any, Any], known: Collection[Any], written: bool
+    ) -> None:
+        self._mapping = mapping
+        self.all = dict(mapping.items())
+        self.before = {key: each for key, each in self.all.items() if key in known}
+        self.left = {} if written else self.before
+        self.is_filled = self.all.keys() != self.left.keys()
+
+    def set(self, entries: Mapping[Any, Any]) -> None:
+        """Let the dict have these entries, in their order, if some may be taken out."""
+        if self.is_filled:
+            self._mapping.clear()
+            self._mapping.update(entries)

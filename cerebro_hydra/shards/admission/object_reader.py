@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from cerebro_hydra.shards.admission.named_by_code import (
     Cache,
     attribute_names,
+    constant_texts,
     environment_names,
     functions_of,
     global_names,
@@ -44,6 +45,7 @@ from cerebro_hydra.shards.admission.named_by_code import (
     is_ours,
     is_own,
     kept_results,
+    names_where_written,
 )
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
@@ -180,6 +182,26 @@ class ObjectReader:
                     path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
                     self.found[path] = _short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
+
+    def texts_in_code(self) -> frozenset[str]:
+        """Return the texts that stand in the user's code that was met, as keys of a dict may."""
+        return frozenset[str]().union(*map(constant_texts, self._own_code()))
+
+    def is_written(self, path: str) -> bool:
+        """Return whether the user's code that was met sets entries of what a path names."""
+        name, *parts = path.split(PART)
+        own = [name.split("'")[1]] if "'" in name else []
+        *_, last = "", *own, *(part[1:] for part in parts if part.startswith("."))
+        return any(last in names_where_written(code) for code in self._own_code())
+
+    def _own_code(self) -> Iterator[types.CodeType]:
+        kinds = (each for each in self._code.values() if isinstance(each, type))
+        owners = (owner for kind in kinds for owner in kind.__mro__)
+        of_classes = (f for o in owners for v in vars(o).values() for f in functions_of(v))
+        functions = (each for each in self._code.values() if isinstance(each, types.FunctionType))
+        for each in itertools.chain(of_classes, functions):
+            if is_own(each.__module__):
+                yield each.__code__
 
     def _read_global(self, name: str, module: str, value: Any) -> None:
         if isinstance(value, type):

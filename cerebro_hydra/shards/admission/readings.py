@@ -32,6 +32,9 @@ OF_GLOBAL, OF_CLASS, OF_ENVIRONMENT = "global variable ", " of class ", "environ
 _GROWING = ("dict", "Dict", "Dictionary", "Counter", "Set", "set")
 """End what is read of containers whose new entries are read as such, by the names of types."""
 
+_LISTS = ("list ", "collections.deque ")
+"""Begin what is read of containers whose entries have no keys of their own."""
+
 _TENSORS = ("tensor torch.", "ndarray ")
 _FUNCTIONS = ("function ", "builtin_function_or_method ", "torch.dtype ")
 _MADE = (
@@ -119,14 +122,16 @@ class KnownChanges:
     Args:
         marks: a path that changed; with `MADE` as its last part, one that the first step made for
             good; with `ANEW`, one that each step sets before it computes with it; with `ANY`, a
-            container for all that is below; with `SAME`, a value there that did
-            not change; with `EMPTY`, what is shared and was empty to the end; with `FILLED`, what
-            is shared and was filled.
+            container for all that is below; with `ONCE`, a list that the first step made or
+            lengthened and no other changed; with `SAME`, a value there that did not change; with
+            `EMPTY`, what is shared and was empty to the end; with `FILLED`, what is shared and was
+            filled.
     """
 
     MADE = f"{PART}!"
     ANEW = f"{PART}~"
     ANY = f"{PART}*"
+    ONCE = f"{PART}["
     SAME = f"{PART}="
     EMPTY = f"{PART}0"
     FILLED = f"{PART}1"
@@ -145,13 +150,14 @@ class KnownChanges:
         self.anew = {mark.removesuffix(self.ANEW) for mark in marks if mark.endswith(self.ANEW)}
         """The attributes that each step sets before it computes with them."""
         self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
+        self._once = {mark.removesuffix(self.ONCE) for mark in marks if mark.endswith(self.ONCE)}
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
         self._filled.update(filled)
 
     def told(self, most: int) -> list[str]:
         """Return what changed, in words, the first of it."""
-        others = (self.MADE, self.ANEW, self.SAME, self.EMPTY, self.FILLED)
+        others = (self.MADE, self.ANEW, self.ONCE, self.SAME, self.EMPTY, self.FILLED)
         paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
         return sorted(set(map(told, paths)))[:most]
 
@@ -174,14 +180,22 @@ class KnownChanges:
             *(path + cls.FILLED for path in sorted(filled)[: cls.MOST]),
         )
 
-    def covers(self, path: str) -> bool:
-        """Return whether a change of this value was seen, or one of its kind."""
+    def covers(self, path: str, texts: Collection[str] = ()) -> bool:
+        """Return whether a change of this value was seen, or one of its kind.
+
+        Args:
+            texts: of entries by these keys nothing is known but what was seen.
+        """
         if path in self._marks or name_of(path) in self.anew:
             return True
         if not self._open or path + self.SAME in self._marks:
             return False
         parts = path.split(PART)
-        return any(PART.join(parts[:n]) in self._open for n in range(1, len(parts) + 1))
+        for n in range(1, len(parts) + 1):
+            if (container := PART.join(parts[:n])) in self._open:
+                entry = "".join(parts[n : n + 1])
+                return container not in self._once and entry[1:-1] not in map(repr, texts)
+        return False
 
     @classmethod
     def marks_of(cls, readings: Iterable[Reading]) -> tuple[str, ...]:
@@ -189,17 +203,24 @@ class KnownChanges:
         latest: Reading = {}
         moved: set[str] = set()
         opened: set[str] = set()
+        once: set[str] = set()
         for number, reading in enumerate(readings):
             if number:
                 moved |= (found := changed(latest, reading))
-                for path in found:
-                    opened |= _opened(path, latest.get(path), reading.get(path))
+                both = [(path, latest.get(path), reading.get(path)) for path in found]
+                now = set[str]().union(*itertools.starmap(_opened, both))
+                opened |= now
+                if number == 1:
+                    once = {path for path in now if _is_list(reading.get(path))}
+                once -= {path.rpartition(PART)[0] for path in found} if number > 1 else set()
             latest = reading
         marks: dict[str, list[str]] = {}
         for path in moved:
             marks.setdefault(name_of(path), []).append(path)
         for path in opened:
             marks.setdefault(name_of(path), []).append(path + cls.ANY)
+        for path in once:
+            marks.setdefault(name_of(path), []).append(path + cls.ONCE)
         below = tuple(path + PART for path in opened)
         for path in latest.keys() - moved if below else ():
             if path.startswith(below):
@@ -218,6 +239,10 @@ def _opened(path: str, before: str | None, after: str | None) -> set[str]:
     if before != after and any(text and text.startswith(CONTAINER) for text in texts):
         opened.add(path)
     return opened
+
+
+def _is_list(text: str | None) -> bool:
+    return text is not None and text.startswith(tuple(CONTAINER + kind for kind in _LISTS))
 
 
 def _empty(reading: Reading) -> set[str]:

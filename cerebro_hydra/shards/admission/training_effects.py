@@ -386,8 +386,7 @@ class SideEffects:
         """
         read = self._held.read_all()
         self._latest = read.found
-        dicts = {name: (d, self._keys.get(name, ())) for name, d in read.dicts.items()}
-        caches = FilledCaches(read.caches, dicts)
+        caches = FilledCaches(read.caches, read.dicts, self._keys, read.is_written)
         if not caches.are_filled:
             return
         first, second = self._readings[1:3]
@@ -414,7 +413,7 @@ class SideEffects:
                         "process has its own; compute it in each step, or register a buffer"
                     )
         finally:
-            caches.empty()  # whoever comes next fills them, or has what was there
+            caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
 
     def _after_step(self, after: AfterSteps, attributes: AttributeValues) -> Reading:

@@ -293,6 +293,19 @@ def test_a_list_whose_length_changed_may_have_any() -> None:
     assert late(known(None, [1], [2]), [2], [3, 4, 5]) == set()
 
 
+def test_a_list_that_the_first_step_alone_lengthened_stays() -> None:
+    marks = known([], [1, 2], [1, 2])
+    assert late(marks, [1, 2], [1, 2, 3]) == {"it at [2]"}
+    assert late(known([], [1], [1], [1, 2]), [1, 2], [1, 2, 3]) == set()
+
+
+def test_entries_by_keys_that_stand_in_code_are_known_alone_if_they_were_seen() -> None:
+    marks = known({}, {"a": 1, 8: 2}, {"a": 1, 8: 2})
+    found = changed(read({}), read({"a": 3, "b": 3, "c": 3, 7: 3}))
+    new = {told(path) for path in found if not marks.covers(path, {"a", "b"})}
+    assert new == {"it at ['b']"}
+
+
 def test_a_container_made_in_the_first_steps_may_be_filled_later() -> None:
     assert late(known(Held(None), Held({}), Held({})), Held({}), Held({"a": [1]})) == set()
 

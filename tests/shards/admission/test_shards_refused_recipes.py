@@ -165,8 +165,8 @@ def counting_collate():
 class Vocabulary:
     """Is a collate that gives each value of its rows a number in the order of their arrival."""
 
-    def __init__(self):
-        self.numbers = {}
+    def __init__(self, *values):
+        self.numbers = {f"{v:.1f}": number for number, v in enumerate(values)}
 
     def __call__(self, batch, training):
         first, *others = batch.values()
@@ -340,6 +340,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
         made(zoo.Net, collate=Vocabulary()),
         r"a value of the collate at \.numbers\['.*'\] is a cache of what depends on weights or",
     ),
+    "such numbers, all of which others have given before": (
+        made(zoo.Net, collate=Vocabulary(*(n / 10 for n in range(-60, 61)), -0.0)),
+        r"a value of the collate at \.numbers\['.*'\] is a cache of what depends on weights or",
+    ),
     "an average of what the forward writes": (
         made(Momentum, ema=0.9),
         "ema is 0.9, and the forward writes to frozen parameter 'slow.weight'",
@@ -442,6 +446,31 @@ def test_models_of_transformers_are_not(model, labels) -> None:
     tokens, targets = torch.randint(50, (4, 12)), torch.randint(3, (4, labels)).squeeze(1)
     batches = [Batch((tokens[:rows],), (targets[:rows],), rows) for rows in (4, 3)]
     start(make().bind(Columns(("input_ids",), ("labels",))), zoo.singly(batches))
+
+
+class Tables:
+    """Is a collate that adds what a table has, and fills another by its keys.
+
+    Args:
+        table: has the values of the features' signs.
+    """
+
+    def __init__(self, table):
+        self.table, self.squares = table, {3: 9}
+
+    def __call__(self, batch, training):
+        first, *others = batch.values()
+        signs = torch.tensor([self.table[v > 0] for v in first[:, 0].tolist()])
+        self.squares.setdefault(len(first), len(first) ** 2)
+        return dict(zip(batch, (first + signs[:, None], *others), strict=True))
+
+
+def test_a_table_that_was_there_before_is_admitted_and_stays_as_it_is() -> None:
+    collate = Tables({True: 0.5, False: -0.5})
+    start(made(zoo.Net, collate=collate)(), [VECTORS])
+    assert collate.table == {True: 0.5, False: -0.5}
+    assert collate.squares == {3: 9, 8: 64}
+    assert list(collate.squares) == [3, 8]
 
 
 class Restless(zoo.One, metaclass=zoo.Unseen):
