@@ -15,16 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
 from cerebro_hydra.foreign_text import error_text, is_error, named_error_text
 from cerebro_hydra.plan.schedules.registry import is_pipelined
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.evaluation_effects import DRAWS
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
+from cerebro_hydra.shards.admission.named_by_code import is_own
 from cerebro_hydra.shards.admission.readings import KnownChanges
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.training_effects import kept_by_optimizer
@@ -65,6 +68,8 @@ _NOT_ADMITTED = ("model", "optimizer", "warm_start", "early_stopping")
 _OF_SCHEDULE = ("model", "optimizer", "lr_scheduler", "lr_interval", "lr_metric")
 
 _DIFFERS = "training differs from the uncut model"
+
+_NAN_IN_EVALUATION = f"a step failed: {NonFiniteLoss.__name__}: the validation loss"
 
 _FREE_OPTIONS = ("lr", "initial_lr", "weight_decay")
 
@@ -304,9 +309,18 @@ def _refusal(attempts: Sequence[FailedAttempt], check: CutCheck) -> Configuratio
 
 def _known_cause(attempts: Sequence[FailedAttempt], check: CutCheck) -> ConfigurationError | None:
     """Return the error of training that differs for a cause that is known, however it is cut."""
-    if not attempts or not attempts[-1].reason.startswith(_DIFFERS):
+    reason = attempts[-1].reason if attempts else ""
+    measured = re.search(r"[^: ][^:]* in evaluation", reason)
+    if measured is not None or reason.startswith(_NAN_IN_EVALUATION):
+        for place, module in _set_by_mode(check.recipe.model):
+            refusal = ConfigurationError(
+                f"train() or eval() of {f'module {place!r}' if place else 'the model'} "
+                f"({type(module).__name__}) sets what evaluations compute with, and weights come "
+                "only later; compute in forward what depends on weights"
+            )
+            return _noted(refusal, attempts)
+    if not reason.startswith(_DIFFERS):
         return None
-    measured = re.search(r"[^: ][^:]* in evaluation", attempts[-1].reason)
     if measured is not None and DRAWS in check.set_in_evaluation:
         refusal = ConfigurationError(
             f"{measured[0]} depends on random numbers, which have no key there; draw them "
@@ -315,6 +329,17 @@ def _known_cause(attempts: Sequence[FailedAttempt], check: CutCheck) -> Configur
         return _noted(refusal, attempts)
     kept = kept_by_optimizer(check.recipe.optimizer, check.attributes)
     return None if kept is None else _noted(kept, attempts)
+
+
+def _set_by_mode(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the user's modules that set attributes when they are switched to evaluation."""
+    for place, module in model.named_modules():
+        if is_own(type(module).train.__module__) or is_own(type(module).eval.__module__):
+            with kept_attributes(model):
+                before = dict(vars(module.train()))
+                held = vars(module.eval())
+                if any(held.get(n) is not v for n, v in before.items() if n != "training"):
+                    yield place, module
 
 
 def _noted(refusal: ConfigurationError, attempts: Sequence[FailedAttempt]) -> ConfigurationError:

@@ -130,6 +130,17 @@ class Merges(nn.Linear):
         )
 
 
+class Prepares(nn.Linear):
+    """Computes once for an evaluation what its forwards use there."""
+
+    def train(self, mode=True):
+        self.doubled = None if mode else 2 * self.weight.detach()
+        return super().train(mode)
+
+    def forward(self, x):
+        return x @ (2 * self.weight if self.training else self.doubled)
+
+
 class MakesHead(zoo.Net):
     def add(self):
         self.head = None
@@ -246,6 +257,11 @@ MISLED: dict[str, tuple[Callable[..., Make], str]] = {
         lambda **rules: made(lambda: nn.Sequential(Merges(6, 6), nn.Linear(6, 3)), **rules),
         r"train\(\) and eval\(\) of module '0' write to its parameter '0\.weight', as LoRA layers "
         ".*; leave the weights apart, as with merge_weights=False, and merge them after training$",
+    ),
+    "a module that prepares for evaluations when it is switched": (
+        lambda **rules: made(lambda: nn.Sequential(Prepares(6, 6), nn.Linear(6, 3)), **rules),
+        r"train\(\) or eval\(\) of module '0' \(Prepares\) sets what evaluations compute with, and "
+        "weights come only later; compute in forward what depends on weights$",
     ),
     "an embedding that writes to its weight": (
         lambda **rules: made(Embeds, **rules),
