@@ -58,6 +58,7 @@ from cerebro_hydra.plan.messages.instructions import (
 from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.queues.worker import WorkerState
 from cerebro_hydra.recipe import numeric_fingerprint
+from cerebro_hydra.recipe.compiled_units import compile_alike
 from cerebro_hydra.recipe.randomness import compute_as
 from cerebro_hydra.shards.heap import share_heap
 from cerebro_hydra.storage.digest import digest
@@ -123,6 +124,7 @@ class _Agent:
     ) -> None:
         torch.set_num_threads(spec.document.threads)
         compute_as(spec.document.numerics)
+        compile_alike()
         self._incarnation = uuid.uuid4().hex
         self._released = released
         self._folder = spec.open_folder()

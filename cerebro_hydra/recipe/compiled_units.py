@@ -32,7 +32,8 @@ from cerebro_hydra.worker_imports import safe_path
 MOST_FORMS = 1024
 """Compiled forms of one kind of block in a process: one for each shape, mode and setting."""
 
-_LIMITS = {
+_ALIKE = {
+    "automatic_dynamic_shapes": False,  # else what is made depends on the shapes that came before
     "recompile_limit": MOST_FORMS,
     "accumulated_recompile_limit": 64 * MOST_FORMS,
     "fail_on_recompile_limit_hit": True,  # else it would go on uncompiled, with other bits
@@ -133,7 +134,8 @@ class CompiledUnits:
     def of(self, model: nn.Module) -> Iterator[None]:
         """Let a model's units run compiled, but where each of their operations is watched."""
         if not self.names:
-            yield
+            with compiled_alike():
+                yield
             return
         if model not in self._modules:
             found = dict(model.named_modules())
@@ -145,7 +147,7 @@ class CompiledUnits:
                 attributes["forward"] = run = _compiled(name, module)
                 given.append((attributes, run))
         try:
-            with _limits_kept():
+            with compiled_alike():
                 yield
         finally:
             for attributes, run in given:
@@ -244,17 +246,31 @@ def _try_instructions() -> None:
         pick_vec_isa()
 
 
-def _keep_limits() -> Callable[[], object]:
+def compile_alike() -> Callable[[], object]:
+    """Let torch compile in this process as in any other, also what a user compiles.
+
+    A form more than `MOST_FORMS` is an error.
+
+    Returns:
+        What lets it compile as before.
+    """
     config: Any = torch._dynamo.config
-    before = {name: getattr(config, name) for name in _LIMITS}
-    _set_limits(_LIMITS)
-    return functools.partial(_set_limits, before)
+    before = {name: getattr(config, name) for name in _ALIKE}
+    _set_config(_ALIKE)
+    return functools.partial(_set_config, before)
 
 
-def _set_limits(values: Mapping[str, Any]) -> None:
+def _set_config(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setattr(torch._dynamo.config, name, value)
 
 
-_limits_kept = SetForAll(_keep_limits)
-"""Lets a form too many be an error."""
+compiled_alike = SetForAll(compile_alike)
+"""Does that for a while."""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let what was compiled run as its code says for a while, in all threads of this process."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

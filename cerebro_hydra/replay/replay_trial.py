@@ -25,6 +25,7 @@ from cerebro_hydra.recipe import (
     merge_evaluations,
     numeric_fingerprint,
 )
+from cerebro_hydra.recipe.compiled_units import compiled_alike
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import WORKSPACE, compute_as, deterministic
 from cerebro_hydra.replay.child import replay_in_child
@@ -99,7 +100,12 @@ def replay_here(
         initial = read_saved(run.folder, lineage[0][0], 0, run.document.run_id)
         replayed = Replayed()
         others = [] if device == CPU else [device]
-        with exclusive_generator, deterministic(device), torch.random.fork_rng(devices=others):
+        with (
+            exclusive_generator,
+            deterministic(device),
+            torch.random.fork_rng(devices=others),
+            compiled_alike(),
+        ):
             line = []
             for number, until in lineage:
                 each = run.folder.read_trial(number, run.document.run_id)

@@ -25,6 +25,26 @@ def blocks(number: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *(Block() for _ in range(number)), nn.Linear(6, 3))
 
 
+class Scales(nn.Module):
+    """Calls a function that the user has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = torch.compile(scaled)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x)
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x * x.mean(1, keepdim=True), 1)
+
+
+def compiled_by_user() -> nn.Module:
+    """Return a model two layers of which were compiled by themselves."""
+    return nn.Sequential(nn.Linear(6, 6), torch.compile(Block()), Scales(), nn.Linear(6, 3))
+
+
 def compiled(shards: int = 3, **rules) -> trials.Make:
     """Return a factory of recipes that compile each block."""
     return trials.recipe_of(blocks, shards=shards, compile=True, **rules)

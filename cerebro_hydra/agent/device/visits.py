@@ -26,6 +26,7 @@ from cerebro_hydra.plan.messages.instructions import Evaluate, StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Evaluation, Recipe, Window
 from cerebro_hydra.recipe.attributes import kept_attributes
+from cerebro_hydra.recipe.compiled_units import compile_alike
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.recipe.randomness import (
     compute_as,
@@ -73,6 +74,7 @@ def open_trials(
     """Return what opens visits on a device, in a process of its own."""
     torch.set_num_threads(document.threads)
     compute_as(document.numerics)
+    compile_alike()
     compute_deterministically(device)
     store = Store.from_dict(dict(document.store))
     decoded = partial(decode_partitions, manifest, store, scratch, None)

@@ -24,6 +24,7 @@ from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.checked_parts import AUTO
+from cerebro_hydra.recipe.compiled_units import compiled_alike
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.evaluation_effects import DRAWS
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
@@ -162,7 +163,7 @@ def admit(
     """
     if not examples:
         raise ConfigurationError("there are no rows; admission needs a batch to try the model on")
-    with kept_heap():
+    with kept_heap(), compiled_alike():
         cache = cache or CutModelCache()
         rest = cache, profiler, least_shards, evaluated_rows, given
         return _admit(recipe, examples, trial_seed, *rest)

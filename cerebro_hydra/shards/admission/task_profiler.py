@@ -21,6 +21,7 @@ from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe.compiled_units import uncompiled
 from cerebro_hydra.shards.admission.trial_profile import (
     UNWATCHED,
     CrossingBytes,
@@ -33,6 +34,7 @@ from cerebro_hydra.shards.admission.trial_profile import (
 from cerebro_hydra.shards.cut.model import CutModel, Recent
 from cerebro_hydra.shards.cut.model_key import model_key
 from cerebro_hydra.shards.cut.sample import Example, Sample, copy_example, example_of_rows
+from cerebro_hydra.shards.cut.torch_cond import is_cond
 from cerebro_hydra.shards.cut.values import AttributeValues
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import EvaluatedShards
@@ -167,7 +169,7 @@ def _of_own_step(measured: _Measured) -> Needs:
     with uncut_training(trial, [on_host(segments)], None, 0) as training:
         for watched in (True, False):  # the optimizers make their state the first time
             begun = time.perf_counter()
-            with _LiveTasks(found) if watched else nullcontext() as live:
+            with _live_tasks(found) if watched else nullcontext() as live:
                 features, labels = copy_example(example)
                 batch = _Batch(features, labels, int((labels or features)[0].shape[0]))
                 with nullcontext() if live is None else live.measured(step):
@@ -192,7 +194,7 @@ def _evaluated(measured: _Measured) -> Needs:
             shards.receive(k, segments[k])
         task.enter_context(live.measured(("F", k)))
 
-    with _LiveTasks(found) as live:
+    with _live_tasks(found) as live:
         shards = EvaluatedShards(trial, shared)
         features, labels = copy_example(example)
         rows = int((labels or features)[0].shape[0])
@@ -263,7 +265,7 @@ class _LiveTasks(LiveBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.meets(func):
+        if is_cond(func):
             raise RuntimeError("what its branches have can't be counted")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -274,9 +276,16 @@ class _LiveTasks(LiveBytes):
         self._found[task] = _TaskMemory(before, self.peak, self.now)
 
 
+@contextmanager
+def _live_tasks(found: dict[Task, _TaskMemory]) -> Iterator[_LiveTasks]:
+    """Note the live bytes of tasks for a while; compiled code would hide them."""
+    with uncompiled(), _LiveTasks(found) as live:
+        yield live
+
+
 def _measure_memory(step: _ProfiledStep) -> dict[Task, _TaskMemory]:
     found: dict[Task, _TaskMemory] = {}
-    with _LiveTasks(found) as live:
+    with _live_tasks(found) as live:
         step.take(live.measured)
     return found
 
@@ -330,7 +339,7 @@ def _read_elsewhere(trial: TrialRuntime, example: Example) -> set[str]:
         for k, each in enumerate(segments):
             sub_epoch.receive(k, each, None)
         sub_epoch.begin_window(0)
-        with ReadsElsewhere(names, owner, lambda: at) as reads:
+        with uncompiled(), ReadsElsewhere(names, owner, lambda: at) as reads:
             tasks.run(_microbatch(recipe, example), reach)
     return set(reads.found)
 

@@ -17,27 +17,20 @@ from cerebro_hydra.foreign_text import named_error_text, traceback_of
 class Watch(TorchDispatchMode):
     """Watches operations while it is entered, such as to count the bytes of tensors.
 
-    Branches run unseen within it. Torch, which can't compile them then, would never compile any
-    again in this process; so it is told to forget that.
+    What is compiled runs so, and unseen, such as the branches of torch.cond.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._met_branches = False
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run; torch would run it uncompiled for good, with other bits."""
+        return True
 
-    def meets(self, operation: object) -> bool:
-        """Return whether an operation is torch.cond, whose branches are not seen."""
-        branches = isinstance(operation, HigherOrderOperator) and operation.name() == "cond"
-        self._met_branches |= branches
-        return branches
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._met_branches:
-            self._met_branches = False
-            leave_cond()
+def is_cond(operation: object) -> bool:
+    """Return whether an operation is torch.cond, whose branches are not seen."""
+    return isinstance(operation, HigherOrderOperator) and operation.name() == "cond"
 
 
 def is_of_cond(error: Exception) -> bool:

@@ -364,7 +364,7 @@ class EvaluatedShards:
         features, targets = recipe.collated(batch.features, batch.labels, None)
         inputs = recipe.inputs(features, targets)
         self._maker.check_shapes(inputs)
-        uses = UsesElsewhere.of(recipe, self._elsewhere, looks=not self._evaluation.batches)
+        uses = UsesElsewhere(self._elsewhere, looks=not self._evaluation.batches)
         with torch.no_grad(), recipe.precision():
             with uses if self._elsewhere else nullcontext():
                 outputs = self._outputs(inputs, uses.at_rest(reach))

@@ -200,7 +200,6 @@ class LiveBytes(Watch):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.meets(func)
         for storage in storages_of((*args, *kwargs.values())):
             self._count(storage, 0)  # it was there before
         result = func(*args, **kwargs)
@@ -360,11 +359,6 @@ class UsesElsewhere(Watch):
         self._looks = looks
         self._thread = 0
 
-    @classmethod
-    def of(cls, recipe: Recipe, places: Places, looks: bool) -> UsesElsewhere:
-        """Return what looks at the operations of a recipe's model."""
-        return (_UsesBesideBlocks if recipe.compile else cls)(places, looks)
-
     def __enter__(self) -> UsesElsewhere:
         self._thread = threading.get_ident()
         _looking.append(self)
@@ -397,19 +391,9 @@ class UsesElsewhere(Watch):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.meets(func)
         if self.found is None and reads_values(func):
             self.look((*args, *kwargs.values()))
         return func(*args, **kwargs)
-
-
-class _UsesBesideBlocks(UsesElsewhere):
-    """Looks beside the blocks of a trial that compiles them, which read what their shard has."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let blocks run compiled meanwhile."""
-        return True
 
 
 _looking: list[UsesElsewhere] = []  # those that are entered, on any thread
@@ -498,7 +482,6 @@ class ReadsElsewhere(Watch):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.meets(func)
         if not getattr(func, "is_view", False):  # a view reads nothing
             for storage in storages_of((*args, *kwargs.values())):
                 name = self._memory.get(storage.data_ptr())

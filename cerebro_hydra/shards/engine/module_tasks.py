@@ -155,7 +155,7 @@ class ModuleTasks:
             with told_writes_to_absent():
                 yield
             return
-        uses = UsesElsewhere.of(self._recipe, self._bound.elsewhere, self._batch.looks)
+        uses = UsesElsewhere(self._bound.elsewhere, self._batch.looks)
         reach, self._reach = self._reach, uses.at_rest(self._reach)
         try:
             with told_writes_to_absent(), uses:

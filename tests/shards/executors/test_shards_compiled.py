@@ -9,7 +9,9 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, compiled_units
-from cerebro_hydra.shards.engine.microbatch import LiveBytes, Places, UsesElsewhere
+from cerebro_hydra.shards.engine.microbatch import Places, UsesElsewhere
 from tests.shards import plain, zoo
-from tests.shards.compiled_blocks import blocks, compiled
+from tests.shards.compiled_blocks import blocks, compiled, compiled_by_user
 from tests.shards.executors import test_shards_executors as executors
 from tests.shards.executors.executor_case import Proof
 from tests.shards.hopping import STEPS_PER_EPOCH
@@ -63,17 +66,55 @@ def test_the_bits_are_not_those_of_the_plain_model() -> None:
     assert [eager.train(each)[0] for each in SUB_EPOCHS] != proof(4).sums
 
 
-def test_a_block_runs_plainly_while_each_of_its_operations_is_watched() -> None:
+class Passes(TorchDispatchMode):
+    """Is a mode of the user's own, which is to see each operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watched", [Passes, compiled_units.uncompiled])
+def test_a_block_runs_plainly_while_each_of_its_operations_is_watched(
+    watched: Callable[[], AbstractContextManager[object]],
+) -> None:
     recipe, x = compiled()(), torch.ones(8, 6)
     recipe.model.eval()
-    with torch.no_grad(), LiveBytes():
+    with torch.no_grad(), watched():
         expected = recipe.model(x)
         with recipe.compiled(recipe.model):
             assert torch.equal(recipe.model(x), expected)
 
 
+@functools.cache
+def proof_by_user() -> Proof:
+    """Of batches that differ in size, for which torch would compile again for any size."""
+    sub_epochs = [zoo.singly(zoo.vectors(8, 5)), zoo.singly(zoo.vectors(5, 8, seed=1))]
+    found = Proof(recipe_of(compiled_by_user, shards=3), sub_epochs, "modules")
+    assert found.trial.cut_model.num_shards == 3
+    return found
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_layers_that_the_user_compiles_stay_so_whoever_watches(executor: str) -> None:
+    getattr(executors, f"Test{executor}")().prove([proof_by_user()])
+
+
+def test_what_the_user_compiles_does_not_depend_on_shapes_that_came_before() -> None:
+    shapes: list[torch.Size] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> torch.fx.GraphModule:
+        shapes.append(inputs[0].shape)
+        return graph
+
+    compiled_by_user = torch.compile(lambda x: x + 1, backend=backend)
+    with compiled_units.compiled_alike():
+        for rows in (8, 5, 3, 8):
+            compiled_by_user(torch.ones(rows, 2))
+    assert shapes == [(8, 2), (5, 2), (3, 2)]
+
+
 def test_more_forms_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compiled_units._LIMITS, "recompile_limit", 1)
+    monkeypatch.setitem(compiled_units._ALIKE, "recompile_limit", 1)
     recipe = recipe_of(lambda: blocks(1)[1:2], compile=True)()
     said = r"torch.compile can't take unit '1', a Block \(FailOnRecompileLimitHit"
     with recipe.compiled(recipe.model), torch.no_grad():
@@ -97,12 +138,12 @@ def test_modes_of_other_threads_let_nothing_be_compiled_anew(
     recipe, x = compiled()(), torch.ones(8, 6)
 
     def run() -> None:
-        with recipe.compiled(recipe.model), UsesElsewhere.of(recipe, Places(), looks=True):
+        with recipe.compiled(recipe.model), UsesElsewhere(Places()):
             recipe.model(x)
 
     run()
     graphs = counters["stats"]["unique_graphs"]
-    first, second = LiveBytes(), LiveBytes()
+    first, second = Passes(), Passes()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         for thread, step in (
             (one, first.__enter__),
