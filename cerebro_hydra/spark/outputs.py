@@ -94,29 +94,42 @@ def output_type(output: Tensor) -> DataType:
 
     Args:
         output: predictions of shape (rows, ...).
+
+    Raises:
+        ConfigurationError: the numbers are complex, which Spark has no type for.
     """
     from pyspark.sql import types
 
-    floating = output.is_floating_point()
-    if math.prod(output.shape[1:]) == 1:
-        return types.DoubleType() if floating else types.LongType()
-    data_type: DataType = types.FloatType() if floating else types.LongType()
-    for _ in output.shape[1:]:
+    if output.is_complex():
+        raise ConfigurationError(
+            "forward gives complex numbers, for which Spark has no type; let it give "
+            "torch.view_as_real of them, or take predict(rows)"
+        )
+    of_dtype = {
+        torch.int64: types.LongType(), torch.float32: types.FloatType(),
+        torch.float64: types.DoubleType(),
+    }  # fmt: skip
+    data_type: DataType = of_dtype[_stored(output)]
+    for _ in () if math.prod(output.shape[1:]) == 1 else output.shape[1:]:
         data_type = types.ArrayType(data_type, containsNull=False)
     return data_type
 
 
 def from_tensor(output: Tensor) -> pa.Array:
     """Return a model's output of shape (rows, ...) as an Arrow array of `output_type`."""
-    single = math.prod(output.shape[1:]) == 1
-    dtype = torch.int64
-    if output.is_floating_point():
-        dtype = torch.float64 if single else torch.float32
-    array = _flat(output, dtype)
-    if not single:
+    array = _flat(output, _stored(output))
+    if math.prod(output.shape[1:]) != 1:
         for dimension in range(output.dim() - 1, 0, -1):
             array = _lists(array, output.shape[: dimension + 1])
     return array
+
+
+def _stored(output: Tensor) -> torch.dtype:
+    """Return the type of the numbers in a column, which holds each that the model gives."""
+    if not output.is_floating_point():
+        return torch.int64
+    single = math.prod(output.shape[1:]) == 1
+    return torch.float64 if single or output.dtype == torch.float64 else torch.float32
 
 
 def vector_type() -> DataType:

@@ -372,6 +372,21 @@ def test_outputs_of_any_shape_keep_it(shape: tuple[int, ...]) -> None:
     assert arrow_columns.from_tensor(output).to_pylist() == expected.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32])
+def test_a_column_holds_each_number_that_a_model_gives(dtype: torch.dtype) -> None:
+    output = (torch.tensor([[1 / 3, 1e-3], [2.0, 16777217.0]], dtype=torch.float64)).to(dtype)
+    kind = arrow_columns.output_type(output).simpleString()
+    assert kind == {torch.float64: "array<double>", torch.int32: "array<bigint>"}.get(
+        dtype, "array<float>"
+    )
+    assert arrow_columns.from_tensor(output).to_pylist() == output.tolist()
+
+
+def test_complex_outputs_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigurationError, match=r"complex numbers, .* torch\.view_as_real"):
+        arrow_columns.output_type(torch.zeros(2, 3, dtype=torch.complex64))
+
+
 def test_tied_weights_need_to_be_saved_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

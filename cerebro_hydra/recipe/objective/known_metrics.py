@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
-from cerebro_hydra.recipe.objective.likelihoods import CalibrationError, class_dim, ignored_label
+from cerebro_hydra.recipe.objective.likelihoods import (
+    CalibrationError,
+    Scale,
+    class_dim,
+    ignored_label,
+)
 from cerebro_hydra.recipe.objective.metrics import (
     BatchSum,
     Direction,
@@ -18,7 +24,7 @@ from cerebro_hydra.recipe.objective.metrics import (
     MetricFunction,
     StateMetric,
 )
-from cerebro_hydra.recipe.objective.objective import is_likelihood
+from cerebro_hydra.recipe.objective.objective import is_cross_entropy, is_likelihood
 from cerebro_hydra.recipe.objective.step_module import logged_value
 from cerebro_hydra.recipe.objective.torch_metrics import (
     NAMED,
@@ -31,16 +37,35 @@ from cerebro_hydra.recipe.objective.torch_metrics import (
 
 def _accuracy(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
     """Count hits; `loss` tells what an output and a label stand for, and which label is none."""
-    if isinstance(loss, nn.CrossEntropyLoss) and labels.shape == outputs.shape:
+    if is_cross_entropy(loss) and labels.shape == outputs.shape:
         hits = outputs.argmax(min(1, outputs.dim() - 1)) == labels.argmax(min(1, labels.dim() - 1))
         return BatchSum(hits.sum(), hits.numel())
-    if outputs.dim() == labels.dim() or outputs.shape[-1] == 1:
+    if (dimension := class_dim(outputs, labels, loss)) is None:
         least = 0.5 if is_likelihood(loss) else 0.0
         hits = (outputs.reshape(labels.shape) > least).to(labels.dtype) == labels
     else:
-        hits = outputs.argmax(class_dim(outputs, labels)) == labels
+        hits = outputs.argmax(dimension) == labels
     counted = labels != ignored_label(loss)
     return BatchSum((hits & counted).sum(), counted.sum())
+
+
+def _looks_like_likelihoods(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
+    one_number = outputs.is_floating_point() and class_dim(outputs, labels, loss) is None
+    within = one_number and ((outputs >= 0) & (outputs <= 1)).all()
+    return BatchSum(torch.as_tensor(within, dtype=torch.float64), 1)
+
+
+def doubtful_accuracy(metric: Metric) -> Metric | None:
+    """Return a metric that is 1 where accuracy takes what may be likelihoods for logits.
+
+    None for any other metric, and where the loss tells what an output is.
+    """
+    function = metric.function
+    if not isinstance(function, partial) or function.func is not _accuracy:
+        return None
+    loss = function.keywords["loss"]
+    looks = partial(_looks_like_likelihoods, loss=loss)
+    return replace(metric, function=looks) if Scale.of(loss) is None else None
 
 
 def _mse(outputs: Tensor, labels: Tensor) -> BatchSum:
@@ -62,7 +87,7 @@ Make = Callable[[Any], MetricFunction | StateMetric]
 KNOWN_METRICS: Mapping[str, tuple[Make, Direction]] = {
     "accuracy": (lambda loss: partial(_accuracy, loss=loss), "max"),
     "acc": (lambda loss: partial(_accuracy, loss=loss), "max"),
-    "calibration_error": (CalibrationError, "min"),
+    "calibration_error": (CalibrationError.of, "min"),
     "mae": (lambda loss: _mae, "min"),
     "mse": (lambda loss: _mse, "min"),
     **{name: (partial(named_metric, name), direction) for name, (_, direction) in NAMED.items()},
@@ -134,7 +159,7 @@ def _given(name: str, value: Any) -> tuple[Any, Direction, bool]:
     given, direction = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     function, of_one = given, is_of_torchmetrics(given)
     if of_one:
-        function, own = partial(TorchMetric, given), checked_torch_metric(name, given)
+        function, own = partial(TorchMetric.of, given), checked_torch_metric(name, given)
         direction = direction if isinstance(value, tuple) else own
         if direction is None:
             kind = type(given).__name__

@@ -21,20 +21,49 @@ from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 MODEL = "model"
 """Stands in place of a loss that the model computes itself, as models of `transformers` do."""
 
-# Losses that index classes: float labels (Spark ML's habit) become integers for them.
-CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+# Float labels (Spark ML's habit) become integers for them.
+_CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 
 Loss = Callable[..., Tensor]
 
 
 def is_likelihood(loss: Any) -> bool:
     """Tell whether a loss takes, for each label of 0 or 1, how likely 1 is."""
-    return isinstance(loss, nn.BCELoss) or loss is F.binary_cross_entropy
+    return _is_one(loss, nn.BCELoss, F.binary_cross_entropy)
 
 
 def is_log_odds(loss: Any) -> bool:
     """Tell whether a loss takes, for each label of 0 or 1, a score that is positive for 1."""
-    return isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits
+    return _is_one(loss, nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
+
+
+def is_cross_entropy(loss: Any) -> bool:
+    """Tell whether a loss takes a score for each class, whose softmax is how likely it is."""
+    return _is_one(loss, nn.CrossEntropyLoss, F.cross_entropy)
+
+
+def is_log_likelihood(loss: Any) -> bool:
+    """Tell whether a loss takes the logarithm of how likely each class is."""
+    return _is_one(loss, nn.NLLLoss, F.nll_loss)
+
+
+def indexes_classes(loss: Any) -> bool:
+    """Tell whether the labels of a loss number classes."""
+    own = _without_options(loss)
+    return isinstance(own, _CLASS_INDEX_LOSSES) or own in _CLASS_INDEX_FUNCTIONS
+
+
+def _is_one(loss: Any, kind: type, function: Loss) -> bool:
+    own = _without_options(loss)
+    return isinstance(own, kind) or own is function
+
+
+def _without_options(loss: Any) -> Any:
+    """Return the function of which a loss is a partial one, or the loss itself."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return loss
 
 
 class Targets(NamedTuple):
@@ -178,8 +207,7 @@ class Objective:
         named: Mapping[str, Tensor],
         weight: Tensor | None,
     ) -> Tensor:
-        indexes = isinstance(loss, CLASS_INDEX_LOSSES)
-        if _is_torchs(loss) and not indexes and isinstance(outputs, Tensor):
+        if _is_torchs(loss) and not indexes_classes(loss) and isinstance(outputs, Tensor):
             _check_broadcast(outputs, labels)
         if weight is None:
             with _naming_class(loss, outputs, labels):
@@ -227,7 +255,7 @@ def _seen_by(loss: Loss, outputs: Any) -> Any:
 
 
 def _is_torchs(loss: Loss) -> bool:
-    module = getattr(loss, "__module__", None) or ""
+    module = getattr(_without_options(loss), "__module__", None) or ""
     return module.startswith(("torch.nn.modules.loss", "torch.nn.functional"))
 
 
@@ -266,7 +294,7 @@ def _naming_class(loss: Loss, outputs: Any, labels: Sequence[Tensor]) -> Iterato
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        if not isinstance(loss, CLASS_INDEX_LOSSES) or not isinstance(outputs, Tensor):
+        if not indexes_classes(loss) or not isinstance(outputs, Tensor):
             raise
         classes = outputs.shape[min(1, outputs.dim() - 1)] if outputs.dim() else 0
         ignored = getattr(loss, "ignore_index", None)
@@ -284,11 +312,11 @@ def _naming_class(loss: Loss, outputs: Any, labels: Sequence[Tensor]) -> Iterato
 def _prepared(loss: Loss, outputs: Any, label: Tensor) -> Tensor:
     if is_likelihood(loss) or is_log_odds(loss):
         return label if label.is_floating_point() else label.to(torch.get_default_dtype())
-    if not isinstance(loss, CLASS_INDEX_LOSSES):
+    if not indexes_classes(loss):
         return label
     seen = _seen_by(loss, outputs)
     # CrossEntropyLoss takes a probability per class as well, in the shape of the outputs.
-    takes_probabilities = isinstance(loss, nn.CrossEntropyLoss) and label.dim() > 1
+    takes_probabilities = is_cross_entropy(loss) and label.dim() > 1
     if takes_probabilities and isinstance(seen, Tensor) and label.shape == seen.shape:
         return label
     return class_numbers(label)

@@ -7,13 +7,10 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.objective.objective import CLASS_INDEX_LOSSES, is_likelihood, is_log_odds
-
-_CLASS_INDEX_FUNCTIONS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
+from cerebro_hydra.recipe.objective.objective import indexes_classes, is_likelihood, is_log_odds
 
 
 class PredictionKind(StrEnum):
@@ -59,7 +56,7 @@ class PredictionKind(StrEnum):
             if not one_number:
                 raise _misfit(output, "a score per class, or one number per row", shapes)
             return cls.PROBABILITY if is_likelihood(loss) else cls.SIGMOID
-        if scores and (isinstance(loss, CLASS_INDEX_LOSSES) or loss in _CLASS_INDEX_FUNCTIONS):
+        if scores and indexes_classes(loss):
             return cls.SOFTMAX
         if one_number and is_log_odds(loss):
             return cls.SIGMOID

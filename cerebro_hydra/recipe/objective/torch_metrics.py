@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,15 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
-from cerebro_hydra.recipe.objective.likelihoods import as_scores, ignored_label, likelihoods
-from cerebro_hydra.recipe.objective.metrics import Direction
+from cerebro_hydra.recipe.objective.likelihoods import (
+    OfEitherScale,
+    Scale,
+    as_scores,
+    ignored_label,
+    likelihoods,
+    on_scale_of,
+)
+from cerebro_hydra.recipe.objective.metrics import Direction, StateMetric
 
 NAMED: Mapping[str, tuple[str, Direction]] = {
     "auroc": ("AUROC", "max"),
@@ -56,12 +64,19 @@ class TorchMetric:
     Args:
         metric: one of torchmetrics, or a function that makes it for a number of classes, of which
             0 stands for scores of 0 or 1.
-        loss: says what an output stands for; None if that is unknown.
+        loss: says how its outputs are laid out; None if that is unknown.
+        scale: what a score of a class is.
     """
 
-    def __init__(self, metric: Any, loss: Any = None) -> None:
-        self._metric = metric
-        self._loss = loss
+    def __init__(self, metric: Any, loss: Any, scale: Scale) -> None:
+        self._metric, self._loss, self._scale = metric, loss, scale
+
+    @classmethod
+    def of(cls, metric: Any, loss: Any) -> StateMetric:
+        """Return the metric for outputs that a loss takes."""
+        if _is_of(metric, "classification"):
+            return on_scale_of(loss, functools.partial(cls, metric, loss))
+        return cls(metric, loss, Scale.LIKELIHOOD)
 
     def __deepcopy__(self, memo: object) -> TorchMetric:
         return self  # it computes with copies of its metric alone
@@ -74,14 +89,14 @@ class TorchMetric:
         """Return the state after one more batch."""
         scores, (target,) = as_scores(outputs), labels
         classes = 0
-        if self._is_of("classification"):
-            scores, target, classes = likelihoods(scores, target, self._loss)
+        if _is_of(self._metric, "classification"):
+            scores, target, classes = likelihoods(scores, target, self._loss, self._scale)
             if classes == 2 and self._takes_one_score():
                 scores, classes = scores[:, 1], 0
         else:
             if scores.numel() == target.numel():
                 scores = scores.reshape(target.shape)
-            if target.is_floating_point() or self._is_of("regression"):
+            if target.is_floating_point() or _is_of(self._metric, "regression"):
                 target = target.double()
         metric = self._made(classes)
         if state["parts"]:
@@ -114,12 +129,6 @@ class TorchMetric:
             )
         return float(value)
 
-    def _is_of(self, family: str) -> bool:
-        if not is_torchmetric(self._metric):
-            return family == "classification"  # what has to know the number of classes
-        kinds = (each.__module__ for each in type(self._metric).__mro__)
-        return any(module.startswith(f"torchmetrics.{family}") for module in kinds)
-
     def _takes_one_score(self) -> bool:
         """Return whether the metric is of two classes, and takes the likelihood of the second."""
         return not is_torchmetric(self._metric) or type(self._metric).__name__.startswith("Binary")
@@ -135,6 +144,19 @@ class TorchMetric:
         return metric
 
 
+def _is_of(metric: Any, family: str) -> bool:
+    if not is_torchmetric(metric):
+        return family == "classification"  # what has to know the number of classes
+    kinds = (each.__module__ for each in type(metric).__mro__)
+    return any(module.startswith(f"torchmetrics.{family}") for module in kinds)
+
+
+def is_of_torch_metric(function: Any) -> bool:
+    """Tell whether a metric of a recipe measures by one of torchmetrics."""
+    own = function.of_logits if isinstance(function, OfEitherScale) else function
+    return isinstance(own, TorchMetric)
+
+
 def is_torchmetric(value: Any) -> bool:
     """Tell whether an object is a metric of torchmetrics, without importing it."""
     package = sys.modules.get("torchmetrics")
@@ -147,7 +169,7 @@ def is_of_torchmetrics(value: Any) -> bool:
     return any(each.__module__.partition(".")[0] == "torchmetrics" for each in kind.__mro__)
 
 
-def named_metric(name: str, loss: Any) -> TorchMetric:
+def named_metric(name: str, loss: Any) -> StateMetric:
     """Return the metric that a name of `NAMED` stands for.
 
     Raises:
@@ -162,7 +184,7 @@ def named_metric(name: str, loss: Any) -> TorchMetric:
         ) from error
     kind, options = getattr(torchmetrics, NAMED[name][0]), _OPTIONS.get(name, {})
     if name in _OF_NUMBERS:
-        return TorchMetric(kind(**options), loss)
+        return TorchMetric.of(kind(**options), loss)
 
     def made(classes: int) -> Any:
         task: dict[str, Any] = {"task": "binary"}
@@ -172,7 +194,7 @@ def named_metric(name: str, loss: Any) -> TorchMetric:
                 task["average"] = "macro"
         return kind(**task, **options, ignore_index=ignored_label(loss))
 
-    return TorchMetric(made, loss)
+    return TorchMetric.of(made, loss)
 
 
 def checked_torch_metric(name: str, given: Any) -> Direction | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cerebro_hydra.data.batches import Batch
@@ -37,6 +39,8 @@ def measured(
         ends = [*range(first, last, size), last]
         batches = [Batch((outputs[a:b],), (labels[a:b],), b - a) for a, b in pairwise(ends)]
         found.append(trainer.evaluate(batches))
+    if recipe.state_metrics:
+        return merge_evaluations(recipe.state_metrics, found)[name]
     evaluation = Evaluation()
     for partition in reversed(range(parts)):  # in any order
         evaluation.add(partition, found[partition].sums, None)
@@ -124,3 +128,40 @@ def test_accuracy_leaves_out_the_labels_that_the_loss_ignores(
     counted = labels != ignored
     hits = int((outputs.argmax(1) == labels)[counted].sum())
     assert measured(outputs, labels, loss, "accuracy", size, parts) == hits / int(counted.sum())
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.cross_entropy)])
+@pytest.mark.parametrize("name", ["accuracy", "recall"])
+def test_classes_are_where_the_loss_has_them_though_the_last_dimension_fits_the_labels(
+    name: str, loss: Any
+) -> None:
+    """As of a text of four words and four tags."""
+    outputs = rows(4, 4, 4)
+    labels = outputs.argmax(1)
+    assert measured(outputs, labels, loss, name, 100, 2) == 1.0
+
+
+@pytest.mark.parametrize("name", ["f1", "auroc", "calibration_error"])
+@pytest.mark.parametrize("as_likelihoods", [True, False])
+def test_scores_for_a_loss_of_the_users_own_have_one_figure_whatever_the_batches(
+    name: str, as_likelihoods: bool
+) -> None:
+    """Some batches of logits have none outside of 0 and 1."""
+    outputs, labels = rows(5) / 2 + 0.3, rows(6).gt(0).long()
+    own = F.binary_cross_entropy if as_likelihoods else F.binary_cross_entropy_with_logits
+    outputs = outputs.sigmoid() if as_likelihoods else outputs
+    known = measured(outputs, labels, own, name, ROWS, 1)
+    for parting in ((4, 2), (100, 3), (ROWS, 1)):
+        found = measured(outputs, labels, lambda o, y: own(o, y.float()), name, *parting)
+        assert math.isclose(found, known, rel_tol=EQUAL_WITHIN)
+
+
+def test_options_of_a_loss_of_torch_change_nothing_of_what_its_outputs_are() -> None:
+    outputs, labels = rows(7).sigmoid(), rows(8).gt(0).float()
+    hits = float(((outputs > 0.5) == labels).double().mean())
+    loss = partial(F.binary_cross_entropy, reduction="mean")
+    assert math.isclose(measured(outputs, labels, loss, "accuracy", 7, 3), hits)
+    scores, classes = rows(9, 3), rows(10, 3).argmax(1)
+    ignoring = partial(F.cross_entropy, ignore_index=1, reduction="sum")
+    expected = float((scores.argmax(1) == classes)[classes != 1].double().mean())
+    assert math.isclose(measured(scores, classes, ignoring, "accuracy", 7, 3), expected)

@@ -122,3 +122,19 @@ def test_a_metric_without_a_value_of_one_row_is_taken_with_batches_of_one() -> N
     recipe.bind(Columns(("x",), ("y",)))
     row = ((torch.randn(1, 4),), (torch.randn(1, 1),))
     assert not admit(recipe, [row], trial_seed=1).warnings
+
+
+def own(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("loss", [own, nn.BCELoss()])
+def test_accuracy_of_what_may_be_likelihoods_is_told_of_where_the_loss_does_not_say(
+    loss: Any,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0))
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, ["accuracy"])
+    example = EXAMPLE[0], (LABELS.gt(0).float(),)
+    found = admit(recipe.bind(Columns(("x",), ("y",))), [example], trial_seed=1).warnings
+    assert ["accuracy"] * (loss is own) == [*found]
+    assert all("above 0 for class 1" in each and "BCELoss" in each for each in found.values())
