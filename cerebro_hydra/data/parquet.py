@@ -45,7 +45,7 @@ def list_files(root: str) -> list[str]:
     are not data; every other file is.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or a file is there twice, by a symbolic link.
     """
     found: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -54,7 +54,14 @@ def list_files(root: str) -> list[str]:
         found += [os.path.join(folder, name) for name in shown]
     if not found:
         raise DataError(f"there are no Parquet files in {root!r}: check the path")
-    return sorted(found)
+    known: dict[str, str] = {}
+    for path in sorted(found):  # a folder that links to itself has its files first without it
+        if (first := known.setdefault(os.path.realpath(path), path)) != path:
+            raise DataError(
+                f"{first!r} and {path!r} are one file, of which a link makes two, so that its rows "
+                "would count twice: delete the link"
+            )
+    return [*known.values()]
 
 
 def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, SparkBackend, SparkEstimator, hp_choice
-from cerebro_hydra.data.preparation.tables import dataframe_of
+from cerebro_hydra.data.preparation.prepare import identify, prepare
+from cerebro_hydra.data.preparation.tables import dataframe_of, refuse_tables_as_files
+from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -119,9 +121,48 @@ def test_of_what_a_stream_has_written_only_the_rows_that_its_log_names_are_read(
         (tmp_path / "link").symlink_to(sink)
         for folder in (sink, tmp_path / "link"):
             assert dataframe_of(folder, lambda: spark).count() == 5
+        refuse_tables_as_files(spark.read.parquet(str(sink)))
     for path in (f"sink/*.{form}", f"s*/h*.{form}", f"sink/{half.name}", f"link.{form}"):
         with pytest.raises(DataError, match=rf"streamed table .*\('{form}'\)\.load\('{sink}'\)"):
             dataframe_of(tmp_path / path, lambda: spark)
+
+
+@pytest.mark.parametrize("log", ["_delta_log", ".hoodie", "metadata", "_spark_metadata"])
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_query_over_files_of_a_table_whose_log_was_not_asked_is_refused(
+    spark: SparkSession, tmp_path: Path, log: str, version: str
+) -> None:
+    """However Spark came to read them as Parquet, by its sources of either version."""
+    file = tmp_path / "t" / "day=1" / "rows.parquet"
+    file.parent.mkdir(parents=True)
+    pd.DataFrame({"x": [1.5, 2.5], "y": [0, 1]}).to_parquet(file)
+    spark.conf.set("spark.sql.sources.useV1SourceList", "parquet" if version == "1" else "")
+    try:
+        read = spark.read.parquet(str(file))
+        spark.createDataFrame([(1.5, "a")], "x double, name string").createOrReplaceTempView(
+            "names"
+        )
+        queries = [
+            read,
+            spark.read.parquet(f"{tmp_path}/t/*/*.parquet"),
+            spark.sql(f"select * from parquet.`{file}` where x > 0"),
+            read.join(spark.table("names"), "x").union(spark.sql("select 2.5, 1, 'b'")),
+            read.limit(1).cache(),
+        ]
+        for each in queries:
+            refuse_tables_as_files(each)
+        (tmp_path / "t" / log).mkdir()
+        (tmp_path / "t" / log / "v1.metadata.json").write_text("{}")
+        for each in queries:
+            with pytest.raises(DataError, match=rf"the DataFrame has files of .*'{tmp_path}/t'"):
+                refuse_tables_as_files(each)
+        spec, store = DataSpec.checked(["x"], ["y"], None, 0.5), LocalStore(str(tmp_path / "store"))
+        for asked in (prepare, identify):
+            with pytest.raises(DataError, match=r"spark\.read\.format"):
+                asked(read, store, 1, spec)
+    finally:
+        queries[-1].unpersist()
+        spark.conf.unset("spark.sql.sources.useV1SourceList")
 
 
 def test_a_table_in_the_middle_of_a_chain_of_links_is_refused_too(

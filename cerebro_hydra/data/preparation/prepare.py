@@ -56,6 +56,7 @@ from cerebro_hydra.data.preparation.source_files import (
     reads_files_only,
     source_files,
 )
+from cerebro_hydra.data.preparation.tables import refuse_tables_as_files
 from cerebro_hydra.data.rows import Assignment
 from cerebro_hydra.data.spec import DataSpec, column_problem, require_dataframe
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
@@ -102,11 +103,13 @@ def prepare(
 
     Raises:
         ConfigurationError: an argument is wrong.
-        DataError: a column can't be used as it is, or there are too few rows.
+        DataError: a column can't be used as it is, there are too few rows, or they are of files
+            which only the log of their table knows.
         StoreError: the store can't be written, or holds files that contradict their manifest.
     """
     require_dataframe("prepare_data", df)
     _check_arguments(df, num_partitions, spec)
+    refuse_tables_as_files(df)
     files = source_files(df)
     source = None if files is None else CheckedSource(store, *files, num_partitions, spec)
     if source is not None and not recheck and (known := source.find()):
@@ -135,9 +138,10 @@ def identify(
 
     Raises:
         ConfigurationError: an argument is wrong.
-        DataError: a column can't be used as it is.
+        DataError: a column can't be used as it is, or rows are of files as `prepare` refuses.
     """
     _check_arguments(df, num_partitions, spec)
+    refuse_tables_as_files(df)
     files = source_files(df)
     if files is not None and (known := CheckedSource(store, *files, num_partitions, spec).find()):
         manifest, _ = known

@@ -21,6 +21,10 @@ _ARROW = {
     "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",
 }
 
+_OF_SPARK = "org.apache.spark.sql.execution.datasources."
+_LISTED, _LOGGED = ".InMemoryFileIndex", ".MetadataLogFileIndex"
+"""Spark's indexes of the files in folders, and of those that the log of a streamed table names."""
+
 _GLOB = re.compile(r"[\[\]{}*?\\]")
 """What Spark takes for a pattern in a path."""
 
@@ -88,10 +92,51 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
         ) from error
 
 
+def refuse_tables_as_files(df: DataFrame) -> None:
+    """Refuse a query over files of a table whose log Spark has not asked which of them count.
+
+    Whoever reads such a table by its own format has other files, or asks another index for them.
+
+    Raises:
+        DataError: it reads one; the message names the table, and how to read it.
+    """
+    leaves = df._jdf.queryExecution().analyzed().collectLeaves()
+    for leaf in map(leaves.apply, range(leaves.size())):
+        if (found := _files_of(leaf)) is None:
+            continue
+        index, form = found
+        kind = index.getClass().getName()
+        if not kind.startswith(_OF_SPARK):
+            continue
+        # An index of a catalog has not listed its files yet, which may be of many partitions.
+        roots = index.rootPaths()
+        urls = [f"{roots.apply(at)}/any" for at in range(roots.size())]
+        if kind.endswith(_LISTED):
+            urls += index.inputFiles()
+        streamed = None if kind.endswith(_LOGGED) else form
+        refuse_tables_of_spark(urls, _lister(df.sparkSession), "the DataFrame", streamed)
+
+
+def _files_of(leaf: Any) -> tuple[Any, str] | None:
+    """Return Spark's index of the files that a leaf of a plan reads, and their format."""
+    kind = leaf.getClass().getSimpleName()
+    if kind == "LogicalRelation":
+        relation = leaf.relation()
+        if not relation.getClass().getName().endswith(".HadoopFsRelation"):
+            return None
+        form = relation.fileFormat().getClass().getSimpleName()
+        return relation.location(), form.removesuffix("FileFormat").lower()
+    if kind == "DataSourceV2Relation":
+        table = leaf.table().getClass()
+        if table.getSuperclass().getSimpleName() == "FileTable":
+            return leaf.table().fileIndex(), table.getSimpleName().removesuffix("Table").lower()
+    return None
+
+
 def _asked_the_log(df: DataFrame) -> bool:
     """Say whether Spark reads the files that the log of a streamed table names."""
     leaf = df._jdf.queryExecution().analyzed().collectLeaves().apply(0)
-    return bool(leaf.relation().location().getClass().getName().endswith(".MetadataLogFileIndex"))
+    return bool(leaf.relation().location().getClass().getName().endswith(_LOGGED))
 
 
 def _lister(spark: SparkSession) -> Names:

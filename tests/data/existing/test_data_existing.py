@@ -366,3 +366,16 @@ def test_a_table_whose_log_says_which_rows_count_is_refused(
                 describe(store, ["id"], 2, None if store.val_path is None else 0.2)
             with pytest.raises(DataError, match=said):
                 metadata_from(store, ["id"])
+
+
+@pytest.mark.parametrize(
+    ("target", "link"), [("part-00000.parquet", "z.parquet"), ("a", "b"), (".", "a/loop")]
+)
+def test_a_file_that_a_link_makes_two_of_is_refused(tmp_path: Path, target: str, link: str) -> None:
+    root = write_plain(tmp_path / "rows", TABLE)
+    write_plain(root / "a", TABLE)
+    (root / link).symlink_to(root / target)
+    with pytest.raises(DataError, match=r"are one file, .* would count twice: delete the link"):
+        describe(open_store(tmp_path, root), ["id"], 2, None)
+    (root / link).unlink()
+    assert describe(open_store(tmp_path, root), ["id"], 2, None)
