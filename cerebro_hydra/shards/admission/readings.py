@@ -277,7 +277,7 @@ def made_for_good(readings: Sequence[Reading]) -> set[str]:
     }
 
 
-def moved_on(made: str, after: str | None, built: str | None) -> bool:
+def moved_on(made: str, after: str | None, built: str | None = None) -> bool:
     """Return whether what was made for good has another value, and not the one of before.
 
     A tensor of another shape is no harm, as a table that is made for larger batches.

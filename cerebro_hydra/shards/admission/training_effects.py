@@ -31,6 +31,7 @@ from cerebro_hydra.shards.admission.named_by_code import FilledCaches
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
     GENERATOR,
+    PART,
     KnownChanges,
     Reading,
     changed,
@@ -146,6 +147,13 @@ class AfterSteps:
         features, labels = (tuple(map(of_others, part)) for part in self.example)
         return replace(self, example=(features, labels))
 
+    def of_larger_rows(self) -> AfterSteps:
+        """Return the same with such an example whose features are twice as large, but integers."""
+        others = self.of_other_rows()
+        features, labels = others.example
+        twice = tuple(each * 2 if each.is_floating_point() else each for each in features)
+        return replace(others, example=(twice, labels))
+
 
 class SideEffects:
     """Watches what training changes that hops with no shard; see `HeldState`.
@@ -239,24 +247,66 @@ class SideEffects:
                 if differs and name_of(path) in names:
                     instead = remedy(path, without[path])
                     raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
-        set_once = set(map(name_of, changed(built, first))) - names
-        if not any(self._held.attributes(set_once)):
-            return
-        others, plain, acts = after.of_other_rows(), [""], [""]
-        without, later = dict[str, str](), dict[str, str]()
-        history = after.copied_history(self._recipe.model)
-        self._after_step(after, history)  # a table of that shape is there then
-        with suppress(Exception):  # of code for which such rows are no batch
-            plain, without = self._step(others, self._fresh())
-            acts, later = self._step(others, history)
-        for path, value in sorted(without.items()):
-            if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
-                if acts != plain:
-                    raise ConfigurationError(
-                        f"{told(path)} follows from the rows of the step that sets it, and others "
-                        f"use it; it is no part of the state that hops: {remedy(path, value)}"
-                    )
-                self._of_rows.add(name_of(path))
+        once = changed(built, first)
+        set_once = set(map(name_of, once)) - names
+        if any(self._held.attributes(set_once)) or any(map(_is_member, once)):
+            self._check_other_rows(after, set_once)
+
+    def _check_other_rows(self, after: AfterSteps, set_once: Collection[str]) -> None:
+        """Refuse what the first step left and the second one on the same rows did not change.
+
+        That is what other rows change, and what depends on a history; both may be seen in steps on
+        different rows, as for the largest value so far.
+        """
+        model, built = self._recipe.model, self._readings[0]
+        changes, depends = set[str](), dict[str, str]()
+        for others in (after.of_other_rows(), after.of_larger_rows()):
+            plain, acts = [""], [""]
+            without, later = dict[str, str](), dict[str, str]()
+            history = after.copied_history(model)
+            before = self._after_step(after, history)  # a table of that shape is there then
+            with suppress(Exception):  # of code for which such rows are no batch
+                plain, without = self._step(others, self._fresh())
+                acts, later = self._step(others, history)
+            self._check_grown(after, without, before, later)
+            changes |= {path for path, was in before.items() if moved_on(was, later.get(path))}
+            for path, value in sorted(without.items()):
+                if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
+                    if acts != plain:
+                        raise ConfigurationError(
+                            f"{told(path)} follows from the rows of the step that sets it, and "
+                            "others use it; it is no part of the state that hops: "
+                            f"{remedy(path, value)}"
+                        )
+                    self._of_rows.add(name_of(path))
+                    depends[path] = value
+        for path in sorted(changes & depends.keys()):
+            raise ConfigurationError(
+                f"{_CHANGED.format(told(path))}; {remedy(path, depends[path])}"
+            )
+
+    def _check_grown(
+        self, after: AfterSteps, without: Reading, before: Reading, later: Reading
+    ) -> None:
+        """Refuse a set that other rows add to, and a dict that changes a step of rows that it has.
+
+        Two steps on the same rows leave the same there. A dict may be a cache by rows.
+
+        Args:
+            without: after a step of other rows alone.
+            before: after the first steps.
+            later: after the first steps and one of these.
+        """
+        gained = {path.rpartition(PART)[0] for path in later.keys() - before.keys()} - {""}
+        kept = sorted((later.keys() & before.keys()) - self._readings[0].keys())
+        grown = [path for path in kept if path.rpartition(PART)[0] in gained]
+        members = [path for path in grown if _is_member(path)]
+        if not members and (entries := [path for path in grown if path not in without]):
+            plain, acts = (self._step(after, each)[0] for each in (self._fresh(), after.history))
+            members = entries if plain != acts else []
+        for path in members:
+            container = path.rpartition(PART)[0]
+            raise ConfigurationError(f"{_CHANGED.format(told(container))}; {remedy(container)}")
 
     def _fresh(self) -> AttributeValues:
         """Return the attributes of the model as it was built."""
@@ -528,6 +578,11 @@ def kept_by_optimizer(
                 f"which hop with no shard; keep them in its state, as self.state[p][{name!r}]"
             )
     return None
+
+
+def _is_member(path: str) -> bool:
+    """Return whether a value is a member of a set."""
+    return path.rpartition(PART)[2].startswith("{")
 
 
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
