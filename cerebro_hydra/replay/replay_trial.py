@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,8 @@ def replay_here(
             for number, until in lineage:
                 each = run.folder.read_trial(number, run.document.run_id)
                 recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
-                line.append(Ancestor(each, recipe, until, each.lags(initial.shards)))
+                lags = each.lags(initial.shards)
+                line.append(Ancestor(each, recipe, until, lags, initial.tensors.keys()))
             load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
             kept = frozenset(recipe.model.state_dict())
             for ancestor in line:
@@ -168,6 +169,8 @@ class Ancestor:
     """How many visits were made by then, those before its own included."""
     lags: Mapping[str, int]
     """How many updates older the weights are that it reads, by parameter; see `train_stale`."""
+    kept: Collection[str]
+    """The names of what checkpoints hold, which a fork takes over."""
 
     def trainer(self) -> PlainTrainer:
         """Return what trains it from the first visit on."""
@@ -178,7 +181,7 @@ class Ancestor:
         of_mine = (self.recipe, self.spec.seed, self.spec.steps_per_epoch)
         scaler = None if parent.scaling is None else parent.scaling.state()
         trainer = PlainTrainer(*of_mine, first_step=parent.steps, scaler=scaler)
-        go_on(trainer, parent.tensors(), f"the parent of {self.spec.trial_id}")
+        go_on(trainer, parent.tensors(), self.kept, f"the parent of {self.spec.trial_id}")
         self.recipe.lr_schedule.advance(trainer.scheduler, trainer.updates, epochs)
         return trainer
 

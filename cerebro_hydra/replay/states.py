@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,10 +121,15 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
                 target.copy_(tensor)
 
 
-def go_on(trainer: PlainTrainer, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Give the trainer of a fork what its parent has trained; raises as `load_model` does."""
+def go_on(
+    trainer: PlainTrainer, tensors: Mapping[str, Tensor], kept: Collection[str], where: str
+) -> None:
+    """Give the trainer of a fork what its parent has trained; raises as `load_model` does.
+
+    Args:
+        kept: the names of what checkpoints hold. Other buffers are the fork's own.
+    """
     model, state = trainer.recipe.model, trainer.recipe.optimizer.state
-    kept = {f"buffer:{name}" for name in model.state_dict()}
     load_model(model, {n: t for n, t in tensors.items() if n in kept or n[:6] == "param:"}, where)
     parameters = dict(model.named_parameters())
     averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())

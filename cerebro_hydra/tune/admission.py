@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.available_memory import available_memory
 from cerebro_hydra.data.preparation.prepared import value_ranges
@@ -58,6 +58,7 @@ from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_reco
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.spec import CutSpec
+from cerebro_hydra.shards.engine.differences import same_bits
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
     Bytes,
@@ -318,6 +319,8 @@ class Admission:
                     f"trial it forks; give forks of {parent.trial_id} parameters that change "
                     "neither"
                 )
+            else:
+                self._check_taken_over(parent, params, recipe.model, admission.layout)
         shards = self._written(initial) if parent is None else parent.shards
         if parent is None and self._folder is not None:  # a fork begins with its parent's state
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
@@ -349,6 +352,33 @@ class Admission:
         for metric, warning in admission.warnings.items():
             self._report_once(metric, f"warning: {spec.trial_id}: {warning}")
         return spec
+
+    def _check_taken_over(
+        self, parent: TrialSpec, params: Mapping[str, Any], model: nn.Module, layout: TrialLayout
+    ) -> None:
+        """Refuse a fork whose parameters make what the state of its parent would replace.
+
+        Weights that train are its parent's in any case, however they were initialised.
+        """
+        folder = self._folder
+        if folder is None or (parent.recompute and 0 not in folder.states(parent.trial)):
+            return  # a fork that was cut finer begins with a later state
+        own: dict[str, Tensor] = {f"buffer:{n}": buffer for n, buffer in model.named_buffers()}
+        frozen = ((n, p.detach()) for n, p in model.named_parameters() if not p.requires_grad)
+        own |= {f"param:{name}": value for name, value in frozen}
+        for shard, digests in zip(layout.shards, parent.shards, strict=True):
+            for segment, named in zip((shard.frozen, shard.trainable), digests, strict=True):
+                names = [entry.name for entry in segment.entries if entry.name in own]
+                theirs = read_segment(folder, named) if names else {}
+                for name in names:
+                    if not same_bits(own[name], theirs[name]):
+                        kind, _, called = name.partition(":")
+                        raise ConfigurationError(
+                            f"{kind.replace('param', 'parameter')} {called!r} is another one by "
+                            f"{dict(params)} than by {dict(parent.params)}, and a fork takes over "
+                            f"that of {parent.trial_id}; keep what parameters of forks change in "
+                            "an attribute, or in a buffer with persistent=False"
+                        )
 
     @contextlib.contextmanager
     def _within_memory(self, trial: int, recipe: Recipe) -> Iterator[None]:

@@ -25,9 +25,23 @@ pytestmark = pytest.mark.slow
 PARTITIONS = 2
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of former steps, which is in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
     """Return a net with all that a fork takes over, and a schedule that it makes anew."""
-    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
+    layers = [nn.BatchNorm1d(8), Centred(), nn.Dropout(0.2), nn.Linear(8, 4)]
+    model = nn.Sequential(nn.Linear(16, 8), *layers)
     return SparkEstimator(
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=params["lr"] / 10),

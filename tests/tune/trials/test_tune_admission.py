@@ -397,6 +397,43 @@ def test_a_fork_has_the_cut_of_its_parent_where_random_numbers_decide_what_runs(
         assert admission().admit(trial, {"lr": 0.2}, parent).spec.cut == parent.cut
 
 
+class Scaled(nn.Module):
+    def __init__(self, where: str, scale: float) -> None:
+        super().__init__()
+        self.last, value = nn.Linear(16, 4), torch.tensor(scale)
+        if where == "parameter":
+            self.scale = nn.Parameter(value, requires_grad=False)
+        else:
+            self.register_buffer("scale", value, persistent=where == "buffer")
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.last(features * self.scale)
+
+
+@pytest.mark.parametrize("where", ["parameter", "buffer", "own"])
+def test_a_fork_whose_parameters_change_what_it_takes_over_is_refused_by_name(
+    tmp_path: Path, where: str
+) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = Scaled(where, params["scale"])
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    told: list[str] = []
+    folder = RunFolder(LocalStore(str(tmp_path)), "run")
+    bill = Biller(DEFAULT_RESOURCES, 2, told.append)
+    of_run = examples(tmp_path, 64), folder, 3, "loss", told.append, bill
+    admission = Admission(factory, COLUMNS, *of_run)
+    parent = admission.admit(0, {"scale": 0.5}).spec
+    assert admission.admit(1, {"scale": 0.5}, parent).spec.shards == parent.shards
+    if where == "own":  # no state has it
+        assert admission.admit(2, {"scale": 0.25}, parent).spec.shards == parent.shards
+        return
+    with pytest.raises(
+        Refused, match=rf"{where} 'scale' is another one by .*0\.25.* than by .*0\.5"
+    ):
+        admission.admit(2, {"scale": 0.25}, parent)
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
 def test_a_fork_of_a_graph_that_is_one_shard_has_the_cut_of_its_parent(
     tmp_path: Path, schedule: str
