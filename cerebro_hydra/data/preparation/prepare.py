@@ -282,6 +282,11 @@ def _check_arguments(df: DataFrame, num_partitions: int, spec: DataSpec) -> None
     for name, what in needed.items():
         if problem := column_problem(df, name, what):
             raise ConfigurationError(problem)
+    if df.isStreaming:
+        raise ConfigurationError(
+            "the DataFrame is a stream, whose rows have no end; let a query write it to files, and "
+            "give what spark.read makes of these"
+        )
 
 
 def _refuse_faults(

@@ -23,7 +23,7 @@ from cerebro_hydra.data.preparation import prepare as spark_prepare
 from cerebro_hydra.data.preparation import row_facts
 from cerebro_hydra.data.rows import checksum
 from cerebro_hydra.data.spec import DataSpec
-from cerebro_hydra.errors import DataError
+from cerebro_hydra.errors import ConfigurationError, DataError
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.testing.datasets import write_dataset
 from tests.golden import assert_golden, refusal
@@ -328,6 +328,13 @@ def test_unusable_rows_and_arguments_are_named_before_anything_is_written(
     found = {what: refusal(use) for what, use in uses.items()}
     assert_golden(Path(__file__).with_name("golden") / "refused_rows.txt", found)
     assert store.list(f"{store.prefix}/data") == []
+
+
+def test_a_stream_is_refused_with_a_remedy(spark: SparkSession, store: LocalStore) -> None:
+    stream = spark.readStream.format("rate").load()
+    for asked in (spark_prepare.prepare, spark_prepare.identify):
+        with pytest.raises(ConfigurationError, match=r"is a stream, .* what spark\.read makes"):
+            asked(stream, store, 2, DataSpec.checked(["value"]))
 
 
 def test_rows_that_are_compared_are_told_to_be_none_in_the_same_words(
