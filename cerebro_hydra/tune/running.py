@@ -6,11 +6,14 @@ Ctrl-C ends a run whatever has become of Spark, and SIGTERM and SIGHUP do as Ctr
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
@@ -227,6 +230,10 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 """What somebody who ends a program, or closes its terminal, sends it."""
 
 
+END_SECONDS = 10.0
+"""How long an interrupted run may take to end; until then another signal must not break that off."""
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP while the body runs.
@@ -237,12 +244,12 @@ def interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ctrl_c = signal.getsignal(signal.SIGINT)
+    ctrl_c, stops = signal.getsignal(signal.SIGINT), Stops()
     unset = [each for each in _ENDS if signal.getsignal(each) is signal.SIG_DFL]
     for each in unset:
-        signal.signal(each, _interrupt)
+        signal.signal(each, stops.end)
     if callable(ctrl_c):
-        signal.signal(signal.SIGINT, _interrupting(ctrl_c))
+        signal.signal(signal.SIGINT, partial(stops.ask, ctrl_c))
     try:
         yield
     finally:
@@ -252,17 +259,41 @@ def interruptible() -> Iterator[None]:
             signal.signal(signal.SIGINT, ctrl_c)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGHUP:  # a shell sends it as its terminal is closed, and then the kernel
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise KeyboardInterrupt(signal.Signals(number).name)
+class Stops:
+    """Raises KeyboardInterrupt for the first signal, and again only if that did not end the run.
 
+    A shell and the kernel both send SIGHUP, and people press Ctrl-C twice.
 
-def _interrupting(handler: Handler) -> Handler:
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    Args:
+        clock: tells seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends_by = -math.inf
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt as a signal that would end the program."""
+        if not self._ending:
+            self._begin_to_end()
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+    def ask(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Let the handler interrupt that the program had set."""
+        if self._ending:
+            return
         try:
             handler(number, frame)
+        except KeyboardInterrupt:
+            self._begin_to_end()
+            raise
         except Exception:  # pyspark's fails if its SparkContext is stopped
+            self._begin_to_end()
             raise KeyboardInterrupt from None
 
-    return interrupt
+    @property
+    def _ending(self) -> bool:
+        return self._clock() < self._ends_by
+
+    def _begin_to_end(self) -> None:
+        self._ends_by = self._clock() + END_SECONDS

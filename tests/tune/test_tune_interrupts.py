@@ -13,7 +13,7 @@ import pytest
 from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
-from cerebro_hydra.tune.running import Surroundings, interruptible
+from cerebro_hydra.tune.running import END_SECONDS, Stops, Surroundings, interruptible
 from cerebro_hydra.tune.trials import GRACE_SECONDS
 from cerebro_hydra.wire.control import CLOSE_SECONDS
 
@@ -77,6 +77,32 @@ def test_a_closed_terminal_interrupts_once_and_nothing_if_the_program_is_detache
     with interruptible():
         os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("first", (signal.SIGINT, *ENDS))
+@pytest.mark.parametrize("second", (signal.SIGINT, *ENDS))
+def test_a_second_signal_does_not_break_off_the_end_of_a_run(
+    first: signal.Signals, second: signal.Signals
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ended = False
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        try:
+            os.kill(os.getpid(), first)
+        finally:
+            os.kill(os.getpid(), second)
+            ended = True
+    assert ended
+
+
+def test_a_signal_ends_a_run_that_an_earlier_one_has_not_ended_in_its_time() -> None:
+    now = 0.0
+    stops = Stops(lambda: now)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            stops.end(signal.SIGTERM, None)
+        stops.ask(signal.default_int_handler, signal.SIGINT, None)
+        now += END_SECONDS
 
 
 def test_another_thread_sets_no_handler() -> None:
