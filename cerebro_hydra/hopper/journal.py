@@ -179,6 +179,7 @@ class RunWriter:
         self._tell = tell
         self._collector = Collector(folder)
         self._told = False  # that the journal can't be written
+        self._epoch = time.time() - monotonic()  # what the journal tells durations by is never set
 
     @property
     def waiting(self) -> bool:
@@ -187,7 +188,7 @@ class RunWriter:
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Instruction]]]) -> list[Decision]:
         """Journal events with their instructions, and return them numbered."""
-        decisions = self._journal.append(time.time(), decided)
+        decisions = self._journal.append(self._epoch + monotonic(), decided)
         self._look_at_journal()
         return decisions
 

@@ -6,6 +6,7 @@ An observer watches a run; a broken one does not harm it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Protocol, TypedDict, runtime_checkable
@@ -14,7 +15,13 @@ from cerebro_hydra.documents import Count, decode, one_of, within
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.plan.hop.journal import record as journal_record
 from cerebro_hydra.plan.messages.codec import from_json
-from cerebro_hydra.plan.messages.events import Event, TrialAdded, TrialForked, TrialProposed
+from cerebro_hydra.plan.messages.events import (
+    Event,
+    RunResumed,
+    TrialAdded,
+    TrialForked,
+    TrialProposed,
+)
 from cerebro_hydra.plan.messages.instructions import FinishTrial, Instruction
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import RunFolder, read_document
@@ -197,7 +204,8 @@ def unfolded(record: Record) -> Iterator[Record]:
 def records_of(folder: RunFolder) -> Iterator[Record]:
     """Yield the start, trials, every decision, and the end, whose seconds are the journal's.
 
-    The folder keeps no other kind of record.
+    Those between the end of a driver and the resume of its run don't count. The folder keeps no
+    other kind of record.
 
     Raises:
         StoreError: the document of the run or of a trial is absent or damaged.
@@ -207,7 +215,7 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
     limits = {**_LIMITS, **_limits_of(document)}
     folder.check_journal(document)
     yield RunStarted(document)
-    first = last = 0.0
+    seconds, last = 0.0, math.inf
     for line in folder.read_records():
         decision = Decision.from_json(line)
         if isinstance(decision.event, TrialProposed):
@@ -218,10 +226,11 @@ def records_of(folder: RunFolder) -> Iterator[Record]:
             yield TrialAdmitted(spec)
         for each in (decision.event, *decision.instructions):
             _check(each, limits, f"record {decision.seq} of run {folder.path!r}")
+        if not isinstance(decision.event, RunResumed):
+            seconds += max(0.0, decision.time - last)
         last = decision.time
-        first = first or last
         yield decision
-    yield RunEnded(last - first)
+    yield RunEnded(seconds)
 
 
 _LIMITS = {

@@ -231,7 +231,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 END_SECONDS = 10.0
-"""How long an interrupted run may take to end; until then another signal must not break that off."""
+"""How long an interrupted run may take to end, which another signal does not break off."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,19 @@ def test_what_another_program_keeps_from_the_journal_is_told_of_and_ends_no_tria
     assert writer.close() == (0, 2)
     with pytest.raises(StoreError, match=r"end of the journal is not written: .* another program"):
         writer.finish(HopState(CONFIG), untidy=False)
+
+
+def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, journal = begun(tmp_path)
+    writer = RunWriter(folder, journal, lambda record: None)
+    times = []
+    for jump in (0.0, 86_400.0, -86_400.0):
+        now = time.time() + jump
+        monkeypatch.setattr("cerebro_hydra.hopper.journal.time.time", lambda now=now: now)
+        times += [decision.time for decision in writer.append([end_of(0)])]
+        monkeypatch.undo()
+    writer.close()
+    assert times == sorted(times)
+    assert times[-1] - times[0] < 3600

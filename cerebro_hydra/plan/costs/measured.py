@@ -66,6 +66,9 @@ class _CostLog:
         self.crowded: dict[bool, list[float]] = {True: [], False: []}
         self.tasks: defaultdict[tuple[str, Kind], list[tuple[float, float]]] = defaultdict(list)
         self._begun: float | None = None
+        self._latest = 0.0
+        self._paused = 0.0  # the seconds in which no driver was at work
+        self._workers: set[int] = set()
         self._admitted_at: float | None = None
         self._admitted: set[str] = set()
         self._open: dict[tuple[int, str], tuple[_Task, float]] = {}  # by attempt and incarnation
@@ -78,13 +81,17 @@ class _CostLog:
 
     def take(self, time: float, event: ev.Event, instructions: Sequence[ins.Instruction]) -> None:
         """Take in a decision."""
+        if isinstance(event, ev.RunResumed):
+            self._paused, self._admitted_at = time - self._latest, None
+        time = self._latest = time - self._paused
         self._begun = time if self._begun is None else self._begun
         match event:
             case ev.TrialAdded() | ev.TrialForked():
                 self._admit(time, event.config.trial)
             case ev.WorkerJoined():
                 self._residents[event.incarnation] = event.residents
-                if len(self.joined) < len(self._residents):
+                if event.worker not in self._workers:
+                    self._workers.add(event.worker)
                     self.joined.append(time - self._begun)
             case ev.DevicesWorked():
                 self._queued.add(event.incarnation)

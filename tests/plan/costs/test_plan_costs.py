@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from cerebro_hydra.plan.costs.measured import Decided, measured
 from cerebro_hydra.plan.costs.model import NOTHING, CostModel, Spread
 from cerebro_hydra.plan.costs.moves import FREE_MOVES, MoveRates, wire_of
 from cerebro_hydra.plan.messages.config import HopConfig, TrialConfig
-from cerebro_hydra.plan.messages.events import Hop
+from cerebro_hydra.plan.messages.events import Hop, RunResumed, WorkerJoined
 from cerebro_hydra.plan.simulate.run import Overheads, Simulation
 from tests.plan.closed_search import ClosedSearch
 
@@ -91,6 +93,20 @@ def test_a_model_says_again_what_a_run_was_simulated_with() -> None:
     assert found.waits(first=True) == pytest.approx(BUILD)
     assert found.devices.mean == pytest.approx(BUILD)
     assert found.to_json()["rates"]["disk"] is None
+
+
+@pytest.mark.parametrize("pause", [-3600.0, 0.0, 86_400.0])
+def test_what_lies_between_two_drivers_costs_nothing(pause: float) -> None:
+    """A clock may have been set back, or the run resumed a day later, by as many workers."""
+    decided = run_of(2)
+    last, joined = decided[-1][0], [each for each in decided if isinstance(each[1], WorkerJoined)]
+    again: list[Decided] = [(last + pause, RunResumed(), [])]
+    for moment, event, told in joined:
+        assert isinstance(event, WorkerJoined)
+        other = replace(event, incarnation=f"{event.incarnation} again")
+        again.append((last + pause + moment, other, told))
+    profile = dict.fromkeys(range(3), "net"), lambda *task: 1.0, MoveRates(wire=1e9)
+    assert measured([*decided, *again], *profile) == measured(decided, *profile)
 
 
 def test_an_empty_run_costs_nothing_known() -> None:
