@@ -60,9 +60,9 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 _LIMITS = {
-    name: getattr(resource, name)
-    for name in ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE")
-    if hasattr(resource, name)
+    f"RLIMIT_{name}": getattr(resource, f"RLIMIT_{name}")
+    for name in ("NOFILE", "NPROC", "AS", "DATA", "FSIZE", "CPU")
+    if hasattr(resource, f"RLIMIT_{name}")
 }
 """What the process may have, which a trial must not take from others."""
 
@@ -74,6 +74,19 @@ def _read_all() -> dict[str, Any]:
 
 def _is_lower(limit: int, than: int) -> bool:
     return limit != resource.RLIM_INFINITY and (than == resource.RLIM_INFINITY or limit < than)
+
+
+def lowered_for_good() -> Callable[[], str | None]:
+    """Return what names a hard limit that is lower than now; it comes back for nobody but root."""
+    before = {name: resource.getrlimit(kind)[1] for name, kind in _LIMITS.items()}
+
+    def lowered() -> str | None:
+        for name, kind in _LIMITS.items():
+            if _is_lower(resource.getrlimit(kind)[1], before[name]):
+                return name
+        return None
+
+    return lowered
 
 
 @contextmanager

@@ -86,6 +86,14 @@ def test_code_that_lowers_a_limit_is_told_so_and_others_have_what_they_had(limit
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit + 1, "what is raised helps all"
 
 
+def test_code_that_lowers_what_its_process_may_compute_is_told_so() -> None:
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    lower = 10**9 if soft == resource.RLIM_INFINITY else soft - 1
+    with pytest.raises(ConfigurationError, match="RLIMIT_CPU"), shared_settings_kept():
+        resource.setrlimit(resource.RLIMIT_CPU, (lower, hard))
+    assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
 def test_settings_that_are_set_to_what_they_are_are_no_change() -> None:
     before = seen()
     with shared_settings_kept():

@@ -7,6 +7,8 @@ import logging
 import os
 import threading
 
+from cerebro_hydra.recipe.shared_settings import lowered_for_good
+
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
@@ -19,34 +21,45 @@ DRIVER_LOST = 4
 TASK_OVERDUE = 5
 LEFT_LATE = 6
 NO_FILES = 7
+LOWERED_LIMIT = 8
+
+_NO_FILES = (
+    "has no file descriptor left, without which it can neither receive nor write states, and ends; "
+    "look for files and sockets that a trial leaves open, or raise ulimit -n"
+)
+_LOWERED_LIMIT = (
+    "has had its hard limit resource.{} lowered by a trial, which other trials can't raise again, "
+    "and ends"
+)
 
 _LACKING_POLLS = 5
-"""How often in a row a process finds no file descriptor before it ends."""
+"""How often in a row a process finds that it lacks something before it ends."""
 
 
 def watch_parent() -> threading.Event:
-    """End this process when its parent dies, or a trial has taken all of its file descriptors.
+    """End this process when its parent dies, or a trial has taken what others need for good.
 
-    Set the returned event to stop watching.
+    That is all of its file descriptors, or what a limit has left that nobody can raise again. Set
+    the returned event to stop watching.
     """
     parent = os.getppid()
-    released = threading.Event()
+    released, limit_lowered = threading.Event(), lowered_for_good()
 
     def watch() -> None:
         lacking = 0
         while not released.wait(POLL_SECONDS):
             if os.getppid() != parent:
                 end(PARENT_LOST)
-            lacking = lacking + 1 if _lacks_descriptors() else 0
+            code, why = 0, ""
+            if _lacks_descriptors():
+                code, why = NO_FILES, _NO_FILES
+            elif lowered := limit_lowered():
+                code, why = LOWERED_LIMIT, _LOWERED_LIMIT.format(lowered)
+            lacking = lacking + 1 if code else 0
             if lacking == _LACKING_POLLS:
-                end(NO_FILES)
+                end(code)
             if lacking == _LACKING_POLLS - 1:  # so that there is time to send it
-                _log.error(
-                    "process %d has no file descriptor left, without which it can neither receive "
-                    "nor write states, and ends; look for files and sockets that a trial leaves "
-                    "open, or raise ulimit -n",
-                    os.getpid(),
-                )
+                _log.error("process %d %s", os.getpid(), why)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
     return released

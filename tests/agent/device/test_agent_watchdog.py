@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from cerebro_hydra.agent.device.watchdog import NO_FILES
+from cerebro_hydra.agent.device.watchdog import LOWERED_LIMIT, NO_FILES
 
 LEAKS = """
 import os, resource, threading
@@ -26,3 +26,22 @@ def test_a_process_without_descriptors_says_so_and_ends() -> None:
     done = subprocess.run([sys.executable, "-c", LEAKS], capture_output=True, text=True, timeout=90)
     assert done.returncode == NO_FILES
     assert "has no file descriptor left" in done.stderr
+
+
+LOWERS = """
+import resource
+from cerebro_hydra.agent.device import watchdog
+
+watchdog.POLL_SECONDS = 0.05
+released = watchdog.watch_parent()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+released.wait(60)
+"""
+
+
+def test_a_process_whose_limits_a_trial_has_lowered_for_good_says_so_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOWERS], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == LOWERED_LIMIT
+    assert "resource.RLIMIT_FSIZE lowered by a trial" in done.stderr
