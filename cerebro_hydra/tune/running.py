@@ -236,7 +236,7 @@ END_SECONDS = 10.0
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C, SIGTERM and SIGHUP while the body runs.
+    """Raise `Interrupted`, a KeyboardInterrupt, at Ctrl-C, SIGTERM and SIGHUP while the body runs.
 
     So no agent is left. What the program has set for the last two stays, as `nohup` does; a handler
     for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any.
@@ -252,6 +252,11 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, partial(stops.ask, ctrl_c))
     try:
         yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as interrupt:
+        by = f" by {interrupt}" if str(interrupt) else ""
+        raise Interrupted(f"interrupted{by} before a run began, or went on") from None
     finally:
         for each in unset:
             signal.signal(each, signal.SIG_DFL)

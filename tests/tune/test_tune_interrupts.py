@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
+from cerebro_hydra.errors import Interrupted
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
 from cerebro_hydra.tune.running import END_SECONDS, Stops, Surroundings, interruptible
@@ -63,8 +64,9 @@ def test_a_programs_own_handlers_stay() -> None:
 
 @pytest.mark.parametrize("number", ENDS)
 def test_what_ends_a_program_is_an_interrupt_while_the_body_runs(number: signal.Signals) -> None:
-    with pytest.raises(KeyboardInterrupt, match=number.name), interruptible():
+    with pytest.raises(Interrupted, match=number.name) as caught, interruptible():
         os.kill(os.getpid(), number)
+    assert caught.value.result is None
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
