@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, TextIO
 
 from cerebro_hydra.foreign_text import visible
+from cerebro_hydra.threads import start
 
 FIRST_LINE_SECONDS = 1.5
 
@@ -46,7 +47,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         self._ended, self._changed = False, threading.Event()
         self._thread = threading.Thread(target=self._tell, name="waiting", daemon=True)
-        self._thread.start()
+        start(self._thread)
         return self
 
     def __exit__(

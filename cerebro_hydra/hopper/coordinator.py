@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -82,6 +81,7 @@ from cerebro_hydra.plan.messages.instructions import (
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.storage.run_document import NUMERIC_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.threads import own_thread
 from cerebro_hydra.wire.control import ControlServer
 from cerebro_hydra.wire.credentials import new_credentials
 from cerebro_hydra.wire.messages import RunOver
@@ -438,7 +438,7 @@ class StateNamer:
         self._folder = folder
         self._report = report
         self._closed = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="states")
+        self._thread = own_thread("states")
 
     def name(self, incarnation: str, state: dict[str, Any]) -> None:
         """Write the document of a state soon, whose segments this agent has written."""

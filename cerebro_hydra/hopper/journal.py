@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -32,6 +31,7 @@ from cerebro_hydra.plan.messages.instructions import (
     Instruction,
 )
 from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.threads import own_thread
 
 MERGED_SEGMENTS = 256
 """How many segments become one file, so that a long run does not leave a file per decision."""
@@ -68,7 +68,7 @@ class Journal:
         self._next_try = -math.inf
         self._merged = merged  # segments that are merged, or handed to the thread that merges
         self._segments = segments
-        self._merger = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._merger = own_thread("journal")
 
     @classmethod
     def begin(cls, folder: RunFolder, config: HopConfig) -> Journal:
@@ -286,7 +286,7 @@ class Collector:
         self._held: list[_File] = []  # decided, but not journalled yet
         self._left: list[_File] = []
         self._now: _File | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collector")
+        self._thread = own_thread("collector")
 
     def hold(self, collect: Collect) -> None:
         """Take in what is to be deleted once the decision is journalled."""

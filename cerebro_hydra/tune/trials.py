@@ -46,6 +46,7 @@ from cerebro_hydra.recipe import Metric, exclusive_generator, merge_metrics
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument
+from cerebro_hydra.threads import start
 from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.trial import all_failed, reason
@@ -345,7 +346,7 @@ class TimedCall(Generic[T]):
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def _run(self) -> None:
         try:

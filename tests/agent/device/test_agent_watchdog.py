@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from cerebro_hydra.agent.device.watchdog import LOWERED_LIMIT, NO_FILES
+from cerebro_hydra.agent.device.watchdog import LOWERED_LIMIT, NO_FILES, NO_THREADS
 
 LEAKS = """
 import os, resource, threading
@@ -45,3 +45,29 @@ def test_a_process_whose_limits_a_trial_has_lowered_for_good_says_so_and_ends() 
     )
     assert done.returncode == LOWERED_LIMIT
     assert "resource.RLIMIT_FSIZE lowered by a trial" in done.stderr
+
+
+# Where memory for their stacks is limited, a process can't have many threads, whoever runs it.
+SPAWNS = """
+import resource, threading
+from cerebro_hydra.agent.device import watchdog
+
+watchdog.POLL_SECONDS = 0.05
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + (4 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+released = watchdog.watch_parent()
+try:
+    while True:
+        threading.Thread(target=released.wait, args=(60,), daemon=True).start()
+except RuntimeError:
+    released.wait(60)
+"""
+
+
+def test_a_process_with_all_threads_that_may_be_says_so_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWNS], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == NO_THREADS
+    assert "nobody can start another one here" in done.stderr
