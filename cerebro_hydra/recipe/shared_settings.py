@@ -45,6 +45,7 @@ def _flushes_subnormals() -> bool:
     return not _SUBNORMAL * _ONE
 
 
+_THREADS = "set_num_threads"
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "set_default_device": (_default_device, torch.set_default_device),
@@ -54,6 +55,12 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "set_float32_matmul_precision": (_matmul_precision, _set_matmul_precision),
     "set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    _THREADS: (torch.get_num_threads, torch.set_num_threads),
+    "set_autocast_enabled": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     "set_flush_denormal": (_flushes_subnormals, torch.set_flush_denormal),
 }
 """The function of torch that sets each, with what reads and what writes it."""
@@ -115,9 +122,12 @@ def shared_settings_kept(who: str = "code of the trial") -> Iterator[None]:
 
 def _give_back(before: dict[str, Any], who: str) -> str | None:
     changes = []
+    instead = "set it at the top of the factory's module, for all trials, or set it back at once"
     for name, (read, write) in _SETTINGS.items():
         if (now := read()) != before[name]:
             write(before[name])
+            if name == _THREADS:
+                instead = "leave it out, and give the backend threads_per_worker"
             changes.append(f"torch.{name} (from {before[name]} to {now})")
     for name, kind in _LIMITS.items():
         now, was = resource.getrlimit(kind)[0], before[name][0]
@@ -129,7 +139,7 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
         return None
     return (
         f"{who} changes {', '.join(changes)}, which other trials of the process would have, too; "
-        "set it at the top of the factory's module, for all trials, or set it back at once"
+        f"{instead}"
     )
 
 

@@ -100,7 +100,7 @@ class KeepsForALog(SetsAnew):
 
 
 class FillsOnce(nn.Module):
-    """Fills a list, a dict, a tensor and an iterator's place in its first forward, with a flag.
+    """Fills a list, a dict, a tensor, an iterator's place and hooks in its first forward.
 
     Args:
         filled: whether that was done before.
@@ -110,6 +110,7 @@ class FillsOnce(nn.Module):
         super().__init__()
         self.ready, self.parts, self.named = False, [0.25], {"a": 1.0}
         self.mask, self.numbers = torch.ones(16), iter([0.5, 2.0, 3.0])
+        self.hooked = nn.Identity()
         if filled:
             self.fill()
 
@@ -118,10 +119,12 @@ class FillsOnce(nn.Module):
         self.parts.append(next(self.numbers))
         self.named["b"] = self.named["a"] / 2
         self.mask.mul_(0.5)
+        self.hooked.register_forward_hook(lambda module, given, output: output * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.ready:
             self.fill()
+        x = self.hooked(x)
         return x * sum(self.parts) * sum(self.named.values()) * self.mask
 
 

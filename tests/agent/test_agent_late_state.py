@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import re
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +248,22 @@ LATE: dict[str, tuple[Callable[[int], Recipe], str]] = {
         event("held", Slotted(), lambda v: setattr(v, "gain", 2)),
         r"attribute 'held' of module '2' at \.gain",
     ),
+    **{
+        what: (
+            lambda s, make=make, change=change: made(
+                Event(lambda self, x: change(self.held), held=make()), shards=s
+            ),
+            f"attribute 'held' of module '2'{where}",
+        )
+        for what, (make, change, where) in {
+            "an event": (threading.Event, lambda v: v.set(), ""),
+            "an event of processes": (multiprocessing.Event, lambda v: v.set(), ""),
+            "a value that processes share": (
+                lambda: multiprocessing.Value("i", 0), lambda v: setattr(v, "value", 1),
+                r" at \.get_obj\(\)",
+            ),
+        }.items()
+    },
     "a bytearray": (
         event("held", bytearray(3), lambda v: v.append(1)), "attribute 'held' of module '2'"
     ),

@@ -23,6 +23,7 @@ def seen() -> tuple[Any, ...]:
     return (
         made.dtype, made.device, made.requires_grad, bool(tiny != 0),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch._C._get_mkldnn_enabled(),
     )  # fmt: skip
 
 
@@ -32,6 +33,9 @@ CHANGES: dict[str, Callable[[], object]] = {
     "use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
     "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "set_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
+    "backends.mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
     "set_flush_denormal": lambda: torch.set_flush_denormal(True),
 }
 

@@ -29,6 +29,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
+from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
 from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.admission.readings import Reading, told
@@ -40,7 +41,6 @@ from cerebro_hydra.shards.admission.training_effects import (
     check_own_step,
     kept_by_optimizer,
     plain_trainer,
-    refused_random_numbers,
 )
 from cerebro_hydra.shards.admission.written_tensors import (
     BuffersInOneMemory,
@@ -203,6 +203,7 @@ class CutCheck:
             of_evaluation.check(after, effects.changes)
             effects.find_set_anew(after)  # which are not made for good
             effects.find_made(after)
+            effects.check_references()
         try:
             template = StateTemplate.learn(model, optimizer)
         except Exception as error:

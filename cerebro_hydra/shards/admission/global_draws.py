@@ -76,3 +76,16 @@ def _memory_of(
     if isinstance(generator, np.random.MT19937):
         return _Words.from_address(generator.ctypes.state_address)
     return None
+
+
+@contextmanager
+def refused_random_numbers() -> Iterator[None]:
+    """Refuse what draws from the generators of Python or NumPy, even if it has no effect yet.
+
+    Raises:
+        ConfigurationError: one of them has moved.
+    """
+    draws = GlobalDraws(tolerated=0)
+    with draws.watched():
+        yield
+    draws.check()

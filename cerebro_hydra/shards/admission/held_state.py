@@ -18,6 +18,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
+from cerebro_hydra.shards.admission.named_by_code import Variable
 from cerebro_hydra.shards.admission.object_reader import (
     ObjectReader,
     computed_attributes,
@@ -35,7 +36,8 @@ _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _OF_BUFFER = ("_is_buffer", "persistent")
-_PLAIN = {bool, int, float, complex, str, type(None)}
+PLAIN = {bool, int, float, complex, str, type(None)}
+"""The types of values that nothing changes in place."""
 _LIBRARIES = {"torch", "builtins", "functools"}
 
 OF_HOOKS = "what is kept by a"
@@ -45,6 +47,9 @@ OF_OPTIMIZER = " of optimizer "
 OF_PARAMETER = " of parameter "
 OF_SCHEDULER = " of the lr_scheduler"
 OF_METRIC = " of metric "
+
+THE_OPTIMIZER = ("the optimizer", "its groups", "its state")
+"""What stands in readings for the optimizer of the recipe, and for what it has."""
 
 
 _COMPILER = "torch._dynamo."
@@ -208,7 +213,7 @@ class HeldState:
         reader = self._reader()
         for place, module in self._recipe.model.named_modules():
             for name, value in _own_attributes(module):
-                if type(value) in _PLAIN:
+                if type(value) in PLAIN:
                     reader.read(f"attribute {name!r} of {self._told(place)}", value)
         return reader.found
 
@@ -219,6 +224,13 @@ class HeldState:
             for name in names:
                 if name.startswith("attribute ") and name.endswith(end):
                     yield module, name[len("attribute ") : -len(end)].strip("'"), name
+
+    def hooks(self, names: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the modules that have hooks of these names, as readings have them."""
+        for place, module in self._recipe.model.named_modules():
+            for attribute in _HOOKS:
+                if _hooks_told(attribute, self._told(place)) in names:
+                    yield module, attribute
 
     def stand_in(self, names: Collection[str], kind: type[SetByTraining]) -> None:
         """Let attributes of these names be nothing to compute with, also those not set yet."""
@@ -255,8 +267,8 @@ class HeldState:
         leaves = {id(each): "the LR scheduler" for each in found}
         for each in (getattr(each, "optimizer", None) for each in found):
             if isinstance(each, torch.optim.Optimizer):
-                leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
-                leaves[id(each.state)] = "its state"
+                whole, groups, state = THE_OPTIMIZER
+                leaves |= {id(each): whole, id(each.param_groups): groups, id(each.state): state}
         reader = self._reader(leaves=leaves)
         for number, each in enumerate(found):
             which = f"{number} " if number else ""
@@ -282,8 +294,8 @@ class HeldState:
         model, leaves = self._recipe.model, dict(leaves)
         both = (self._recipe.optimizer, optimizer or self._recipe.optimizer)
         for each in (each for of_one in both for each in (of_one, *members_of(of_one))):
-            leaves |= {id(each): "the optimizer", id(each.param_groups): "its groups"}
-            leaves[id(each.state)] = "its state"
+            whole, groups, state = THE_OPTIMIZER
+            leaves |= {id(each): whole, id(each.param_groups): groups, id(each.state): state}
         for place, module in model.named_modules():
             leaves[id(module)] = f"module {place!r}"
             prefix = f"{place}." if place else ""
@@ -317,8 +329,7 @@ class HeldState:
             self._read_tensors(reader, f"{place}." if place else "", module)
             for name, value in _own_attributes(module):
                 if name in _HOOKS:
-                    when = name.strip("_").removesuffix("_hooks").replace("_", " ")
-                    _read_hooks(reader, f"{OF_HOOKS} {when} hook of {told}", value)
+                    _read_hooks(reader, _hooks_told(name, told), value)
                 else:
                     reader.read(f"attribute {name!r} of {told}", value)
 
@@ -367,7 +378,8 @@ def _read_loss(reader: ObjectReader, which: str, loss: nn.Module) -> None:
         reader.meet(type(module))
         for name, value in _own_attributes(module):
             if name not in _HOOKS:
-                reader.read(f"attribute {prefix + name!r} of {which}", value)
+                reader.read(path := f"attribute {prefix + name!r} of {which}", value)
+                reader.variables[path] = Variable(vars(module), name)
             elif value:
                 reader.read(f"attribute {prefix + name!r} of {which}", list(value.values()))
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -384,6 +396,11 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if name in _HOOKS or (name not in _OF_TORCH and name not in computed):
             yield name, value
     yield from slots_of(module)
+
+
+def _hooks_told(attribute: str, of: str) -> str:
+    when = attribute.strip("_").removesuffix("_hooks").replace("_", " ")
+    return f"{OF_HOOKS} {when} hook of {of}"
 
 
 def _read_hooks(reader: ObjectReader, name: str, hooks: Mapping[int, Any]) -> None:

@@ -76,8 +76,8 @@ class EarlierReadings:
             names: of what the trial's first steps changed.
         """
         if self.built is None:
-            places = ((module, attribute) for module, attribute, _ in held.attributes(names))
-            self.built = BuiltAttributes(model, places)
+            places = [(module, attribute) for module, attribute, _ in held.attributes(names)]
+            self.built = BuiltAttributes(model, [*places, *held.hooks(names)])
         self.built.give_back()
 
 

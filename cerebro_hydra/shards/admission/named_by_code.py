@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,39 @@ def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
         return []
 
 
+ABSENT = object()
+"""Stands for a variable that its owner does not have."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Is an attribute of an object, a global variable, or one of a closure.
+
+    Args:
+        owner: has it.
+        name: by which a mapping has it.
+    """
+
+    owner: MutableMapping[str, Any] | types.CellType
+    name: str
+
+    def set(self, value: object) -> None:
+        """Give it a value, or let its owner have it no more."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif value is ABSENT:
+            self.owner.pop(self.name, None)
+        else:
+            self.owner[self.name] = value
+
+    @property
+    def value(self) -> object:
+        """Return its value."""
+        if isinstance(self.owner, types.CellType):
+            return self.owner.cell_contents
+        return self.owner.get(self.name, ABSENT)
+
+
 class FilledCaches:
     """Takes out of caches what they were filled with, for a while.
 
@@ -157,6 +191,7 @@ class FilledCaches:
         known: the keys that each had before, by path.
         written: says of a path whether code writes there, so that its first entries may be of one,
             too.
+        variables: those that got another value, by path, each with the one of before, or `ABSENT`.
     """
 
     def __init__(
@@ -165,17 +200,23 @@ class FilledCaches:
         dicts: Mapping[str, MutableMapping[Any, Any]],
         known: Mapping[str, Collection[Any]],
         written: Callable[[str], bool],
+        variables: Mapping[str, tuple[Variable, object]],
     ) -> None:
         self._functions = [each for each in functions if each.cache_info().currsize]
         self._dicts = {
             path: _FilledDict(mapping, known.get(path, ()), written(path))
             for path, mapping in dicts.items()
         }
+        self._variables = {
+            path: (variable, variable.value, before)
+            for path, (variable, before) in variables.items()
+        }
 
     @property
     def are_filled(self) -> bool:
         """Return whether there is anything to take out."""
-        return bool(self._functions) or any(each.is_filled for each in self._dicts.values())
+        dicts = any(each.is_filled for each in self._dicts.values())
+        return bool(self._functions or self._variables) or dicts
 
     def hold(self, path: str) -> bool:
         """Return whether a value is in one of the dicts."""
@@ -186,19 +227,23 @@ class FilledCaches:
         self._forget(lambda each: each.left)
 
     def give_back(self) -> None:
-        """Let the dicts be as they were before."""
+        """Let the dicts and the variables be as they were before."""
         self._forget(lambda each: each.before)
 
     def fill(self) -> None:
-        """Put back what was in the dicts."""
+        """Put back what was there."""
         for each in self._dicts.values():
             each.set(each.all)
+        for variable, value, _ in self._variables.values():
+            variable.set(value)
 
     def _forget(self, left: Callable[[_FilledDict], Mapping[Any, Any]]) -> None:
         for function in self._functions:
             function.cache_clear()
         for each in self._dicts.values():
             each.set(left(each))
+        for variable, _, before in self._variables.values():
+            variable.set(before)
 
 
 class _FilledDict:

@@ -17,6 +17,8 @@ import contextvars
 import ctypes
 import functools
 import itertools
+import multiprocessing.sharedctypes
+import multiprocessing.synchronize
 import operator
 import os
 import random
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.named_by_code import (
     Cache,
+    Variable,
     attribute_names,
     constant_texts,
     environment_names,
@@ -126,6 +129,7 @@ class ObjectReader:
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
         self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # that trials share, by path
+        self.variables: dict[str, Variable] = {}  # that trials share, by path
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -178,6 +182,8 @@ class ObjectReader:
                     if (id(variables), name) not in read:
                         read.add((id(variables), name))
                         self._read_global(name, module, variables.get(name))
+                        path = f"{OF_GLOBAL}{name!r} of {module}"
+                        self.variables[path] = Variable(variables, name)
                 for name in environment_names(code.__code__):
                     path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
                     self.found[path] = _short(os.environ.get(name, "not set"))
@@ -247,13 +253,16 @@ class ObjectReader:
             self._texts[id(value)] = value, text(value)
         return self._texts[id(value)][1]  # type: ignore[no-any-return]
 
-    def read_attributes(self, path: str, value: Any, attributes: Mapping[str, Any]) -> None:
+    def read_attributes(self, path: str, value: Any, attributes: dict[str, Any]) -> None:
         """Read attributes of an object, but those that its class computes and keeps."""
         if attributes:
             computed = computed_attributes(type(value))  # type: ignore[arg-type]
+            shared = is_shared(path) and attributes is getattr(value, "__dict__", None)
             for name, each in tuple(attributes.items()):
                 if name not in computed:
                     self.read(f"{path}{PART}.{name}", each)
+                    if shared:
+                        self.variables[f"{path}{PART}.{name}"] = Variable(attributes, name)
 
     def _read_object(self, path: str, value: Any) -> None:
         if (state := _generator_state(value)) is not None:
@@ -288,6 +297,11 @@ class ObjectReader:
         elif isinstance(value, threading.local):  # as the thread that reads has it
             self.found[path] = f"object {_name(type(value))}"
             self.read_attributes(path, value, vars(value))
+        elif isinstance(value, threading.Event | multiprocessing.synchronize.Event):
+            self.found[path] = f"event {value.is_set()}"
+        elif isinstance(value, multiprocessing.sharedctypes.SynchronizedBase):
+            self.found[path] = "shared memory"
+            self.read(f"{path}{PART}.get_obj()", value.get_obj())
         elif isinstance(value, contextvars.ContextVar):
             self.found[path] = f"context variable {value.name}"
             self.read(f"{path}{PART}.get()", value.get(None))
@@ -420,6 +434,8 @@ class ObjectReader:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 self.read(f"{path}{PART}.{name}", cell.cell_contents)
+                if is_shared(path):
+                    self.variables[f"{path}{PART}.{name}"] = Variable(cell, name)
             except ValueError:  # it is empty
                 continue
         both = {"defaults": value.__defaults__, "keywords": value.__kwdefaults__}

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
-from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
     OF_GRADIENT_HOOKS,
     OF_HOOKS,
     OF_OPTIMIZER,
     OF_PARAMETER,
     OF_SCHEDULER,
+    PLAIN,
+    THE_OPTIMIZER,
     HeldState,
     SetBefore,
     not_computed_with,
 )
-from cerebro_hydra.shards.admission.named_by_code import FilledCaches
+from cerebro_hydra.shards.admission.named_by_code import ABSENT, FilledCaches
 from cerebro_hydra.shards.admission.readings import (
     CACHED,
     GENERATOR,
@@ -36,6 +37,7 @@ from cerebro_hydra.shards.admission.readings import (
     Reading,
     changed,
     is_key,
+    is_shared,
     made_for_good,
     moved_on,
     name_of,
@@ -59,19 +61,6 @@ _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; 
 SET_ANEW = "let every forward set it anew"
 """Ends what to do in place of changing an attribute."""
 _CHANGED = "each step changes {}, which is no part of the state that hops"
-
-
-@contextmanager
-def refused_random_numbers() -> Iterator[None]:
-    """Refuse what draws from the generators of Python or NumPy, even if it has no effect yet.
-
-    Raises:
-        ConfigurationError: one of them has moved.
-    """
-    draws = GlobalDraws(tolerated=0)
-    with draws.watched():
-        yield
-    draws.check()
 
 
 STEPS_PER_EPOCH = 1000
@@ -167,6 +156,8 @@ class SideEffects:
         self._held = HeldState(recipe)
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
+        values = {path: variable.value for path, variable in read.variables.items()}
+        self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
@@ -436,35 +427,63 @@ class SideEffects:
         """
         read = self._held.read_all()
         self._latest = read.found
-        caches = FilledCaches(read.caches, read.dicts, self._keys, read.is_written)
+        built, first, second = self._readings[:3]
+        variables = {
+            path: (variable, self._variables.get(path, ABSENT))
+            for path, variable in read.variables.items()
+            if (path in self._variables or path not in built)
+            and built.get(path) != first.get(path) == second.get(path)
+        }
+        caches = FilledCaches(read.caches, read.dicts, self._keys, read.is_written, variables)
         if not caches.are_filled:
             return
-        first, second = self._readings[1:3]
         others = after.of_other_rows()
         model, again = self._recipe.model, dict[str, str]()
-        attributes = AttributeValues(model)
+        attributes, acts, plain = AttributeValues(model), [""], [""]
         try:
+            with suppress(Exception):
+                acts = self._step(others, self._fresh())[0] if variables else acts
             caches.empty()
             with suppress(Exception):
-                again |= self._after_step(others, attributes)
+                plain, again = self._step(others, attributes)
+            trained = again.copy()
             caches.empty()
             with suppress(Exception), after.in_use(model, attributes, size=0.5):
                 evaluate(others.example)
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
-                if path.endswith(CACHED) or not (CACHED in path or caches.hold(path)):
+                is_cached, acted = CACHED in path or caches.hold(path), acts != plain
+                is_first = acted and is_shared(path) and built.get(path) != first.get(path)
+                if path.endswith(CACHED) or not (is_cached or is_first):
                     continue
+                other = (again if is_cached else trained).get(path, value)
                 stays = path not in second or first.get(path) == value == read.found.get(
                     path, value
                 )
-                if stays and again.get(path, value) != value:
+                if stays and other != value:
                     raise ConfigurationError(
                         f"{told(path)} is a cache of what depends on weights or rows, so that each "
-                        "process has its own; compute it in each step, or register a buffer"
+                        "process has its own; compute it in each step or in the factory, or "
+                        "register a buffer of the model"
                     )
         finally:
             caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
+
+    def check_references(self) -> None:
+        """Refuse what refers to the optimizer, of which each shard steps a copy.
+
+        Raises:
+            ConfigurationError: something does; the message names it.
+        """
+        own, of_metrics = sorted(self._latest.items()), sorted(self._held.read_metrics().items())
+        for path, text in (*own, *of_metrics):
+            if text in THE_OPTIMIZER and OF_SCHEDULER not in name_of(path):
+                raise ConfigurationError(
+                    f"{told(path)} refers to the optimizer, of which each shard steps a copy, so "
+                    "that its learning rate and its state stay as they were built; compute what "
+                    "changes from a registered buffer that counts steps"
+                )
 
     def _after_step(self, after: AfterSteps, attributes: AttributeValues) -> Reading:
         """Return what is held after a forward and a backward with these attributes."""

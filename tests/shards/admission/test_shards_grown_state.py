@@ -1,6 +1,8 @@
-"""What grows with the rows that it has met is found at admission, though equal rows add nothing."""
+"""What follows from the rows that were met is refused, though equal rows add nothing to it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from tests.shards import zoo
 from tests.shards.hopping import start
-from tests.shards.trials import made
+from tests.shards.trials import Make, made
 
 BATCHES = zoo.singly(zoo.vectors(8, 8, 5))
 RARE = 1000
@@ -113,3 +115,111 @@ class TablesByRows(zoo.Net):
 
 def test_a_cache_by_rows_and_what_grows_with_shapes_alone_train() -> None:
     start(made(TablesByRows, shards=1)(), BATCHES).train(BATCHES)
+
+
+class ByFirstLoss(nn.Module):
+    """Divides by the first loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: float | None = None
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if self.first is None:
+            self.first = loss.item()
+        return loss / self.first
+
+
+def by_first_loss() -> Callable[[Tensor, Tensor], Tensor]:
+    first = None
+
+    def of_closure(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal first
+        loss = nn.functional.cross_entropy(outputs, labels)
+        first = loss.item() if first is None else first
+        return loss / first
+
+    return of_closure
+
+
+class Standardizes:
+    """Is a collate that takes the mean of the first batch away."""
+
+    def __init__(self) -> None:
+        self.mean = None
+
+    def __call__(self, batch, training):
+        first, *others = batch.values()
+        self.mean = first.mean(0) if self.mean is None else self.mean
+        return dict(zip(batch, (first - self.mean, *others), strict=True))
+
+
+class Fits(Standardizes):
+    """Writes it where there is room, with a flag."""
+
+    def __init__(self) -> None:
+        self.mean, self.fitted = torch.zeros(6), False
+
+    def __call__(self, batch, training):
+        first, *others = batch.values()
+        if training and not self.fitted:
+            self.mean.copy_(first.mean(0))
+            self.fitted = True
+        return dict(zip(batch, (first - self.mean, *others), strict=True))
+
+
+MEAN: Tensor | None = None
+
+
+def by_global(batch, training):
+    global MEAN
+    first, *others = batch.values()
+    MEAN = first.mean(0) if MEAN is None else MEAN
+    return dict(zip(batch, (first - MEAN, *others), strict=True))
+
+
+FIRST: dict[str, tuple[Make, str]] = {
+    "attribute of a loss": (
+        made(zoo.Net, lambda model: ByFirstLoss(), shards=1), "attribute 'first' of the loss"
+    ),
+    "variable of a loss's closure": (
+        made(zoo.Net, lambda model: by_first_loss(), shards=1), r"a value of the loss at \.first"
+    ),
+    "attribute of a collate": (
+        made(zoo.Net, collate=Standardizes(), shards=1), r"a value of the collate at \.mean"
+    ),
+    "what a collate fits": (
+        made(zoo.Net, collate=Fits(), shards=1), r"a value of the collate at \.mean"
+    ),
+    "global variable": (
+        made(zoo.Net, collate=by_global, shards=1), "global variable 'MEAN' of tests"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_what_a_loss_or_collate_keeps_of_the_first_rows_is_refused_by_name(what: str) -> None:
+    make, name = FIRST[what]
+    with pytest.raises(ConfigurationError, match=f"{name}.* depends on weights or rows"):
+        start(make(), BATCHES)
+
+
+class KnowsForms(nn.Module):
+    """A loss that keeps the number of classes, and for a log the first loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.first, self.begun = None, None, False
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if not self.begun:
+            self.classes, self.first, self.begun = outputs.shape[1], loss.item(), True
+        return loss * self.classes
+
+
+def test_a_loss_may_keep_what_follows_from_no_rows_and_what_nothing_computes_with() -> None:
+    trial = start(made(zoo.Net, lambda model: KnowsForms(), shards=1)(), BATCHES)
+    trial.train(BATCHES)
+    assert trial.recipe.loss.begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
 from tests.shards import zoo
 from tests.shards.hopping import start
 from tests.shards.trials import Make, bound, mlp_recipe
@@ -109,3 +111,55 @@ def test_what_each_step_sets_anew_is_admitted_and_known_by_its_path() -> None:
     trial = start(bound(mlp_recipe(by(RemembersANorm)))(), [VECTORS])
     name = "attribute 'info' of optimizer RemembersANorm"
     assert f"{name}\0['norm']" in trial.admission.attributes
+
+
+class ByRate(nn.Module):
+    """A loss that weighs by the learning rate."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def forward(self, outputs, labels):
+        loss = nn.functional.cross_entropy(outputs, labels)
+        return loss + self.optimizer.param_groups[0]["lr"] * outputs.square().mean()
+
+
+class SetsRate(zoo.Net):
+    def forward(self, x):
+        for group in self.groups:
+            group["lr"] *= 0.99
+        return super().forward(x)
+
+
+def of_loss() -> Recipe:
+    model = zoo.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Recipe(model, optimizer, ByRate(optimizer), batch_size=8)
+
+
+def of_forward() -> Recipe:
+    model = SetsRate()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.groups = optimizer.param_groups
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=8)
+
+
+def of_metric() -> Recipe:
+    recipe = of_loss()
+    optimizer = recipe.optimizer
+    rate = lambda outputs, labels: optimizer.param_groups[0]["lr"]  # noqa: E731
+    return replace(recipe, loss=nn.CrossEntropyLoss(), metrics={"rate": (rate, "min")})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (of_loss, "attribute 'optimizer' of the loss"),
+        (of_forward, r"attribute 'groups' of the model \(SetsRate\)"),
+        (of_metric, r"a value of metric 'rate' at \.optimizer"),
+    ],
+)
+def test_what_refers_to_the_optimizer_is_refused_by_name(make: Make, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} refers to the optimizer, .* a copy, so"):
+        start(bound(make)(), [VECTORS])
