@@ -28,7 +28,7 @@ from cerebro_hydra.recipe import (
     state_tensors,
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
-from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects
+from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects, check_switched
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
 from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
@@ -153,6 +153,7 @@ class CutCheck:
             ConfigurationError: model, loss or optimizer don't work on the batches.
         """
         model = recipe.model
+        check_switched(model)
         second_names, memory = SecondNames(model), BuffersInOneMemory(model)
         microbatches = min(recipe.accumulate, 2)
         windows = tuple(

@@ -11,20 +11,23 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Recipe, RunningEvaluation
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_state import (
     OF_METRIC,
+    PLAIN,
     HeldState,
     SetByTraining,
     not_computed_with,
 )
 from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, EarlierReadings
+from cerebro_hydra.shards.admission.named_by_code import is_own
 from cerebro_hydra.shards.admission.readings import (
     KnownChanges,
     Reading,
@@ -38,6 +41,7 @@ from cerebro_hydra.shards.admission.training_effects import AfterSteps, bits_of_
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
+from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import TensorContent
 from cerebro_hydra.shards.engine.layout import TrialRuntime
 
@@ -169,6 +173,42 @@ class EvaluationEffects:
             leaves = (each for each in tree_leaves(outputs) if isinstance(each, Tensor))
             found = [repr(evaluation.result()), *(repr(TensorContent.of(each)) for each in leaves)]
         return found
+
+
+def check_switched(model: nn.Module) -> None:
+    """Refuse a model that notes how often it is switched to training, such as to count epochs.
+
+    Raises:
+        ConfigurationError: its own `train` or `eval` does; the message names what it changes.
+    """
+    kinds = {type(module) for module in model.modules()}
+    if not any(is_own(each.train.__module__) or is_own(each.eval.__module__) for each in kinds):
+        return
+
+    def read() -> Reading:
+        plain = {
+            f"attribute {name!r} of {f'module {place!r}' if place else 'the model'}": repr(value)
+            for place, module in model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in PLAIN
+        }
+        return plain | {f"buffer {n!r}": tensor_digest(b) for n, b in model.named_buffers()}
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with kept_attributes(model):
+        model.train()
+        before = read()
+        model.eval()
+        model.train()
+        found = sorted(changed(before, read()))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    if found:
+        raise ConfigurationError(
+            f"each call of train() and eval() changes {found[0]}, and they are called at other "
+            "times here than in a loop of one's own; count steps in the forward, in a registered "
+            "buffer, `if self.training`"
+        )
 
 
 class LateEvaluation:

@@ -452,8 +452,9 @@ class SideEffects:
                 evaluate(others.example)
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
-                is_cached, acted = CACHED in path or caches.hold(path), acts != plain
-                is_first = acted and is_shared(path) and built.get(path) != first.get(path)
+                is_cached = CACHED in path or caches.hold(path)
+                acted = bool(variables) and acts != plain and is_shared(path)
+                is_first = acted and built.get(path) != first.get(path)
                 if path.endswith(CACHED) or not (is_cached or is_first):
                     continue
                 other = (again if is_cached else trained).get(path, value)

@@ -57,6 +57,8 @@ class StateTemplate:
         """Learn the template from an optimizer that has stepped.
 
         For a trainable parameter without a gradient so far, a copy of the optimizer takes a step.
+        If that takes the gradient away, as some do with those of a layer in the first steps, what
+        the optimizer keeps will be as for another parameter.
 
         Raises:
             ConfigurationError: the optimizer's state has a value that is no tensor and not None, or
@@ -65,25 +67,36 @@ class StateTemplate:
         check_state_keys(optimizer)
         names = {id(p): name for name, p in model.named_parameters()}
         entries: dict[str, tuple[StateEntry, ...]] = {}
+        without: list[tuple[str, Tensor]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue  # Adagrad makes state for frozen parameters too
                 name = names[id(parameter)]
                 state = optimizer.state.get(parameter)
-                state = state or _state_after_a_step(optimizer, name, parameter)
+                if not state and (state := _state_after_a_step(optimizer, name, parameter)) is None:
+                    without.append((name, parameter))
+                    continue
                 entries[name] = tuple(
                     _entry(optimizer, name, key, value)
                     for key, value in state.items()
                     if value is not None
                 )
+        for like in [name for name, found in entries.items() if found][:1]:
+            shape = tuple(model.get_parameter(like).shape)
+            for name, parameter in without:
+                own = tuple(parameter.shape)
+                entries[name] = tuple((k, d, own if s == shape else s) for k, d, s in entries[like])
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
 
 
 def _state_after_a_step(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
-) -> dict[str, Any]:
-    """Return the state that an optimizer makes for a parameter with its first gradient."""
+) -> dict[str, Any] | None:
+    """Return the state that an optimizer makes for a parameter with its first gradient.
+
+    None if it takes that away.
+    """
     stand_in = nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
     clone = clone_optimizer(optimizer, {id(parameter): stand_in})
@@ -95,7 +108,7 @@ def _state_after_a_step(
             f"alone ({named_error_text(error)}), as it does in shards; let it keep what it has of "
             "a parameter in its state, as self.state[p], and not by a number or an id"
         ) from error
-    return dict(clone.state[stand_in])
+    return dict(clone.state[stand_in]) if stand_in.grad is not None else None
 
 
 def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:

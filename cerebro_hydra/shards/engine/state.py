@@ -189,7 +189,7 @@ class ShardState:
             for key, value in state.items():
                 if value is None:
                     continue
-                if not views:
+                if name in self.constant:
                     raise trains_otherwise(name, True)
                 if key not in views:
                     raise ConfigurationError(

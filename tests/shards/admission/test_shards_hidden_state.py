@@ -20,8 +20,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.held_state import HeldState
 from cerebro_hydra.shards.admission.readings import changed, told
-from tests.shards import zoo
-from tests.shards.admission import kept_elsewhere
+from tests.shards import kept_elsewhere, zoo
 from tests.shards.hopping import start
 from tests.shards.trials import made
 
@@ -243,7 +242,7 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         InACachedResult, r"global variable 'cached' of tests\S+ at \.cache\[0\]\[0\]"
     ),
     "one of another module": (
-        InAnotherModule, "global variable 'gain' of tests.shards.admission.kept_elsewhere"
+        InAnotherModule, "global variable 'gain' of tests.shards.kept_elsewhere"
     ),
     "an attribute of its class": (InItsClass, r"attribute 'share' of class tests\S+InItsClass"),
     "an attribute of a class": (

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -142,6 +143,19 @@ class CountsOn(zoo.One):
     def forward(self, x):
         next(self.calls)
         return self.a(x)
+
+
+class CountsEpochs(zoo.Net):
+    """Counts how often it is switched to training."""
+
+    def __init__(self, *, in_buffer: bool) -> None:
+        super().__init__()
+        self.register_buffer("epoch", torch.zeros(())) if in_buffer else setattr(self, "epoch", 0)
+
+    def train(self, mode=True):
+        if mode and not self.training:
+            self.epoch += 1
+        return super().train(mode)
 
 
 class Smoothed(nn.Module):
@@ -330,6 +344,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a buffer that is made": (
         made(MakesABuffer), "each step changes buffer 'rows', which training makes"
     ),
+    **{
+        f"a count of epochs in {name}": (
+            made(partial(CountsEpochs, in_buffer=in_buffer)),
+            rf"each call of train\(\) and eval\(\) changes {name}, .* `if self\.training`",
+        )
+        for name, in_buffer in (("buffer 'epoch'", True), ("attribute 'epoch' of the model", False))
+    },
     "what a loss keeps": (
         made(zoo.Net, lambda model: Smoothed()), "each step changes attribute 'mean' of the loss"
     ),

@@ -184,3 +184,26 @@ def test_state_that_an_optimizer_drops_is_not_there_after_a_hop(how: str) -> Non
     sub_epochs = [zoo.singly(zoo.vectors(*[8] * 4, seed=seed)) for seed in range(2)]
     make = mlp_recipe(optimizer=lambda model: Restarts(model.parameters(), how))
     assert_equal_to_plain(make, sub_epochs, "modules")
+
+
+class CancelsLast(torch.optim.Adam):
+    """Takes a group's gradients away in its first steps, as DINO does with its last layer's."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            if group["waits"] >= group["taken"]:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        super().step(closure)
+
+
+@pytest.mark.parametrize("waits", [3, 6])
+def test_parameters_whose_first_gradients_an_optimizer_takes_away_train_later(waits: int) -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        first, *others = model.parameters()
+        groups = [{"params": others, "waits": 0}, {"params": [first], "waits": waits}]
+        return CancelsLast(groups, lr=0.01)
+
+    sub_epochs = [zoo.singly(zoo.vectors(*[8] * 4, seed=seed)) for seed in range(2)]
+    assert_equal_to_plain(mlp_recipe(optimizer=optimizer), sub_epochs, "modules")
