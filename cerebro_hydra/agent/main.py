@@ -299,7 +299,12 @@ class _Agent:
         return self._shard_store.follow(request.trial, request.state, takes=not request.verify)
 
     def _fail(self, error: Exception) -> None:
-        """End the run, because a new agent in this one's place would meet the same error."""
+        """End the run, because a new agent in this one's place would meet the same error.
+
+        It meets no other's lack of threads, which lasts until the process ends that has them.
+        """
+        if watchdog.is_lack_of_threads(error):
+            watchdog.end(watchdog.NO_THREADS)
         self._report_fatal(error, error_text(error))
         self._stopping.set()
         self._ready.set()

@@ -89,11 +89,16 @@ def _lacks_descriptors() -> bool:
     return False
 
 
+def is_lack_of_threads(error: BaseException) -> bool:
+    """Return whether an error says that no thread can be started."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+
+
 def _lacks_threads() -> bool:
     try:
         _thread.start_new_thread(int, ())
-    except RuntimeError:
-        return True
+    except RuntimeError as error:
+        return is_lack_of_threads(error)
     return False
 
 

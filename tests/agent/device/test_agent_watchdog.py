@@ -60,7 +60,8 @@ released = watchdog.watch_parent()
 try:
     while True:
         threading.Thread(target=released.wait, args=(60,), daemon=True).start()
-except RuntimeError:
+except RuntimeError as error:
+    assert watchdog.is_lack_of_threads(error)
     released.wait(60)
 """
 
