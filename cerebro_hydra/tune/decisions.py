@@ -69,6 +69,8 @@ class Target:
 
     def _is_reached(self, name: str, value: float) -> bool:
         asked = self.values[name]
+        if not isfinite(value):
+            return False
         return value <= asked if self.directions()[_bare(name)] == "min" else value >= asked
 
 

@@ -39,10 +39,13 @@ class Measured(NamedTuple):
 def is_better(one: Measured, other: Measured, direction: str) -> bool:
     """Tell whether one of two is better; ``direction`` is "min" or "max".
 
-    Of equal values the better one has the better validation loss; if that is equal too, the earlier
-    epoch, and then the lower trial.
+    A finite value is better than an infinite one, into which a measure has overflowed, and two
+    infinite ones are equal. Of equal values the better one has the better validation loss; if that
+    is equal too, the earlier epoch, and then the lower trial.
     """
-    if not isclose(one.value, other.value, rel_tol=EQUAL_WITHIN):
+    if (is_finite := isfinite(one.value)) != isfinite(other.value):
+        return is_finite
+    if is_finite and not isclose(one.value, other.value, rel_tol=EQUAL_WITHIN):
         return (one.value > other.value) == (direction == "max")
     if not isclose(one.loss, other.loss, rel_tol=EQUAL_WITHIN):
         return one.loss < other.loss

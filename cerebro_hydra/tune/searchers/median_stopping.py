@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose, isnan, nan
+from math import isclose, isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -88,11 +88,11 @@ class MedianStopped:
         if metrics is None or trial not in self._training:
             return []
         value = metrics.get(self._run.metric, nan)
-        self._values[trial] += [] if isnan(value) else [value]
+        self._values[trial] += [value] if isfinite(value) else []
         values, means = self._values[trial], self._means[epochs - 1]
         others = list(means.values())
-        if values and not isnan(mean := sum(values) / len(values)):
-            means[trial] = mean
+        if values:
+            means[trial] = sum(values) / len(values)
         if epochs == self.epochs:
             self._training.remove(trial)
         elif epochs >= self._rule.grace_epochs and len(others) >= self._rule.min_trials:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf, isnan, nan
+from math import ceil, inf, nan
 from random import Random
 from typing import Any
 
@@ -184,7 +184,7 @@ class _Drawn:
 
     def end(self) -> None:
         if self.next_rung is not None:
-            self.values[self.next_rung] = inf if isnan(self.last) else self.last
+            self.values[self.next_rung] = self.last if self.last > -inf else inf
             self.next_rung = None
 
     def frozen(self, value: float) -> FrozenTrial:

@@ -8,7 +8,7 @@ train. So what is drawn depends on what was measured, and not on who came first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any
 
 import optuna
@@ -109,6 +109,7 @@ class SampledCandidates:
 
     def _measured(self, trial: int, value: float) -> None:
         signed = value if self._run.direction() == "min" else -value
+        signed = nan if signed == -inf else signed  # it has overflowed, which is no success
         before = self._values[trial]
         if not self._keeps_best or isnan(before) or signed < before:
             self._values[trial] = signed

@@ -102,3 +102,5 @@ def test_a_loss_reaches_its_target_from_above(name: str, value: float) -> None:
     target = Target({name: 0.5}, lambda: {"loss": "min", "accuracy": "max"})
     assert "trial 2 has reached" in target.reached([EndEpoch(2, 0, {name: value})])
     assert not target.reached([EndEpoch(2, 0, {name: 1.0 - value})])
+    overflowed = float("-inf" if name == "val_loss" else "inf")
+    assert not target.reached([EndEpoch(2, 0, {name: overflowed})])

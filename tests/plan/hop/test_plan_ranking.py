@@ -49,6 +49,16 @@ def test_of_equal_values_the_better_loss_wins_then_the_earlier_epoch_then_the_lo
         assert is_better(better, worse, direction) and not is_better(worse, better, direction)
 
 
+@given(st.lists(VALUES.filter(lambda value: value == value), min_size=1), DIRECTIONS)
+def test_a_value_that_has_overflowed_is_better_than_no_finite_one(values, direction) -> None:
+    order = ranked([Measured(value, 0.5, 0, at) for at, value in enumerate(values)], direction)
+    finite = [isfinite(each.value) for each in order]
+    assert finite == sorted(finite, reverse=True)
+    assert [e.trial for e in order if not isfinite(e.value)] == [
+        at for at, value in enumerate(values) if not isfinite(value)
+    ]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 359), st.sampled_from([0.25, 0.5, nan])), max_size=12),
     DIRECTIONS,

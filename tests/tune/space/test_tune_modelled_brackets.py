@@ -192,7 +192,8 @@ def test_who_is_over_before_its_rung_counts_by_what_it_has_measured_last() -> No
     searcher.tell(0, 1, None)
     searcher.tell(1, 0, None)
     searcher.tell(2, 1, {RUN.metric: 0.5})
-    assert [drawn.values for drawn in searcher._drawn] == [{2: 0.25}, {2: inf}, {}, {}]
+    searcher.tell(3, 2, {RUN.metric: -inf})  # it has overflowed
+    assert [drawn.values for drawn in searcher._drawn] == [{2: 0.25}, {2: inf}, {}, {2: inf}]
 
 
 def test_it_learns_where_the_best_are() -> None:

@@ -395,6 +395,13 @@ def test_median_stopping_stops_nobody_for_what_a_mean_was_rounded_by() -> None:
         assert searcher.tell(trial, epoch, {run.metric: 0.1}) == []
 
 
+def test_a_value_that_has_overflowed_saves_nobody_from_median_stopping() -> None:
+    searcher = median_stopped(3, 4, grace_epochs=1, min_trials=2)
+    asked(searcher)
+    told = [searcher.tell(at, 1, {RUN.metric: v}) for at, v in enumerate((0.5, 0.6, -inf))]
+    assert [[type(each) for each in decided] for decided in told] == [[], [], [Stop]]
+
+
 def test_simulated_trials_rest_go_on_and_stop_by_events_of_the_journal() -> None:
     run = SimulatedSearch(hyperband(9), 9, 0)
     paused = [event for event in run.events if isinstance(event, ev.TrialPaused)]

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def test_one_after_the_other_draws_what_optuna_draws_itself() -> None:
         for epoch in (1, 2):
             searcher.tell(len(drawn) - 1, epoch, {RUN.metric: loss / epoch})
     assert drawn == [trial.params for trial in study.trials]
+
+
+def test_a_value_that_has_overflowed_is_no_success_to_a_sampler() -> None:
+    searcher = sampled(count=3, at_once=1)
+    for trial, (first, second) in enumerate([(0.5, -inf), (-inf, -inf), (inf, 0.25)]):
+        searcher.ask()
+        searcher.tell(trial, 1, {RUN.metric: first})
+        searcher.tell(trial, 2, {RUN.metric: second})
+    searcher.ask()
+    known = [trial.value for trial in searcher._study.trials]
+    assert known == [0.5, None, 0.25]
 
 
 def test_it_learns_where_the_best_are() -> None:
