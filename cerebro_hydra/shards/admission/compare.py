@@ -30,7 +30,7 @@ from cerebro_hydra.recipe import (
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.evaluation_effects import EvaluationEffects, check_switched
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
-from cerebro_hydra.shards.admission.held_state import HeldState
+from cerebro_hydra.shards.admission.held_state import HeldState, kept_by_optimizer
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.admission.readings import Reading, told
 from cerebro_hydra.shards.admission.training_effects import (
@@ -39,7 +39,6 @@ from cerebro_hydra.shards.admission.training_effects import (
     ExampleBatch,
     SideEffects,
     check_own_step,
-    kept_by_optimizer,
     plain_trainer,
 )
 from cerebro_hydra.shards.admission.written_tensors import (

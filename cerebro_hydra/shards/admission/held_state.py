@@ -24,9 +24,7 @@ from cerebro_hydra.shards.admission.object_reader import (
     computed_attributes,
     slots_of,
 )
-from cerebro_hydra.shards.admission.readings import (
-    Reading,
-)
+from cerebro_hydra.shards.admission.readings import Reading, name_of
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
@@ -421,3 +419,25 @@ def _package(held: Any) -> str:
         held = held.func
     module = held.__module__ if hasattr(held, "__code__") else type(held).__module__
     return str(module).partition(".")[0]
+
+
+def kept_by_optimizer(
+    optimizer: torch.optim.Optimizer, changes: Collection[str]
+) -> ConfigurationError | None:
+    """Return the error of an optimizer that keeps tensors in attributes; None if none changed.
+
+    Args:
+        changes: marks of what the first steps changed; see `KnownChanges`.
+    """
+    kind = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(held, Collection) or isinstance(held, str):
+            held = [value]
+        moves = any(name_of(m).startswith(f"attribute {name!r}{OF_OPTIMIZER}") for m in changes)
+        if moves and any(isinstance(each, Tensor) for each in held):
+            return ConfigurationError(
+                f"optimizer {kind} keeps tensors that its steps change in its attribute {name!r}, "
+                f"which hop with no shard; keep them in its state, as self.state[p][{name!r}]"
+            )
+    return None

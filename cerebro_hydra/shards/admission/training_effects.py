@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -60,6 +60,9 @@ _LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; 
 
 SET_ANEW = "let every forward set it anew"
 """Ends what to do in place of changing an attribute."""
+_SIZES = (0.5, 2.0)
+"""What weights are multiplied by so that the largest or smallest value so far is not the last."""
+
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
 
@@ -154,6 +157,9 @@ class SideEffects:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._held = HeldState(recipe)
+        losses = [each for each in recipe.losses if isinstance(each, nn.Module)]
+        self._losses, self._modules = nn.ModuleList(losses), nn.ModuleList([recipe.model, *losses])
+        self._built_losses = AttributeValues(self._losses, of=self._modules)
         read = self._held.read_all()
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
         values = {path: variable.value for path, variable in read.variables.items()}
@@ -233,15 +239,26 @@ class SideEffects:
                 self._after_step(after, each)
                 for each in (self._fresh(), after.history, after.history)
             )
-            for path in sorted(without):
-                differs = any(state.get(path) != without[path] for state in with_history)
-                if differs and name_of(path) in names:
-                    instead = remedy(path, without[path])
-                    raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
+            self._check_depends(names, without, with_history)
+            for size in _SIZES:
+                without, later = dict[str, str](), dict[str, str]()
+                with suppress(Exception):  # of code that such weights are too large or small for
+                    without = self._after_step(after, self._fresh(), size)
+                    later = self._after_step(after, after.copied_history(self._recipe.model), size)
+                self._check_depends(names, without, [later])
         once = changed(built, first)
         set_once = set(map(name_of, once)) - names
         if any(self._held.attributes(set_once)) or any(map(_is_member, once)):
             self._check_other_rows(after, set_once)
+
+    def _check_depends(
+        self, names: Collection[str], without: Reading, with_history: Sequence[Reading]
+    ) -> None:
+        for path in sorted(without):
+            differs = any(state.get(path) != without[path] for state in with_history if state)
+            if differs and name_of(path) in names:
+                instead = remedy(path, without[path])
+                raise ConfigurationError(f"{_CHANGED.format(told(path))}; {instead}")
 
     def _check_other_rows(self, after: AfterSteps, set_once: Collection[str]) -> None:
         """Refuse what the first step left and the second one on the same rows did not change.
@@ -300,8 +317,9 @@ class SideEffects:
             raise ConfigurationError(f"{_CHANGED.format(told(container))}; {remedy(container)}")
 
     def _fresh(self) -> AttributeValues:
-        """Return the attributes of the model as it was built."""
-        return AttributeValues(self._recipe.model)
+        """Return the attributes of the model and of the losses as they were built."""
+        with self._built_losses.in_use():
+            return AttributeValues(self._modules)
 
     def find_made(self, after: AfterSteps) -> None:
         """Find what the first step made that later ones use as it is, and set no more.
@@ -442,7 +460,7 @@ class SideEffects:
         attributes, acts, plain = AttributeValues(model), [""], [""]
         try:
             with suppress(Exception):
-                acts = self._step(others, self._fresh())[0] if variables else acts
+                acts = self._step(others, AttributeValues(model))[0] if variables else acts
             caches.empty()
             with suppress(Exception):
                 plain, again = self._step(others, attributes)
@@ -486,12 +504,16 @@ class SideEffects:
                     "changes from a registered buffer that counts steps"
                 )
 
-    def _after_step(self, after: AfterSteps, attributes: AttributeValues) -> Reading:
+    def _after_step(
+        self, after: AfterSteps, attributes: AttributeValues, size: float = 1.0
+    ) -> Reading:
         """Return what is held after a forward and a backward with these attributes."""
-        return self._step(after, attributes)[1]
+        return self._step(after, attributes, size)[1]
 
-    def _step(self, after: AfterSteps, attributes: AttributeValues) -> tuple[list[str], Reading]:
-        with after.in_use(self._recipe.model, attributes):
+    def _step(
+        self, after: AfterSteps, attributes: AttributeValues, size: float = 1.0
+    ) -> tuple[list[str], Reading]:
+        with after.in_use(self._recipe.model, attributes, size):
             return bits_of_step(self._recipe, after), self._held.read()
 
 
@@ -576,28 +598,6 @@ def check_own_step(trainer: PlainTrainer, example: Example, kept: list[SecondNam
             if taken + 1 >= _LEAST_SPOILT and not any(each.isnan().any() for each in left):
                 break
         state.clear()
-
-
-def kept_by_optimizer(
-    optimizer: torch.optim.Optimizer, changes: Collection[str]
-) -> ConfigurationError | None:
-    """Return the error of an optimizer that keeps tensors in attributes; None if none changed.
-
-    Args:
-        changes: marks of what the first steps changed; see `KnownChanges`.
-    """
-    kind = type(optimizer).__name__
-    for name, value in vars(optimizer).items():
-        held = value.values() if isinstance(value, Mapping) else value
-        if not isinstance(held, Collection) or isinstance(held, str):
-            held = [value]
-        moves = any(name_of(m).startswith(f"attribute {name!r}{OF_OPTIMIZER}") for m in changes)
-        if moves and any(isinstance(each, Tensor) for each in held):
-            return ConfigurationError(
-                f"optimizer {kind} keeps tensors that its steps change in its attribute {name!r}, "
-                f"which hop with no shard; keep them in its state, as self.state[p][{name!r}]"
-            )
-    return None
 
 
 def _is_member(path: str) -> bool:

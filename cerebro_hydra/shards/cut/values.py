@@ -168,14 +168,22 @@ class AttributeValues:
     refer to it, such as a hook, a lambda or a loss, refer to the model that runs.
     """
 
-    def __init__(self, model: nn.Module, kept: Callable[[Any], bool] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: Callable[[Any], bool] | None = None,
+        of: nn.Module | None = None,
+    ) -> None:
         """Copy what the modules have now.
 
         Args:
             kept: says of a tensor or an array that it is not copied, but where it is a buffer.
+            of: has modules, parameters and buffers to which the model may refer.
         """
         self._modules = list(model.modules())
         memo = _own_memo(model)
+        if of is not None:
+            memo |= _own_memo(of) | {id(buffer): buffer for buffer in of.buffers()}
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         elsewhere = memo
         if kept is not None:

@@ -77,6 +77,28 @@ class Largest(zoo.Net):
         return super().forward(x) * (2 if self.seen > RARE else 1)
 
 
+class LargestOutput(zoo.Net):
+    """Its weights grow in the first steps, so that each of these sets it as if for good."""
+
+    def add(self):
+        self.seen = 0.0
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.training:
+            self.seen = max(self.seen, y.detach().abs().max().item())
+        return y * (2 if self.seen > RARE else 1)
+
+
+class SmallestLoss(nn.Module):
+    seen = float("inf")
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, labels)
+        self.seen = min(self.seen, loss.item())
+        return loss * (2 if self.seen < 1 / RARE else 1)
+
+
 class OfLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -87,14 +109,15 @@ class OfLoss(nn.Module):
         return nn.functional.cross_entropy(outputs, labels) * (2 if len(self.seen) > RARE else 1)
 
 
-@pytest.mark.parametrize("model", [InASet, InAList, InAText, InADict, Largest])
+@pytest.mark.parametrize("model", [InASet, InAList, InAText, InADict, Largest, LargestOutput])
 def test_what_a_model_has_met_is_refused_by_name(model: type[zoo.Net]) -> None:
     with pytest.raises(ConfigurationError, match=r"changes attribute 'seen' of the model"):
         start(made(model, shards=1)(), BATCHES)
 
 
-def test_what_a_loss_has_met_is_refused_by_name() -> None:
-    make = made(zoo.Net, lambda model: OfLoss(), shards=1)
+@pytest.mark.parametrize("loss", [OfLoss, SmallestLoss])
+def test_what_a_loss_has_met_is_refused_by_name(loss: type[nn.Module]) -> None:
+    make = made(zoo.Net, lambda model: loss(), shards=1)
     with pytest.raises(ConfigurationError, match="changes attribute 'seen' of the loss"):
         start(make(), BATCHES)
 
