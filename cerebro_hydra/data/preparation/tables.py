@@ -100,21 +100,34 @@ def refuse_tables_as_files(df: DataFrame) -> None:
     Raises:
         DataError: it reads one; the message names the table, and how to read it.
     """
-    leaves = df._jdf.queryExecution().analyzed().collectLeaves()
-    for leaf in map(leaves.apply, range(leaves.size())):
-        if (found := _files_of(leaf)) is None:
-            continue
-        index, form = found
-        kind = index.getClass().getName()
-        if not kind.startswith(_OF_SPARK):
-            continue
-        # An index of a catalog has not listed its files yet, which may be of many partitions.
-        roots = index.rootPaths()
-        urls = [f"{roots.apply(at)}/any" for at in range(roots.size())]
-        if kind.endswith(_LISTED):
-            urls += index.inputFiles()
-        streamed = None if kind.endswith(_LOGGED) else form
+    for urls, streamed in _indexed(df):
         refuse_tables_of_spark(urls, _lister(df.sparkSession), "the DataFrame", streamed)
+
+
+def _indexed(df: DataFrame) -> list[tuple[list[str], str | None]]:
+    """Return the files of each of Spark's own indexes in a query, and what they would be read as.
+
+    None in place of the latter where the index has asked the log of a streamed table. Nothing if
+    Spark can't be asked, as on a cluster that lets Python call little of it.
+    """
+    from py4j.protocol import Py4JError
+
+    found: list[tuple[list[str], str | None]] = []
+    try:
+        leaves = df._jdf.queryExecution().analyzed().collectLeaves()
+        for leaf in map(leaves.apply, range(leaves.size())):
+            index, form = _files_of(leaf) or (None, "")
+            kind = "" if index is None else index.getClass().getName()
+            if index is None or not kind.startswith(_OF_SPARK):
+                continue
+            # An index of a catalog has not listed its files yet, which may be of many partitions.
+            roots = index.rootPaths()
+            urls = [f"{roots.apply(at)}/any" for at in range(roots.size())]
+            urls += index.inputFiles() if kind.endswith(_LISTED) else []
+            found.append((urls, None if kind.endswith(_LOGGED) else form))
+    except Py4JError:
+        return []
+    return found
 
 
 def _files_of(leaf: Any) -> tuple[Any, str] | None:
