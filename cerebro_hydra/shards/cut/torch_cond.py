@@ -1,4 +1,4 @@
-"""Knows torch.cond, whose branches torch compiles as they run, and not where they are watched."""
+"""Watches operations beside compiled code, and knows torch.cond, whose branches torch compiles."""
 
 from __future__ import annotations
 

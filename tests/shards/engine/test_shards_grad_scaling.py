@@ -81,7 +81,9 @@ def test_a_fork_goes_on_with_the_scale_and_its_own_schedule() -> None:
         trial.shards[k] = content, json.dumps(kept)
     trial.recipe = fork()
     spec: Any = SimpleNamespace(seed=plain.TRIAL_SEED, steps_per_epoch=STEPS_PER_EPOCH, trial_id="")
-    reference = Ancestor(spec, fork(), until=2, lags={}).fork(parent, epochs=0)
+    reference = Ancestor(spec, fork(), until=2, lags={}, kept=parent.tensors().keys()).fork(
+        parent, epochs=0
+    )
     assert trial.train(VECTORS[1]).loss_sum == reference.train(VECTORS[1])[0]
     assert_same_state(trial.tensors(), reference)
     assert reference.scaling is not None
