@@ -457,7 +457,7 @@ class SideEffects:
             return
         others = after.of_other_rows()
         model, again = self._recipe.model, dict[str, str]()
-        attributes, acts, plain = AttributeValues(model), [""], [""]
+        attributes, acts, plain = AttributeValues(model), list[str](), list[str]()
         try:
             with suppress(Exception):
                 acts = self._step(others, AttributeValues(model))[0] if variables else acts
@@ -471,7 +471,7 @@ class SideEffects:
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
                 is_cached = CACHED in path or caches.hold(path)
-                acted = bool(variables) and acts != plain and is_shared(path)
+                acted = acts and plain and acts != plain and is_shared(path)
                 is_first = acted and built.get(path) != first.get(path)
                 if path.endswith(CACHED) or not (is_cached or is_first):
                     continue
