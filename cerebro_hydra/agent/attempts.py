@@ -213,10 +213,10 @@ class VisitPlanner:
         """Describe a visit of the uncut model: whole if a device has room for it, else by shard."""
         recompute = profile.recomputes(None, self._budget, window)
         spec = profile.training(number, microbatches, window, recompute)
-        if recompute:
+        if recompute and self._budget is not None:
             return spec
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
-        whole = replace(spec, unit_seconds=0.0, whole=True)
+        whole = replace(spec, recompute=False, unit_seconds=0.0, whole=True)
         if self._budget is None or whole.device_need <= self._budget:
             return whole
         # A device has room for all but the optimizer state, which stays at home shard by shard.

@@ -73,9 +73,9 @@ NOT_REPRODUCIBLE = (
 
 STILL_DIFFERS = (
     "a step of training differs from the same step in plain PyTorch, although the trial is trained "
-    "in one piece where a device has room for that: {}. If none has, raise device_memory, or lower "
-    "the batch size; else look for state outside of parameters and buffers, such as counters, and "
-    "for random numbers that are not torch's"
+    "in one piece where a device has room for that: {}. If none has, raise device_memory, lower "
+    "the batch size, or leave recompute=True out; else look for state outside of parameters and "
+    "buffers, such as counters, and for random numbers that are not torch's"
 )
 
 REPLICAS_IN_ONE_PIECE = (

@@ -19,7 +19,8 @@ from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.messages.actions import HOST, Action, ActionKind
 from cerebro_hydra.plan.queues.events import Answer
 from cerebro_hydra.plan.queues.log import MOST_SPANS
-from cerebro_hydra.shards.admission.trial_profile import TrialProfile
+from cerebro_hydra.plan.queues.visit_spec import ShardSpec
+from cerebro_hydra.shards.admission.trial_profile import TaskProfile, TrialProfile
 from cerebro_hydra.shards.engine.layout import ShardBytes
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
@@ -316,6 +317,18 @@ def test_an_audit_is_described_as_one_which_comes_first() -> None:
     profile = TrialProfile((ShardBytes(0, 4, 4, False),), (), False)
     audited = profile.training(0, 1, 1, True)
     assert not audited.audits and planner.audit_spec(1, audited, 0, profile).audits
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_an_audit_is_whole_where_nothing_limits_a_device_though_recomputing_alone_was_measured(
+    budget: int | None,
+) -> None:
+    need = (ShardSpec(0, 1, 1, 1.0, 1.0, 1.0),) * 2
+    tasks = TaskProfile(need, None, need, (), 8, (1, 1), (1, 1))
+    profile = TrialProfile((ShardBytes(0, 4, 4, False),) * 2, (), False, tasks)
+    planner = VisitPlanner(lambda split, partition: 1, WorkerResources(device_memory=budget))
+    audit = planner.audit_spec(1, profile.training(0, 1, 1, True), 0, profile)
+    assert (audit.whole, audit.recompute) == ((True, False) if budget is None else (False, True))
 
 
 # ---------------------------------------------------------------------- what units wait for
