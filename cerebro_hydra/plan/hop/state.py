@@ -111,7 +111,8 @@ from cerebro_hydra.plan.messages.instructions import (
 NOT_ALIKE = (
     "workers {} and {}, replicas of each other, have made different states {}: the bytes of shards "
     "{} differ. Where machines have different CPUs, choose numerics='portable' for the backend; "
-    "else look for operations of the model that do not give the same bits twice"
+    "else look for operations of the model that do not give the same bits twice, and for buffers "
+    "that a backward hook writes, which no rank has from the one before it"
 )
 
 
