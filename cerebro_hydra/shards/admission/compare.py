@@ -205,7 +205,8 @@ class CutCheck:
             effects.find_made(after)
             effects.check_references()
         try:
-            template = StateTemplate.learn(model, optimizer)
+            with AttributeValues(model).in_use():  # hooks of its steps may write to buffers
+                template = StateTemplate.learn(model, optimizer)
         except Exception as error:
             if (known := kept_by_optimizer(optimizer, effects.changes)) is not None:
                 raise known from error

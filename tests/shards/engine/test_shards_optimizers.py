@@ -15,7 +15,7 @@ from cerebro_hydra.recipe import Recipe, grad_scaling
 from cerebro_hydra.shards.engine.differences import other_gradients_matter
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
-from tests.shards.trials import mlp_recipe, two_sub_epochs
+from tests.shards.trials import mlp_recipe, recipe_of, two_sub_epochs
 
 # Each is tried with its defaults and with these settings, some of which make more state.
 SEPARABLE: dict[str, list[dict[str, Any]]] = {
@@ -207,3 +207,30 @@ def test_parameters_whose_first_gradients_an_optimizer_takes_away_train_later(wa
 
     sub_epochs = [zoo.singly(zoo.vectors(*[8] * 4, seed=seed)) for seed in range(2)]
     assert_equal_to_plain(mlp_recipe(optimizer=optimizer), sub_epochs, "modules")
+
+
+class Anneals(nn.Linear):
+    """Has a gain that a hook of the optimizer's steps lowers."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain.clone()
+
+
+def annealing(model: nn.Sequential) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *given: model[0].gain.mul_(0.9))
+    return optimizer
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_buffer_that_a_hook_of_the_optimizer_writes_to_is_that_of_plain_training(
+    shards: int,
+) -> None:
+    sub_epochs = [zoo.singly(zoo.vectors(8, 8, seed=seed)) for seed in range(2)]
+    model = lambda: nn.Sequential(Anneals(), nn.Tanh(), nn.Linear(6, 3))  # noqa: E731
+    make = recipe_of(model, annealing, shards=shards)
+    assert_equal_to_plain(make, sub_epochs, "modules")
