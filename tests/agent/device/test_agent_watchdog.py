@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from cerebro_hydra.agent.device.watchdog import LOWERED_LIMIT, NO_FILES, NO_THREADS
 
 LEAKS = """
@@ -22,12 +24,6 @@ except OSError:
 """
 
 
-def test_a_process_without_descriptors_says_so_and_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAKS], capture_output=True, text=True, timeout=90)
-    assert done.returncode == NO_FILES
-    assert "has no file descriptor left" in done.stderr
-
-
 LOWERS = """
 import resource
 from cerebro_hydra.agent.device import watchdog
@@ -37,14 +33,6 @@ released = watchdog.watch_parent()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 released.wait(60)
 """
-
-
-def test_a_process_whose_limits_a_trial_has_lowered_for_good_says_so_and_ends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOWERS], capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == LOWERED_LIMIT
-    assert "resource.RLIMIT_FSIZE lowered by a trial" in done.stderr
 
 
 # Where memory for their stacks is limited, a process can't have many threads, whoever runs it.
@@ -66,9 +54,20 @@ except RuntimeError as error:
 """
 
 
-def test_a_process_with_all_threads_that_may_be_says_so_and_ends() -> None:
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        (LEAKS, NO_FILES, "has no file descriptor left"),
+        (LOWERS, LOWERED_LIMIT, "resource.RLIMIT_FSIZE lowered by a trial"),
+        (SPAWNS, NO_THREADS, "nobody can start another one here"),
+    ],
+    ids=["descriptors", "limits", "threads"],
+)
+def test_a_process_of_which_a_trial_has_taken_what_others_need_says_so_and_ends(
+    program: str, code: int, said: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SPAWNS], capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
     )
-    assert done.returncode == NO_THREADS
-    assert "nobody can start another one here" in done.stderr
+    assert done.returncode == code
+    assert said in done.stderr
