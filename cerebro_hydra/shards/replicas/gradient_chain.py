@@ -231,13 +231,12 @@ class GradientChain:
             buffers: by shard, which are those after the window from then on.
         """
         ends, rank, last = self.ends_window(number), self._links.rank, self._links.ranks - 1
-        messages = len(self._sum_memory)
+        added, messages = len(self._buckets), len(self._sum_memory)
         for n in range(len(self._buckets)):
             self._made(n, self._missing[n].copy())  # parameters that had no part in the loss
         with self._links.waits():
-            self._wait(
-                lambda: self._whole == messages if ends else self._added == len(self._buckets)
-            )
+            # Both, because a thread that adds counts after it has sent, which the sum may outrun.
+            self._wait(lambda: (self._added, self._whole) == (added, messages if ends else 0))
             if ends and rank > 0:
                 self._links.settle()  # the update may write to gradients, as where they are clipped
         if not ends:

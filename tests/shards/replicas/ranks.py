@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -86,13 +88,38 @@ class DeskLinks:
             self.desk.changed.acquire()
 
 
+class LateLinks(DeskLinks):
+    """Returns late to one rank's thread that sends: once its rank is in a later round, if ever.
+
+    So it goes wherever the system lets a thread wait just then.
+    """
+
+    def __init__(self, late: int, desk: Desk, rank: int, ranks: int) -> None:
+        super().__init__(desk, rank, ranks)
+        self._is_late = late == rank
+        self._later: dict[int, threading.Event] = defaultdict(threading.Event)
+
+    def send(self, kind: str, number: int, bucket: int, memory: torch.Tensor) -> None:
+        super().send(kind, number, bucket, memory)
+        if not self._is_late or kind != "partial":
+            return
+        if threading.current_thread().name == "gradient-chain":
+            self._later[number + 1].wait(0.1)
+        else:
+            self._later[number].set()
+            time.sleep(0.005)  # the other one goes first
+
+
 def train_ranks(
-    make: Make, sub_epochs: Sequence[Sequence[Sequence[Batch]]]
+    make: Make,
+    sub_epochs: Sequence[Sequence[Sequence[Batch]]],
+    connect: Callable[[Desk, int, int], DeskLinks] = DeskLinks,
 ) -> tuple[list[Trial], list[list[float]]]:
     """Train a trial with a rank for each partition; return what each has, and its losses.
 
     Args:
         sub_epochs: of each, the batches of every partition.
+        connect: makes the links of a rank.
     """
     every = [[batch] for parts in sub_epochs for part in parts for batch in part]
     trials = [start(make(), every) for _ in sub_epochs[0]]
@@ -100,13 +127,18 @@ def train_ranks(
     for parts in sub_epochs:
         desk, errors = Desk(), list[BaseException]()
         threads = [
-            threading.Thread(target=_guarded, args=(desk, rank, trial, parts, losses, errors))
+            threading.Thread(
+                daemon=True,
+                target=_guarded,
+                args=(desk, connect(desk, rank, len(trials)), trial, parts, losses, errors),
+            )
             for rank, trial in enumerate(trials)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive(), "a rank waits for ever"
         if errors:
             raise errors[0]
     return trials, losses
@@ -115,23 +147,21 @@ def train_ranks(
 def _guarded(desk: Desk, *rest: Any) -> None:
     with desk.changed:
         try:
-            _train_rank(desk, *rest[:-1])
+            _train_rank(*rest[:-1])
         except BaseException as error:
             rest[-1].append(error)
 
 
 def _train_rank(
-    desk: Desk,
-    rank: int,
+    links: DeskLinks,
     trial: Trial,
     parts: Sequence[Sequence[Batch]],
     losses: list[list[float]],
 ) -> None:
-    runtime, rounds = trial.runtime(), max(map(len, parts))
+    runtime, rounds, rank = trial.runtime(), max(map(len, parts)), links.rank
     window, barrier = runtime.recipe.accumulate, runtime.recipe.barrier
     streams = [iter([OtherBatch(batch.rows) for batch in part]) for part in parts]
     streams[rank] = iter(parts[rank])
-    links = DeskLinks(desk, rank, len(parts))
     chain = GradientChain(links, trial.layout, window, rounds, BUCKET_BYTES)
     visit = VisitRun(
         runtime,

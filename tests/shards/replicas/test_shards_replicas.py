@@ -14,7 +14,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.shards.replicas.gradient_chain import GradientChain
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import trials, zoo
-from tests.shards.replicas.ranks import train_plainly, train_ranks
+from tests.shards.replicas.ranks import LateLinks, train_plainly, train_ranks
 
 
 class Notebook(nn.Module):
@@ -98,6 +98,14 @@ def test_replicas_have_the_bits_of_one_process(case: str) -> None:
     for rank in ranks:
         assert_same_state(rank.tensors(), reference)
     assert all(len(each) == len(sub_epochs) for each in losses)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_thread_that_is_late_from_sending_counts_for_its_own_round(late: int) -> None:
+    """Else a later round waits for ever, or ends before its gradients are added."""
+    make, sub_epochs = CASES["three, accumulated, average"]
+    ranks = train_ranks(with_replicas(make, 3), sub_epochs, partial(LateLinks, late))[0]
+    assert_same_state(ranks[0].tensors(), train_plainly(make, sub_epochs))
 
 
 def with_replicas(make: trials.Make, replicas: int) -> trials.Make:
