@@ -42,6 +42,10 @@ _STATE = re.compile(r"state-(\d{6,})\.json", re.ASCII)
 _SEGMENT = re.compile(r"(\d{8,})(?:-(\d{8,}))?\.jsonl", re.ASCII)
 
 
+class DamagedObject(StoreError):
+    """The bytes of an object have another digest than its name says."""
+
+
 class RunFolder:
     """Reads and writes the folder of one run in a store.
 
@@ -121,7 +125,8 @@ class RunFolder:
         """Return a shard's segment, read into the memory that `allocate` gives for so many bytes.
 
         Raises:
-            StoreError: it is absent, or its bytes have another digest.
+            DamagedObject: its bytes have another digest.
+            StoreError: it is absent, or can't be read.
         """
         path = self._object(digest)
         with self.store.open(path) as file, explained("read", path):
@@ -136,7 +141,7 @@ class RunFolder:
                 rest[: len(chunk)] = chunk
                 rest = rest[len(chunk) :]
         if (found := digest_of(buffer)) != digest:
-            raise StoreError(
+            raise DamagedObject(
                 f"object {digest} is damaged: the {size} bytes of {path!r} have the digest "
                 f"{found}; restore the file from a copy, or train its trial again in a new run"
             )

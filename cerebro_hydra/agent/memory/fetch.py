@@ -16,7 +16,7 @@ from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore,
 from cerebro_hydra.errors import StoreError, TransferError
 from cerebro_hydra.plan.messages.events import Hop
 from cerebro_hydra.shards.engine.layout import Bytes
-from cerebro_hydra.storage.run_folder import RunFolder
+from cerebro_hydra.storage.run_folder import DamagedObject, RunFolder
 from cerebro_hydra.wire.messages import FetchedShard, ShardRequest
 from cerebro_hydra.wire.shards import DigestDiffers, ShardClient
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class StateAltered(TransferError):
-    """The bytes of a published shard are no longer what its owner had announced."""
+    """The bytes of a published shard are no longer what was announced of them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fetch:
     on_whole: Callable[[int, int], None]
     error: str | None = None
     altered: bool = False
-    """Whether it failed because the owner's own bytes are not what it had published."""
+    """Whether it failed because the bytes at their source are not what was announced of them."""
     lacking: str | None = None
     """What memory the state did not fit into, if that is why it failed."""
     _cancelled: threading.Event = field(default_factory=threading.Event)
@@ -169,12 +169,14 @@ class Fetch:
                 raise TransferError("cancelled")
 
     def _patiently_from_store(self, number: int) -> Shard:
+        altered = False
         for pause in STORE_PAUSES:
             try:
                 return self._from_store(number)
-            except TransferError:
-                if self._cancelled.wait(pause):
-                    raise
+            except TransferError as error:
+                was_altered, altered = altered, isinstance(error, StateAltered)
+                if (altered and was_altered) or self._cancelled.wait(pause):
+                    raise  # bytes that were damaged twice, or nobody waits any more
         return self._from_store(number)
 
     def _from_store(self, number: int) -> Shard:
@@ -183,7 +185,8 @@ class Fetch:
             entry = self.folder.read_state(request.trial, request.state)["shards"][number]
             segments = {name: self._object(entry[name]) for name in ("frozen", "trainable")}
         except StoreError as error:
-            raise TransferError(str(error)) from error
+            kind = StateAltered if isinstance(error, DamagedObject) else TransferError
+            raise kind(str(error)) from error
         return Shard(segments, entry["cursor"] or {})
 
     def _object(self, name: str) -> tuple[str, Bytes]:
@@ -255,7 +258,7 @@ class FetchManager:
             return None if fetch is None else fetch.error
 
     def altered(self, trial: int, state: int) -> bool:
-        """Return whether a state did not come because its owner has other bytes than it told."""
+        """Return whether a state did not come because its source has other bytes than announced."""
         with self._lock:
             fetch = self._fetches.get((trial, state))
             return fetch is not None and fetch.altered

@@ -230,8 +230,8 @@ class TrialCourse:
     def transfer_failed(self, attempt: Attempt, error: str, altered: bool = False) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
 
-        Where agents alone hold the state, one of them writes it to the store (``advance``). One
-        that says itself that its bytes were altered is no source from then on.
+        Where agents alone hold the state, one of them writes it to the store (``advance``). A
+        source that was found to have altered bytes, an agent or the store, is none from then on.
         """
         index, trial = attempt.trial, self._tables.trials[attempt.trial]
         state, place = attempt.source.state, attempt.source.incarnation or STORE

@@ -185,8 +185,8 @@ class TransferFailed:
     """Shards could not be fetched, which is not the trial's fault.
 
     An agent reports it after its own retries, which last longer than it takes to notice a dead
-    owner. Otherwise one slow ``WorkerLost`` would use up the trial's chances. Where the owner says
-    that its own bytes were ``altered`` after they were published, it is no source of them any more.
+    owner. Otherwise one slow ``WorkerLost`` would use up the trial's chances. Where the source has
+    been found to have ``altered`` bytes, others than were announced, it is no source any more.
     """
 
     attempt: int

@@ -393,3 +393,37 @@ def test_bytes_that_were_damaged_on_the_way_are_asked_for_again(
         receiver.manager.close()
     assert not receiver.manager.altered(0, 1)
     assert next(damages, None) is None
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "for good"])
+def test_an_object_that_is_damaged_in_the_store_is_read_twice_and_no_more(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trial fails soon, and does not wait as for a store that is away."""
+    monkeypatch.setattr("cerebro_hydra.agent.memory.fetch.STORE_PAUSES", (0.0, 3600.0))
+    content, folder = np.full(64, 4, np.uint8), RunFolder(LocalStore(str(tmp_path)), "run")
+    name, changed = digest(content), SimpleQueue[None]()
+    shard = {"frozen": name, "trainable": name, "cursor": None}
+    folder.write_state(0, 7, {"trial": 0, "state": 7, "shards": [shard]})
+    content[5] = 9
+    folder.write_object(name, content)
+    if not again:
+        content[5] = 4
+        read = folder.read_object
+
+        def read_and_mend(*args: Any) -> Any:
+            try:
+                return read(*args)
+            finally:
+                folder.store.write(f"{folder.path}/objects/{name}.safetensors", content)
+
+        monkeypatch.setattr(folder, "read_object", read_and_mend)
+    store = empty_store()
+    store.on_change = lambda: changed.put(None)
+    manager = FetchManager("me", store, folder, NOBODY, lambda *state: None)
+    manager.fetch(FetchRequest(0, 7, 1, None, None))
+    while manager.error(0, 7) is None and not store.whole(0, 7):
+        changed.get(timeout=SECONDS)
+    assert manager.altered(0, 7) is again
+    assert not again or "is damaged: the 64 bytes of" in str(manager.error(0, 7))
+    manager.close()
