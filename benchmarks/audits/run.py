@@ -27,7 +27,7 @@ from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Columns, PlainTrainer, build_recipe
 from cerebro_hydra.shards.admission.admit import admit
-from cerebro_hydra.shards.admission.late_effects import EarlierReadings, LateEffects
+from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Sample
 from cerebro_hydra.shards.engine.layout import TrialRuntime

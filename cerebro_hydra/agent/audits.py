@@ -30,7 +30,7 @@ from cerebro_hydra.agent.visit import Visit
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.plan.messages.instructions import StartSubEpoch
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget, drawn_window
-from cerebro_hydra.shards.admission.late_effects import history_told
+from cerebro_hydra.shards.admission.effects.late_effects import history_told
 from cerebro_hydra.shards.engine.layout import Bytes
 
 STEPS_OF_AN_AUDIT = 4

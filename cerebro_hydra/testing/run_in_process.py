@@ -34,7 +34,7 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.plan.policy.policy import Scheduler
 from cerebro_hydra.recipe import BatchTensors, Columns, Evaluation, Recipe, Window
 from cerebro_hydra.shards.admission.admit import AdmittedCut
-from cerebro_hydra.shards.admission.late_effects import EarlierReadings, LateEffects
+from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.engine.engine import Engine, Mode
 from cerebro_hydra.shards.engine.layout import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.held_state import SetBefore
+from cerebro_hydra.shards.admission.effects.held_state import SetBefore
 from tests.agent.late_events import HAPPENS, RARE, made
 from tests.agent.lone_agent import Agent
 

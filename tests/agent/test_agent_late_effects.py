@@ -431,7 +431,7 @@ def test_what_changes_while_there_is_no_time_to_look_is_found_at_the_next_look(
 ) -> None:
     damps_once = lambda self, x: self.gains.update(w=0.5)  # noqa: E731
     agent = start(lambda: made(Event(damps_once, gains={"w": 1.0}), shards=shards), share=0.0)
-    monkeypatch.setattr("cerebro_hydra.shards.admission.late_effects.FREE_SECONDS", -1.0)
+    monkeypatch.setattr("cerebro_hydra.shards.admission.effects.late_effects.FREE_SECONDS", -1.0)
     looks = agent.runs._looks
     looks.share, HAPPENS[0] = 1.0, False
     assert isinstance(agent.train(1), events.SubEpochDone), "with a look"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.held_state import SetByTraining
+from cerebro_hydra.shards.admission.effects.held_state import SetByTraining
 from cerebro_hydra.storage import LocalStore
 from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 

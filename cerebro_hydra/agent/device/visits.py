@@ -33,8 +33,8 @@ from cerebro_hydra.recipe.randomness import (
     compute_deterministically,
     random_numbers_kept,
 )
-from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
-from cerebro_hydra.shards.admission.late_effects import (
+from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.effects.late_effects import (
     FREE_SECONDS,
     EarlierReadings,
     LateEffects,

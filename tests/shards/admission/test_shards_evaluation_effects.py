@@ -12,8 +12,8 @@ from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe
-from cerebro_hydra.shards.admission.evaluation_effects import UNREAD
-from cerebro_hydra.shards.admission.readings import KnownChanges
+from cerebro_hydra.shards.admission.effects.evaluation_effects import UNREAD
+from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.hopping import start

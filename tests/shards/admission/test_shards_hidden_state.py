@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.held_state import HeldState
-from cerebro_hydra.shards.admission.readings import changed, told
+from cerebro_hydra.shards.admission.effects.held_state import HeldState
+from cerebro_hydra.shards.admission.effects.readings import changed, told
 from tests.shards import kept_elsewhere, zoo
 from tests.shards.hopping import start
 from tests.shards.trials import made

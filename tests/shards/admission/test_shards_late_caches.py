@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
-from cerebro_hydra.shards.admission.evaluation_effects import LateEvaluation
-from cerebro_hydra.shards.admission.late_effects import EarlierReadings
+from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import made as made_in_shards

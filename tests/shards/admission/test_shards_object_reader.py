@@ -23,16 +23,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.named_by_code import is_installed
-from cerebro_hydra.shards.admission.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.readings import (
+from cerebro_hydra.shards.admission.effects.named_by_code import is_installed
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.readings import (
     KnownChanges,
     Reading,
     changed,
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 
 
 def read(value: Any, leaves: dict[int, str] | None = None) -> Reading:

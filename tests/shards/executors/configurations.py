@@ -13,7 +13,7 @@ from functools import partial
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.late_effects import EarlierReadings, LateEffects
+from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
 from cerebro_hydra.shards.engine.visit_run import VisitRun
 from tests.shards.executors.test_shards_late_writes import EXECUTORS, in_queues

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cerebro_hydra.shards.admission.readings import containers_of
+from cerebro_hydra.shards.admission.effects.readings import containers_of
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OURS = __name__.partition(".")[0]

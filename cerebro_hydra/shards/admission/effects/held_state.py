@@ -18,13 +18,13 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
-from cerebro_hydra.shards.admission.named_by_code import Variable
-from cerebro_hydra.shards.admission.object_reader import (
+from cerebro_hydra.shards.admission.effects.named_by_code import Variable
+from cerebro_hydra.shards.admission.effects.object_reader import (
     ObjectReader,
     computed_attributes,
     slots_of,
 )
-from cerebro_hydra.shards.admission.readings import Reading, name_of
+from cerebro_hydra.shards.admission.effects.readings import Reading, name_of
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()

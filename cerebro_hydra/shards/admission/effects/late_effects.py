@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe.optimizer_list import let_go
-from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.held_state import HeldState, SetBefore
-from cerebro_hydra.shards.admission.readings import (
+from cerebro_hydra.shards.admission.effects.held_state import HeldState, SetBefore
+from cerebro_hydra.shards.admission.effects.readings import (
     PART,
     KnownChanges,
     Reading,
@@ -33,7 +32,8 @@ from cerebro_hydra.shards.admission.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.training_effects import SET_ANEW, remedy
+from cerebro_hydra.shards.admission.effects.training_effects import SET_ANEW, remedy
+from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import BuiltAttributes
 from cerebro_hydra.shards.engine.differences import EFFECT

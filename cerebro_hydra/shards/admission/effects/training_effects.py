@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
 from cerebro_hydra.recipe.randomness import unit_hooks
-from cerebro_hydra.shards.admission.held_state import (
+from cerebro_hydra.shards.admission.effects.held_state import (
     OF_GRADIENT_HOOKS,
     OF_HOOKS,
     OF_OPTIMIZER,
@@ -28,8 +28,8 @@ from cerebro_hydra.shards.admission.held_state import (
     SetBefore,
     not_computed_with,
 )
-from cerebro_hydra.shards.admission.named_by_code import ABSENT, FilledCaches
-from cerebro_hydra.shards.admission.readings import (
+from cerebro_hydra.shards.admission.effects.named_by_code import ABSENT, FilledCaches
+from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     GENERATOR,
     PART,

@@ -18,17 +18,16 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Recipe, RunningEvaluation
 from cerebro_hydra.recipe.attributes import kept_attributes
-from cerebro_hydra.shards.admission.global_draws import GlobalDraws
-from cerebro_hydra.shards.admission.held_state import (
+from cerebro_hydra.shards.admission.effects.held_state import (
     OF_METRIC,
     PLAIN,
     HeldState,
     SetByTraining,
     not_computed_with,
 )
-from cerebro_hydra.shards.admission.late_effects import FREE_SECONDS, EarlierReadings
-from cerebro_hydra.shards.admission.named_by_code import is_own
-from cerebro_hydra.shards.admission.readings import (
+from cerebro_hydra.shards.admission.effects.late_effects import FREE_SECONDS, EarlierReadings
+from cerebro_hydra.shards.admission.effects.named_by_code import is_own
+from cerebro_hydra.shards.admission.effects.readings import (
     KnownChanges,
     Reading,
     changed,
@@ -37,7 +36,8 @@ from cerebro_hydra.shards.admission.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.training_effects import AfterSteps, bits_of_step
+from cerebro_hydra.shards.admission.effects.training_effects import AfterSteps, bits_of_step
+from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.shards.admission.named_by_code import (
+from cerebro_hydra.shards.admission.effects.named_by_code import (
     Cache,
     Variable,
     attribute_names,
@@ -50,7 +50,7 @@ from cerebro_hydra.shards.admission.named_by_code import (
     kept_results,
     names_where_written,
 )
-from cerebro_hydra.shards.admission.readings import (
+from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     CONTAINER,
     GENERATOR,
