@@ -28,20 +28,20 @@ from cerebro_hydra.recipe import (
     state_tensors,
 )
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
+from cerebro_hydra.shards.admission.effects.after_steps import (
+    STEPS_PER_EPOCH,
+    AfterSteps,
+    ExampleBatch,
+    check_own_step,
+    plain_trainer,
+)
 from cerebro_hydra.shards.admission.effects.evaluation_effects import (
     EvaluationEffects,
     check_switched,
 )
 from cerebro_hydra.shards.admission.effects.held_state import HeldState, kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.readings import Reading, told
-from cerebro_hydra.shards.admission.effects.training_effects import (
-    STEPS_PER_EPOCH,
-    AfterSteps,
-    ExampleBatch,
-    SideEffects,
-    check_own_step,
-    plain_trainer,
-)
+from cerebro_hydra.shards.admission.effects.training_effects import SideEffects
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
 from cerebro_hydra.shards.admission.written_tensors import (

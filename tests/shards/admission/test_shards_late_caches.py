@@ -229,3 +229,86 @@ def test_a_cache_that_another_trial_of_the_process_has_filled_at_once_may_fill()
     of_process.clear()
     os.environ[LATE] = "1"
     evaluated(plain)
+
+
+class ByItsLength(zoo.Net):
+    """Keeps something by each row in a dict, and asks how many there are."""
+
+    MOST = 60
+
+    def __init__(self, kept: dict[Any, float] | None = None) -> None:
+        super().__init__()
+        self.kept = {} if kept is None else kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.update({key: 1.0 for key in self.keys(x)})
+        return super().forward(x) * (1.0 if len(self.kept) < self.MOST else 1.5)
+
+    def keys(self, x: Tensor) -> list[Any]:
+        return [round(value, 3) for value in x[:, 0].tolist()]
+
+
+class InAGlobalByTuples(ByItsLength):
+    def __init__(self) -> None:
+        super().__init__(of_process)
+
+    def keys(self, x: Tensor) -> list[Any]:
+        return [(str(value), 0) for value in x[:, 0].tolist()]
+
+
+class Emptied(ByItsLength):
+    """Keeps no more than some, and computes with none."""
+
+    MOST = 1 << 30
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        while len(self.kept) > 10:
+            self.kept.pop(next(iter(self.kept)))
+        return h
+
+
+class AddsUp(ByItsLength):
+    """Has the same few entries in each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.kept |= {"first": 0.5, "last": h.detach().mean().item()}
+        return zoo.Net.forward(self, x) * sum(self.kept.values())
+
+
+def counts_labels(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    seen: set[int] = set()
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.update(labels.tolist())
+        return nn.functional.cross_entropy(outputs, labels) * len(seen)
+
+    return loss
+
+
+def knows_labels(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    seen: set[int] = set()
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.update(labels.tolist())
+        return nn.functional.cross_entropy(outputs, labels)
+
+    return loss
+
+
+@pytest.mark.parametrize("model", [ByItsLength, InAGlobalByTuples])
+def test_a_dict_whose_length_acts_late_is_refused(model: type[nn.Module]) -> None:
+    with pytest.raises(ConfigurationError, match=r"(attribute 'kept'|'of_process').*, which is no"):
+        start(made(model)(), BATCHES)
+
+
+@pytest.mark.parametrize("model", [Emptied, AddsUp])
+def test_a_dict_whose_length_is_of_no_use_to_a_step_trains(model: type[nn.Module]) -> None:
+    start(made(model)(), BATCHES).train(BATCHES)
+
+
+def test_a_loss_that_counts_the_labels_so_far_is_refused_and_one_that_keeps_them_trains() -> None:
+    with pytest.raises(ConfigurationError, match=r"value of the loss at \.seen, which is no part"):
+        start(made(zoo.Net, loss=counts_labels)(), BATCHES)
+    start(made(zoo.Net, loss=knows_labels)(), BATCHES).train(BATCHES)

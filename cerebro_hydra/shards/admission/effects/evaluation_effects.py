@@ -18,6 +18,7 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Recipe, RunningEvaluation
 from cerebro_hydra.recipe.attributes import kept_attributes
+from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.effects.held_state import (
     OF_METRIC,
     PLAIN,
@@ -36,7 +37,6 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.training_effects import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan

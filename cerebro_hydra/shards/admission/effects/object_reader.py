@@ -27,7 +27,7 @@ import threading
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
@@ -36,9 +36,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.shards.admission.effects.named_by_code import (
+from cerebro_hydra.shards.admission.effects.filled_caches import (
     Cache,
+    Growing,
     Variable,
+    kept_results,
+)
+from cerebro_hydra.shards.admission.effects.named_by_code import (
     attribute_names,
     constant_texts,
     environment_names,
@@ -47,7 +51,6 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     is_installed,
     is_ours,
     is_own,
-    kept_results,
     names_where_written,
 )
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -128,7 +131,7 @@ class ObjectReader:
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
-        self.dicts: dict[str, MutableMapping[Any, Any]] = {}  # that trials share, by path
+        self.growing: dict[str, Growing] = {}  # dicts and sets, by path
         self.variables: dict[str, Variable] = {}  # that trials share, by path
 
     def read(self, path: str, value: Any) -> None:
@@ -270,9 +273,11 @@ class ObjectReader:
         elif isinstance(value, dict | types.MappingProxyType):
             self._read_entries(path, value)
             if isinstance(value, dict):
-                self._note_dict(path, value)
+                self.growing[path] = value
         elif isinstance(value, set | frozenset):
             self._read_members(path, value)
+            if isinstance(value, set):
+                self.growing[path] = value
         elif isinstance(value, list | tuple | deque):
             self._read_items(path, value)
         elif isinstance(value, np.ndarray):  # of objects, the others are plain
@@ -322,11 +327,7 @@ class ObjectReader:
             self._read_members(path, set(value))
         else:
             self._read_entries(path, dict(value.items()))
-            self._note_dict(path, value)
-
-    def _note_dict(self, path: str, value: MutableMapping[Any, Any]) -> None:
-        if is_shared(path):
-            self.dicts[path] = value
+            self.growing[path] = value
 
     def _read_cache(self, path: str, value: Cache[Any]) -> None:
         """Read a function with a cache, and the results there whose arguments have names."""

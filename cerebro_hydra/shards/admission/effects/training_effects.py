@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import PlainTrainer, RandomKey, Recipe
-from cerebro_hydra.recipe.randomness import unit_hooks
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
+from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, FilledCaches, crowd
 from cerebro_hydra.shards.admission.effects.held_state import (
     OF_GRADIENT_HOOKS,
     OF_HOOKS,
@@ -28,7 +27,6 @@ from cerebro_hydra.shards.admission.effects.held_state import (
     SetBefore,
     not_computed_with,
 )
-from cerebro_hydra.shards.admission.effects.named_by_code import ABSENT, FilledCaches
 from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     GENERATOR,
@@ -43,20 +41,14 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.cut.sample import Example, copy_example
-from cerebro_hydra.shards.cut.second_names import SecondNames, on_copies
-from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues
-from cerebro_hydra.shards.engine.bound_model import bound_model
-from cerebro_hydra.shards.engine.differences import checksum, same_bits
-from cerebro_hydra.shards.engine.microbatch import Microbatch
-from cerebro_hydra.shards.engine.optimizer import clone_optimizer
+from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.cut.values import AttributeValues
 
 _MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
 _PROBES = (True, False, 0.5, "", torch.tensor(0.5))
 """What is tried in place of an attribute of which a step may ask for its type."""
-_LEAST_SPOILT, _MOST_SPOILT = 4, 16  # steps whose gradients before are spoilt; more while some stay
 
 SET_ANEW = "let every forward set it anew"
 """Ends what to do in place of changing an attribute."""
@@ -64,87 +56,6 @@ _SIZES = (0.5, 2.0)
 """What weights are multiplied by so that the largest or smallest value so far is not the last."""
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
-
-
-STEPS_PER_EPOCH = 1000
-"""For LR schedulers that ask; the real number is not known yet."""
-
-
-class ExampleBatch(NamedTuple):
-    """Holds a copy of an example, as a trainer takes it."""
-
-    features: tuple[Tensor, ...]
-    labels: tuple[Tensor, ...]
-    rows: int
-
-    @classmethod
-    def of(cls, example: Example) -> ExampleBatch:
-        """Copy an example."""
-        features, labels = copy_example(example)
-        return cls(features, labels, int((labels or features)[0].shape[0]))
-
-
-@dataclass(frozen=True)
-class AfterSteps:
-    """Holds what a trial's first steps have left, and what one more of them takes.
-
-    Attributes:
-        trained: the state, named as a checkpoint names it.
-        history: the attributes that training has left; the model has its own.
-        example: the batch of the first two steps.
-        key: of the first one.
-    """
-
-    trained: Mapping[str, Tensor]
-    history: AttributeValues
-    example: Example
-    key: RandomKey
-
-    @contextmanager
-    def in_use(
-        self, model: nn.Module, attributes: AttributeValues, size: float = 1.0
-    ) -> Iterator[None]:
-        """Let the body run a model from this state, with other attributes; it changes nothing else.
-
-        Args:
-            size: what the weights are multiplied by.
-        """
-
-        def value(name: str, parameter: nn.Parameter) -> Tensor:
-            own = self.trained[f"param:{name}"].clone()
-            return own * size if own.is_floating_point() else own
-
-        with (
-            ParameterValues(model, value).in_use(),
-            attributes.in_use(),
-            bound_model(model) as bound,
-        ):
-            buffers = model.named_buffers()
-            bound.lend_buffers({n: self.trained[f"buffer:{n}"].clone() for n, _ in buffers})
-            yield
-
-    def copied_history(self, model: nn.Module) -> AttributeValues:
-        """Return the attributes that training has left, for steps that are to change no other."""
-        with self.history.in_use():
-            return AttributeValues(model)
-
-    def of_other_rows(self) -> AfterSteps:
-        """Return the same with an example of that shape, whose rows have another order and mean."""
-
-        def of_others(column: Tensor) -> Tensor:
-            rows = column.flip(0)
-            rows[len(rows) // 2 :] = rows[:1]
-            return rows
-
-        features, labels = (tuple(map(of_others, part)) for part in self.example)
-        return replace(self, example=(features, labels))
-
-    def of_larger_rows(self) -> AfterSteps:
-        """Return the same with such an example whose features are twice as large, but integers."""
-        others = self.of_other_rows()
-        features, labels = others.example
-        twice = tuple(each * 2 if each.is_floating_point() else each for each in features)
-        return replace(others, example=(twice, labels))
 
 
 class SideEffects:
@@ -161,7 +72,7 @@ class SideEffects:
         self._losses, self._modules = nn.ModuleList(losses), nn.ModuleList([recipe.model, *losses])
         self._built_losses = AttributeValues(self._losses, of=self._modules)
         read = self._held.read_all()
-        self._readings, self._keys = [read.found], {n: set(d) for n, d in read.dicts.items()}
+        self._readings, self._keys = [read.found], {n: set(d) for n, d in read.growing.items()}
         values = {path: variable.value for path, variable in read.variables.items()}
         self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
@@ -311,10 +222,20 @@ class SideEffects:
         members = [path for path in grown if _is_member(path)]
         if not members and (entries := [path for path in grown if path not in without]):
             plain, acts = (self._step(after, each)[0] for each in (self._fresh(), after.history))
-            members = entries if plain != acts else []
+            number = {path.rpartition(PART)[0] for path in entries}
+            members = entries if plain != acts or self._crowded(after, number) != acts else []
         for path in members:
             container = path.rpartition(PART)[0]
             raise ConfigurationError(f"{_CHANGED.format(told(container))}; {remedy(container)}")
+
+    def _crowded(self, after: AfterSteps, containers: Collection[str]) -> list[str]:
+        """Return the bits of a step where many steps before it have filled dicts of the model."""
+        model = self._recipe.model
+        with after.in_use(model, after.copied_history(model)):
+            growing = self._held.read_all().growing
+            for path in growing.keys() & set(containers):
+                crowd(growing[path])
+            return bits_of_step(self._recipe, after)
 
     def _fresh(self) -> AttributeValues:
         """Return the attributes of the model and of the losses as they were built."""
@@ -452,26 +373,27 @@ class SideEffects:
             if (path in self._variables or path not in built)
             and built.get(path) != first.get(path) == second.get(path)
         }
-        caches = FilledCaches(read.caches, read.dicts, self._keys, read.is_written, variables)
+        growing = {path: each for path, each in read.growing.items() if is_shared(path)}
+        caches = FilledCaches(read.caches, growing, self._keys, read.is_written, variables)
         if not caches.are_filled:
             return
         others = after.of_other_rows()
         model, again = self._recipe.model, dict[str, str]()
-        attributes, acts, plain = AttributeValues(model), list[str](), list[str]()
+        attributes, filled, plain = AttributeValues(model), list[str](), list[str]()
         try:
             with suppress(Exception):
-                acts = self._step(others, AttributeValues(model))[0] if variables else acts
+                filled = self._step(others, AttributeValues(model))[0]
             caches.empty()
             with suppress(Exception):
                 plain, again = self._step(others, attributes)
-            trained = again.copy()
+            trained, of_rows = again.copy(), caches.lack()
             caches.empty()
             with suppress(Exception), after.in_use(model, attributes, size=0.5):
                 evaluate(others.example)
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
                 is_cached = CACHED in path or caches.hold(path)
-                acted = acts and plain and acts != plain and is_shared(path)
+                acted = variables and filled and plain and filled != plain and is_shared(path)
                 is_first = acted and built.get(path) != first.get(path)
                 if path.endswith(CACHED) or not (is_cached or is_first):
                     continue
@@ -485,9 +407,27 @@ class SideEffects:
                         "process has its own; compute it in each step or in the factory, or "
                         "register a buffer of the model"
                     )
+            self._check_number(others, caches, of_rows, filled)
         finally:
             caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
+
+    def _check_number(
+        self, others: AfterSteps, caches: FilledCaches, of_rows: Collection[str], filled: list[str]
+    ) -> None:
+        """Refuse what acts by the number of its entries, which other rows add to.
+
+        Args:
+            filled: the bits of a step of other rows with the entries of the first steps.
+        """
+        crowded = filled
+        if of_rows and filled:
+            caches.fill()
+            caches.crowd(of_rows)
+            with suppress(Exception):
+                crowded, _ = self._step(others, AttributeValues(self._recipe.model))
+        for path in of_rows if crowded != filled else ():
+            raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
 
     def check_references(self) -> None:
         """Refuse what refers to the optimizer, of which each shard steps a copy.
@@ -515,89 +455,6 @@ class SideEffects:
     ) -> tuple[list[str], Reading]:
         with after.in_use(self._recipe.model, attributes, size):
             return bits_of_step(self._recipe, after), self._held.read()
-
-
-def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> float:
-    """Compute a batch's loss, and its gradients; the user's own step also moves parameters."""
-    model = recipe.model.train()
-    if recipe.training_step is not None:
-        return plain_trainer(recipe, key.trial_seed).run_own_step(ExampleBatch.of(example))
-    with recipe.compiled(model), unit_hooks(model, key.reseed):
-        batch = Microbatch.collated(recipe, copy_example(example), key, weight=None)
-        with recipe.precision():
-            loss = batch.loss_of(recipe.call(model, batch.inputs))
-        loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item()
-
-
-def bits_of_step(recipe: Recipe, after: AfterSteps) -> list[str]:
-    """Return the loss of a forward and a backward, and checksums of the gradients."""
-    loss = forward_and_backward(recipe, after.example, after.key)
-    gradients = [p.grad for p in recipe.model.parameters() if p.grad is not None]
-    return [repr(loss), *(str(checksum(each.to_dense())) for each in gradients)]
-
-
-def plain_trainer(recipe: Recipe, trial_seed: int) -> PlainTrainer:
-    """Return what trains the recipe's own model with a copy of its optimizer."""
-    twin = copy.copy(recipe)
-    own = {id(parameter): parameter for parameter in recipe.model.parameters()}
-    twin.optimizer = clone_optimizer(recipe.optimizer, own)
-    return PlainTrainer(twin, trial_seed, STEPS_PER_EPOCH)
-
-
-def check_own_step(trainer: PlainTrainer, example: Example, kept: list[SecondNames]) -> None:
-    """Take two steps, and more of them, each with the gradients of the one before, spoilt.
-
-    One that gathers gradients for several batches may use them some steps later. The model has its
-    own state again afterwards.
-
-    Args:
-        trainer: is not to be used afterwards.
-        kept: as of `on_copies`.
-
-    Raises:
-        ConfigurationError: no parameter moves, one trains no more, or gradients are added to those
-            of the step before, which are in no state that hops.
-    """
-    model, state = trainer.recipe.model, trainer.recipe.optimizer.state
-    parameters, known = dict(model.named_parameters()), len(state)
-    with on_copies(model, kept):
-        before = {name: p.detach().clone() for name, p in parameters.items()}
-        trains = {name: p.requires_grad for name, p in parameters.items()}
-        for _ in range(2):
-            trainer.step([ExampleBatch.of(example)])
-        for name, parameter in parameters.items():
-            if parameter.requires_grad != trains[name]:
-                raise ConfigurationError(
-                    f"training_step leaves requires_grad of parameter {name!r} as "
-                    f"{parameter.requires_grad}, and it was {trains[name]}; set it back before the "
-                    "step ends, as that does not hop"
-                )
-        moved = any(not same_bits(p, before[name]) for name, p in parameters.items())
-        if not moved and len(state) == known:
-            raise ConfigurationError(
-                "training_step changes no parameter; it calls backward of its losses, and step of "
-                "the optimizers that it is given"
-            )
-        whole = [name for name, p in parameters.items() if not p.isnan().any()]
-        for taken in range(_MOST_SPOILT):
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad = torch.full_like(parameter, torch.nan)
-            trainer.run_own_step(ExampleBatch.of(example))
-            trainer.steps += 1
-            if (
-                spoilt := next((n for n in whole if parameters[n].isnan().any()), None)
-            ) is not None:
-                raise ConfigurationError(
-                    f"training_step adds to gradients that the step before has left, as those of "
-                    f"parameter {spoilt!r}, and gradients don't hop; call zero_grad of an "
-                    "optimizer before the backward of what it steps"
-                )
-            left = (p.grad for p in parameters.values() if p.grad is not None)
-            if taken + 1 >= _LEAST_SPOILT and not any(each.isnan().any() for each in left):
-                break
-        state.clear()
 
 
 def _is_member(path: str) -> bool:

@@ -1,0 +1,202 @@
+"""Takes out of caches what the first steps of a trial have filled them with, or fills them more."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import types
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cerebro_hydra.shards.admission.effects.readings import containers_of
+
+Cache = functools._lru_cache_wrapper
+
+
+def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and results that a cached function has now, in no order that tells.
+
+    A key is a single number or text, or a sequence of arguments. The list is empty if this Python
+    keeps them in another way.
+    """
+    parts: list[Any] = gc.get_referents(cache)
+    size = cache.cache_info().currsize
+    own = vars(cache)
+    (kept,) = [e for e in parts if type(e) is dict and e is not own and len(e) == size][:1] or [{}]
+    if cache.cache_info().maxsize is None:
+        return list(kept.items())
+    # A cache with a limit has them as links of a list, each a key and its result.
+    links = type(next(iter(kept.values()), None))
+    flat = [each for each in parts if each is not type(cache) and each is not links]
+    pairs = list(zip(flat[: 2 * size : 2], flat[1 : 2 * size : 2], strict=False))
+    try:
+        return pairs if len(pairs) == size and all(key in kept for key, _ in pairs) else []
+    except TypeError:  # what stands there is no key
+        return []
+
+
+Growing = MutableMapping[Any, Any] | set[Any]
+"""Has entries by keys, or members, of which steps may add some."""
+
+ABSENT = object()
+"""Stands for a variable that its owner does not have."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Is an attribute of an object, a global variable, or one of a closure.
+
+    Args:
+        owner: has it.
+        name: by which a mapping has it.
+    """
+
+    owner: MutableMapping[str, Any] | types.CellType
+    name: str
+
+    def set(self, value: object) -> None:
+        """Give it a value, or let its owner have it no more."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif value is ABSENT:
+            self.owner.pop(self.name, None)
+        else:
+            self.owner[self.name] = value
+
+    @property
+    def value(self) -> object:
+        """Return its value."""
+        if isinstance(self.owner, types.CellType):
+            return self.owner.cell_contents
+        return self.owner.get(self.name, ABSENT)
+
+
+class FilledCaches:
+    """Takes out of caches what they were filled with, for a while.
+
+    Args:
+        functions: those with a cache; what they are asked for again, they compute again.
+        containers: dicts and sets, by path.
+        known: the keys that each had before, by path.
+        written: says of a path whether code writes there, so that its first entries may be of one,
+            too.
+        variables: those that got another value, by path, each with the one of before, or `ABSENT`.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Cache[Any]],
+        containers: Mapping[str, Growing],
+        known: Mapping[str, Collection[Any]],
+        written: Callable[[str], bool],
+        variables: Mapping[str, tuple[Variable, object]],
+    ) -> None:
+        self._functions = [each for each in functions if each.cache_info().currsize]
+        self._containers = {
+            path: _Filled(container, known.get(path, ()), written(path))
+            for path, container in containers.items()
+        }
+        self._variables = {
+            path: (variable, variable.value, before)
+            for path, (variable, before) in variables.items()
+        }
+
+    @property
+    def are_filled(self) -> bool:
+        """Return whether there is anything to take out."""
+        return bool(self._functions or self._variables) or self.have_entries
+
+    @property
+    def have_entries(self) -> bool:
+        """Return whether there is anything to take out of the dicts and sets."""
+        return any(each.is_filled for each in self._containers.values())
+
+    def hold(self, path: str) -> bool:
+        """Return whether a value is in one of the dicts."""
+        return not self._containers.keys().isdisjoint(containers_of(path))
+
+    def lack(self) -> list[str]:
+        """Return the dicts and sets without an entry that they were filled with."""
+        return [path for path, each in self._containers.items() if each.lacks]
+
+    def crowd(self, paths: Collection[str]) -> None:
+        """Let these dicts and sets have what they were filled with, and many entries more."""
+        for path in paths:
+            self._containers[path].set(self._containers[path].all)
+            crowd(self._containers[path].container)
+
+    def empty(self) -> None:
+        """Take it out."""
+        self._forget(lambda each: each.left)
+
+    def give_back(self) -> None:
+        """Let the dicts, sets and variables be as they were before."""
+        self._forget(lambda each: each.before)
+
+    def fill(self) -> None:
+        """Put back what was there."""
+        for each in self._containers.values():
+            each.set(each.all)
+        for variable, value, _ in self._variables.values():
+            variable.set(value)
+
+    def _forget(self, left: Callable[[_Filled], Mapping[Any, Any]]) -> None:
+        for function in self._functions:
+            function.cache_clear()
+        for each in self._containers.values():
+            each.set(left(each))
+        for variable, _, before in self._variables.values():
+            variable.set(before)
+
+
+class _Filled:
+    """Has the entries of a dict or a set that are there, that were there before, and may be left.
+
+    A set has members as a dict has keys.
+    """
+
+    def __init__(self, container: Growing, known: Collection[Any], written: bool) -> None:
+        self.container = container
+        self.all = dict(container.items() if isinstance(container, MutableMapping) else ())
+        self.all |= dict.fromkeys(container) if isinstance(container, set) else {}
+        self.before = {key: each for key, each in self.all.items() if key in known}
+        self.left = {} if written else self.before
+        self.is_filled = self.all.keys() != self.left.keys()
+
+    @property
+    def lacks(self) -> bool:
+        """Return whether an entry is missing that may be taken out."""
+        return self.is_filled and any(key not in self.container for key in self.all)
+
+    def set(self, entries: Mapping[Any, Any]) -> None:
+        """Let the container have these entries, in their order, if some may be taken out."""
+        if self.is_filled:
+            self.container.clear()
+            self.container.update(entries)
+
+
+_MANY = 1 << 14  # more entries than what counts them waits for, as a rule
+
+
+def crowd(container: Growing) -> None:
+    """Put many entries more into a dict or a set, such as are there, if their keys are plain."""
+    keys = _more_keys(list(container))
+    if isinstance(container, set):
+        container.update(keys)
+    else:
+        container.update(zip(keys, itertools.cycle(list(container.values())), strict=False))
+
+
+def _more_keys(known: Sequence[Any]) -> list[Any]:
+    """Return other keys of the kind of the first one."""
+    kind, number = type(known[0]) if known else None, range(1, _MANY + 1)
+    if kind in (int, float):
+        largest = max(key for key in known if type(key) is kind)
+        return [largest + n for n in number]
+    if kind is str:
+        return [f"{known[0]}?{n}" for n in number]
+    if kind is tuple:
+        return [(first, *known[0][1:]) for first in _more_keys(known[0][:1])]
+    return []
