@@ -148,8 +148,10 @@ class TensorLog:
         """Return which of the tensors are new, and where they are to be stored."""
         new = []
         for key, tensor in tensors.items():
-            identity = _identity(tensor)
-            if self._known.get(key) != identity:
+            identity, known = _identity(tensor), self._known.get(key)
+            # What a unit has not read of what is held it can't have changed.
+            is_there = key[0] == "held" and known is None and key in self.stored
+            if known != identity and not is_there:
                 self._known[key] = identity
                 place = self.stored[key] = StoredTensor.of(tensor, self.nbytes)
                 self.nbytes = place.end + -place.end % ALIGNMENT
