@@ -532,13 +532,13 @@ class WorkerState:
         if visit.units:
             return
         self.ledger.drop_boundaries(visit.spec.visit)
-        if self.ledger.states_of(visit.spec.visit):
-            return
         for queue in self.queues.values():
-            if visit in queue.staying:
+            if visit in queue.staying:  # it has nothing there but shards that are on their way
                 queue.staying.remove(visit)
                 visit.staying.remove(queue.number)
                 self._chooser.forget_homes()
+        if self.ledger.states_of(visit.spec.visit):
+            return
         if visit.status == "restarting":
             visit.begin()
             visit.status = "waiting"

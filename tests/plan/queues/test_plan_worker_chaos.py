@@ -398,6 +398,22 @@ def test_a_cancelled_run_has_its_boundary_values_until_its_task_ends() -> None:
     state.validate()
 
 
+def test_a_visit_that_is_cancelled_while_its_first_shard_comes_has_nothing_beside_it() -> None:
+    training = VisitSpec(0, TaskGraph(1, 1), (ShardSpec(1),), recompute=False)
+    shards = ShardSpec(1), ShardSpec(1, boundary=1)
+    evaluation = VisitSpec(1, TaskGraph(2, 1, training=False), shards, by_modules=True)
+    visits = [training, evaluation]
+    WorkerSimulation(
+        visits,
+        [2],
+        None,
+        fifo,
+        seconds_of(visits, 0.5),
+        later=[(1.25, VisitCancelled(1))],
+        observe=WorkerState.validate,
+    ).run()
+
+
 def test_a_visit_that_begins_anew_when_shards_were_sent_may_move_the_others_to_disk() -> None:
     quick = tuple(ShardSpec(state, forward=0.01, backward=0.01) for state in (1, 5, 7))
     first = VisitSpec(0, TaskGraph(3, 1, barrier=True, tied=((0, 1),)), quick)
