@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -29,8 +30,13 @@ class Memo:
 
     def __init__(self) -> None:
         self.kept: dict[Any, float] = {}
+        self.known = 1
+
+    norm: float
 
 
+not_empty = {"known": 1.0}
+of_thread = threading.local()
 of_process: dict[Any, float] = {}
 of_modules: MutableMapping[nn.Module, float] = weakref.WeakKeyDictionary()
 memo = Memo()
@@ -42,6 +48,11 @@ def early() -> Iterator[None]:
     yield
     os.environ.pop(LATE, None)
     globals().pop("made_late", None)
+    not_empty.pop("norm", None)
+    for holder in (memo, of_thread):
+        vars(holder).pop("norm", None)
+    if "late_norm" in vars(OnItsClass):
+        del OnItsClass.late_norm
     for each in (of_process, of_modules, memo.kept, InItsClass.kept):
         each.clear()
     for function in (of_module, of_tensor):
@@ -145,6 +156,54 @@ class LateLoss(nn.CrossEntropyLoss):
         return loss / self.kept.setdefault("loss", loss.item()) if is_late() else loss
 
 
+class InASharedDict(Scaled):
+    def cached(self) -> float:
+        return not_empty.setdefault("norm", norm(self.b.weight))
+
+
+class OnAGlobalObject(Scaled):
+    def cached(self) -> float:
+        memo.norm = norm(self.b.weight)
+        return memo.norm
+
+
+class OnAThread(Scaled):
+    def cached(self) -> float:
+        of_thread.norm = norm(self.b.weight)
+        return float(of_thread.norm)
+
+
+class OnItsClass(Scaled):
+    known = 1
+    late_norm: float
+
+    def cached(self) -> float:
+        type(self).late_norm = norm(self.b.weight)
+        return float(type(self).late_norm)
+
+
+class LossWithNewValues(LateLoss):
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.CrossEntropyLoss.forward(self, outputs, labels)
+        if is_late() and not hasattr(self, "low"):
+            self.low = loss.item()
+        return loss / getattr(self, "low", 1.0)
+
+
+class LossWithNewBuffer(LateLoss):
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.CrossEntropyLoss.forward(self, outputs, labels)
+        if is_late() and not hasattr(self, "mean"):
+            self.register_buffer("mean", loss.detach().clone())
+        return loss / getattr(self, "mean", 1.0)
+
+
+class LossByAName(LateLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept["weight"] = 1.0
+
+
 Make = Callable[[], Any]
 LATE_CACHES: dict[str, tuple[Make, str]] = {
     "a global dict": (made(Scaled), r"global variable 'of_process' of .* at \['norm'\]"),
@@ -157,6 +216,13 @@ LATE_CACHES: dict[str, tuple[Make, str]] = {
     "of a function": (made(ByAFunction), r"global variable 'of_module' of .* at \.cache"),
     "by a function of a tensor": (made(ByAFunctionOfATensor), r"'of_tensor' of .* at \.cache"),
     "a property": (made(ByAProperty), "attribute 'norm' of the model"),
+    "a shared dict": (made(InASharedDict), r"'not_empty' of .* at \['norm'\]"),
+    "a new value of an object": (made(OnAGlobalObject), r"variable 'memo' of .* at \.norm"),
+    "a new value of a thread": (made(OnAThread), r"variable 'of_thread' of .* at \.norm"),
+    "a new value of a class": (made(OnItsClass), r"attribute 'late_norm' of class .*OnItsClass"),
+    "a new value of a loss": (made(zoo.Net, lambda _: LossWithNewValues()), "'low' of the loss"),
+    "a new buffer of a loss": (made(zoo.Net, lambda _: LossWithNewBuffer()), "buffer 'mean' of"),
+    "a new name of a loss": (made(zoo.Net, lambda _: LossByAName()), r"'kept' .* at \['loss'\]"),
     "of a loss": (made(zoo.Net, lambda _: LateLoss()), r"'kept' of the loss at \['loss'\]"),
 }
 
@@ -223,7 +289,11 @@ def test_a_cache_that_another_trial_of_the_process_has_filled_at_once_may_fill()
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * of_process.setdefault(len(x), 1.0))
 
-    plain = start(made(LateInEvaluation)(), BATCHES)
+    class ByRows(LateInEvaluation):
+        def cached(self) -> float:
+            return of_process.setdefault(4, norm(self.b.weight))
+
+    plain = start(made(ByRows)(), BATCHES)
     other = start(made(Fills)(), BATCHES)
     other.train(BATCHES)
     of_process.clear()
@@ -312,3 +382,20 @@ def test_a_loss_that_counts_the_labels_so_far_is_refused_and_one_that_keeps_them
     with pytest.raises(ConfigurationError, match=r"value of the loss at \.seen, which is no part"):
         start(made(zoo.Net, loss=counts_labels)(), BATCHES)
     start(made(zoo.Net, loss=knows_labels)(), BATCHES).train(BATCHES)
+
+
+class MakesAtOnce(zoo.Net):
+    """Makes what all processes make alike, where there is none yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(memo, "norm"):
+            memo.norm = 2.0
+        return super().forward(x * memo.norm * not_empty.setdefault("norm", 2.0))
+
+
+def test_what_was_made_before_admission_may_be_made_in_a_process_that_lacks_it() -> None:
+    memo.norm = not_empty["norm"] = 2.0  # as someone has who called the model
+    trial = start(made(MakesAtOnce)(), BATCHES)
+    del memo.norm, not_empty["norm"]
+    trial.train(BATCHES)
+    assert (memo.norm, not_empty["norm"]) == (2.0, 2.0)

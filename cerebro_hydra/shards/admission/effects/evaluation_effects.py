@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -295,11 +296,14 @@ class LateEvaluation:
         found = changed(before, after)
         # Another trial of the process may have trained meanwhile.
         found -= {p for p in found if is_of_process(p) and self._trained.covers(p)}
-        return found - {p for p in have_grown(found, before, after) if self._may_grow(p)}
+        grown = have_grown(found, before, after)
+        return found - {path for path in grown if self._may_grow(path, before)}
 
-    def _may_grow(self, path: str) -> bool:
+    def _may_grow(self, path: str, before: Reading) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""
-        return self._trained.may_grow(path) or self._trained.covers(path) or _is_of_metric(path)
+        texts = partial(self._earlier.texts_in_code, self._held)
+        known = self._trained.covers(path) or _is_of_metric(path)
+        return known or self._trained.may_grow(path, before, texts)
 
     def _read(self) -> Reading:
         begun = time.thread_time()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -79,6 +80,12 @@ class EarlierReadings:
             places = [(module, attribute) for module, attribute, _ in held.attributes(names)]
             self.built = BuiltAttributes(model, [*places, *held.hooks(names)])
         self.built.give_back()
+
+    def texts_in_code(self, held: HeldState) -> frozenset[str]:
+        """Return the texts that stand in the code of what `held` reads."""
+        if self.texts is None:
+            self.texts = held.read_all().texts_in_code()
+        return self.texts
 
 
 class LateEffects:
@@ -189,15 +196,17 @@ class LateEffects:
         after = self._read()
         found = changed(before, after)
         in_order = {path for path in found if before.get(path) == after.get(path)}
-        grown = {p for p in have_grown(found, before, after) if self._known.may_grow(p)}
+        texts = partial(self._earlier.texts_in_code, self._held)
+        new = have_grown(found, before, after)
+        grown = {p for p in new if self._known.may_grow(p, before, texts)}
         found -= grown | {path for path in in_order if is_shared(path)}
         for optimizer, scheduler in optimizers if self._beside else ():
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
         found |= self._between
-        texts = self._texts_in_code() if any(PART in path for path in found) else ()
-        found = {path for path in found if not self._known.covers(path, texts)}
+        keys = texts() if any(PART in path for path in found) else ()
+        found = {path for path in found if not self._known.covers(path, keys)}
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         # What another module holds in a module's place follows from its class.
@@ -230,11 +239,6 @@ class LateEffects:
     def all_values(self) -> Mapping[str, str]:
         """Return everything that there is, value by value."""
         return {EFFECT + path: value for path, value in self._read_whole().items()}
-
-    def _texts_in_code(self) -> frozenset[str]:
-        if self._earlier.texts is None:
-            self._earlier.texts = self._held.read_all().texts_in_code()
-        return self._earlier.texts
 
     def _read_schedule(self) -> Reading:
         """Return what an LR scheduler holds that is made anew, as each visit makes its own."""

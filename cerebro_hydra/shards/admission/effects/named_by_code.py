@@ -7,6 +7,7 @@ import functools
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of 
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 _SETS = {dis.opmap["STORE_SUBSCR"]}
 _ADDS = frozenset({"setdefault", "update"})
+_STORE = dis.opmap["STORE_ATTR"]
+_SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
 
@@ -52,16 +55,24 @@ def is_ours(module: str | None) -> bool:
     return str(module).partition(".")[0] == _OURS
 
 
+def _operations(code: types.CodeType) -> Iterator[tuple[int, int]]:
+    """Yield each operation of code with its argument."""
+    argument = 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = argument << 8 | low
+        yield operation, argument
+        if operation != dis.EXTENDED_ARG:
+            argument = 0
+
+
 @functools.lru_cache(4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the global variables that code reads or writes, also in inner code."""
-    names, argument = set(), 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        argument = argument << 8 | low
-        if operation in _OF_GLOBALS:
-            names.add(code.co_names[argument >> 1 if operation == _LOAD else argument])
-        if operation != dis.EXTENDED_ARG:
-            argument = 0
+    names = {
+        code.co_names[argument >> 1 if operation == _LOAD else argument]
+        for operation, argument in _operations(code)
+        if operation in _OF_GLOBALS
+    }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(global_names(constant))
@@ -81,6 +92,17 @@ def constant_texts(code: types.CodeType) -> frozenset[str]:
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     own = frozenset(each for each in code.co_consts if isinstance(each, str))
     return own.union(*map(constant_texts, inner))
+
+
+@functools.lru_cache(4096)
+def attributes_set(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes that code may set once an object is built, also inner code."""
+    if code.co_name == "__init__":
+        return frozenset()
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    found = frozenset(code.co_names[n] for operation, n in _operations(code) if operation == _STORE)
+    texts = frozenset() if _SETTERS.isdisjoint(code.co_names) else constant_texts(code)
+    return found.union(texts, *map(attributes_set, inner))
 
 
 @functools.lru_cache(4096)

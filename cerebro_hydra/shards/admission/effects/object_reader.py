@@ -44,6 +44,7 @@ from cerebro_hydra.shards.admission.effects.filled_caches import (
 )
 from cerebro_hydra.shards.admission.effects.named_by_code import (
     attribute_names,
+    attributes_set,
     constant_texts,
     environment_names,
     functions_of,
@@ -58,11 +59,14 @@ from cerebro_hydra.shards.admission.effects.readings import (
     CONTAINER,
     GENERATOR,
     NOTHING,
+    OBJECT,
     OF_CLASS,
     OF_ENVIRONMENT,
     OF_GLOBAL,
     PART,
     Reading,
+    attribute_of,
+    entry_of,
     is_shared,
 )
 from cerebro_hydra.shards.digest import tensor_digest
@@ -196,6 +200,17 @@ class ObjectReader:
         """Return the texts that stand in the user's code that was met, as keys of a dict may."""
         return frozenset[str]().union(*map(constant_texts, self._own_code()))
 
+    def made_by_code(self) -> set[str]:
+        """Return the shared values that the user's code may make once all is built.
+
+        That is attributes that it sets, and entries of dicts by keys that stand there.
+        """
+        names = frozenset[str]().union(*map(attributes_set, self._own_code()))
+        texts = self.texts_in_code()
+        attributes = {p for p in self.found if attribute_of(p) in names and is_shared(p)}
+        entries = {p for p in self.found if entry_of(p) in texts and is_shared(p)}
+        return attributes | {p for p in entries if self.is_written(p.rpartition(PART)[0])}
+
     def is_written(self, path: str) -> bool:
         """Return whether the user's code that was met sets entries of what a path names."""
         name, *parts = path.split(PART)
@@ -300,7 +315,7 @@ class ObjectReader:
         elif isinstance(value, _WEAK):
             self._read_weak(path, value)
         elif isinstance(value, threading.local):  # as the thread that reads has it
-            self.found[path] = f"object {_name(type(value))}"
+            self.found[path] = f"{OBJECT}{_name(type(value))}"
             self.read_attributes(path, value, vars(value))
         elif isinstance(value, threading.Event | multiprocessing.synchronize.Event):
             self.found[path] = f"event {value.is_set()}"
@@ -313,7 +328,7 @@ class ObjectReader:
         elif isinstance(value, Cache):
             self._read_cache(path, value)
         elif isinstance(value, nn.Module) or self._is_read(type(value)):
-            self.found[path] = f"object {_name(type(value))}"
+            self.found[path] = f"{OBJECT}{_name(type(value))}"
             self.meet(type(value))
             self._read_state(path, value)
         else:
@@ -373,7 +388,7 @@ class ObjectReader:
             self._strict += 1
             try:
                 self._read_reduced(path, value)
-                self.found[path] = f"object {_name(kind)}"
+                self.found[path] = f"{OBJECT}{_name(kind)}"
             except Exception:  # whatever the code that pickle calls may raise
                 for kept, number in ((self.found, before + 1), (self._seen, seen)):
                     while len(kept) > number:

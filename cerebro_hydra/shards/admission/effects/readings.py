@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 PART = "\0"
@@ -22,6 +22,9 @@ NOTHING = "None"
 
 CONTAINER = "<"
 """Begins what is read of a container."""
+
+OBJECT = "object "
+"""Begins what is read of an object with attributes."""
 
 GENERATOR = "a generator of random numbers "
 """Begins what is read of one."""
@@ -46,6 +49,7 @@ _MADE = (
     *_TENSORS,
     *_FUNCTIONS,
 )  # what the first step may make
+_ATTRIBUTES = ("attribute ", "buffer ")
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")
@@ -80,6 +84,20 @@ def told(path: str) -> str:
     """Return a path in words: the name, and where in it the value is."""
     name, *parts = path.split(PART)
     return f"{name} at {''.join(parts)}" if parts else name
+
+
+def attribute_of(path: str) -> str | None:
+    """Return the name of the attribute that a path ends with, None if it ends with another part."""
+    whole, _, last = path.rpartition(PART)
+    if whole:
+        return last[1:] if last.startswith(".") else None
+    return last.split("'")[1] if last.startswith(_ATTRIBUTES) and "'" in last else None
+
+
+def entry_of(path: str) -> str | None:
+    """Return the text by which a dict has the value that a path ends with, None for any other."""
+    last = path.rpartition(PART)[2]
+    return last[2:-2] if last.startswith("['") and last.endswith("']") else None
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
@@ -125,7 +143,8 @@ class KnownChanges:
             container for all that is below; with `ONCE`, a list that the first step made or
             lengthened and no other changed; with `SAME`, a value there that did not change; with
             `EMPTY`, what is shared and was empty to the end; with `FILLED`, what is shared and was
-            filled.
+            filled; with `THERE`, a shared value that code makes, which was there before these
+            steps or is made in them or in evaluations.
     """
 
     MADE = f"{PART}!"
@@ -135,8 +154,10 @@ class KnownChanges:
     SAME = f"{PART}="
     EMPTY = f"{PART}0"
     FILLED = f"{PART}1"
+    THERE = f"{PART}+"
 
     _filled: ClassVar[set[str]] = set()  # in the first steps of any trial of this process
+    _there: ClassVar[set[str]] = set()  # at admission of any trial of this process
 
     MOST = 256
     """Marks for one name; if there were more, everything below it is known."""
@@ -154,22 +175,50 @@ class KnownChanges:
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
         filled = (mark.removesuffix(self.FILLED) for mark in marks if mark.endswith(self.FILLED))
         self._filled.update(filled)
+        there = (mark.removesuffix(self.THERE) for mark in marks if mark.endswith(self.THERE))
+        self._there.update(there, filter(is_shared, marks))
 
     def told(self, most: int) -> list[str]:
         """Return what changed, in words, the first of it."""
-        others = (self.MADE, self.ANEW, self.ONCE, self.SAME, self.EMPTY, self.FILLED)
+        others = (
+            self.MADE, self.ANEW, self.ONCE, self.SAME, self.EMPTY, self.FILLED, self.THERE
+        )  # fmt: skip
         paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
         return sorted(set(map(told, paths)))[:most]
 
-    def may_grow(self, path: str) -> bool:
-        """Return whether a value that is new may be a cache's, which trials share."""
+    def may_grow(self, path: str, before: Reading, texts: Callable[[], Collection[str]]) -> bool:
+        """Return whether a value that is new may be a cache's, which trials share.
+
+        What code makes by one name is none, if no trial's first steps or evaluations made it.
+
+        Args:
+            before: what there was before it was made.
+            texts: returns the keys that stand in the code.
+        """
         if not is_shared(path):
+            return False
+        if path not in self._there and self._is_named(path, before, texts):
             return False
         found = self._empty.intersection(containers_of(path))
         return not found or not self._filled.isdisjoint(found)
 
+    def _is_named(self, path: str, before: Reading, texts: Callable[[], Collection[str]]) -> bool:
+        """Return whether a new value has a name of its own in an object that was there before."""
+        holder = path.rpartition(PART)[0]
+        if holder:
+            text = before.get(holder, "")
+            if attribute_of(path) is not None:
+                return text.startswith(OBJECT)
+            entry = entry_of(path)
+            return entry is not None and text.startswith(CONTAINER) and entry in texts()
+        _, of_class, kind = path.partition(OF_CLASS)
+        known = not of_class or any(name_of(p).partition(OF_CLASS)[2] == kind for p in before)
+        return known and attribute_of(path) is not None
+
     @classmethod
-    def shared_marks(cls, before: Reading, after: Reading) -> tuple[str, ...]:
+    def shared_marks(
+        cls, before: Reading, after: Reading, made_by_code: Collection[str]
+    ) -> tuple[str, ...]:
         """Return the marks of what is shared, of a reading before the first steps and the last."""
         empty = _empty(after)
         # An admission empties those of functions, though others have filled them before.
@@ -178,6 +227,7 @@ class KnownChanges:
         return (
             *(path + cls.EMPTY for path in sorted(empty)[: cls.MOST]),
             *(path + cls.FILLED for path in sorted(filled)[: cls.MOST]),
+            *(path + cls.THERE for path in sorted(made_by_code)[: cls.MOST]),
         )
 
     def covers(self, path: str, texts: Collection[str] = ()) -> bool:

@@ -78,6 +78,7 @@ class SideEffects:
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
         self._schedulers: list[Reading] = []
         self._latest: Reading = {}  # after evaluations
+        self._made_by_code: set[str] = set()  # of what is shared
         self._of_rows: set[str] = set()  # what the first step made of them, which is of no use
         self._made: set[str] = set()  # by the first step, for good
         self._looked_at: set[str] = set()  # by later steps, which may ask for their types
@@ -109,7 +110,7 @@ class SideEffects:
             *self.changes,
             *made,
             *anew,
-            *KnownChanges.shared_marks(self._readings[0], self._latest),
+            *KnownChanges.shared_marks(self._readings[0], self._latest, self._made_by_code),
         )
 
     def check_kept(self) -> None:
@@ -365,7 +366,7 @@ class SideEffects:
             ConfigurationError: an entry depends on weights or rows; the message names it.
         """
         read = self._held.read_all()
-        self._latest = read.found
+        self._latest, self._made_by_code = read.found, read.made_by_code()
         built, first, second = self._readings[:3]
         variables = {
             path: (variable, self._variables.get(path, ABSENT))
