@@ -153,6 +153,7 @@ def checked_model(given: Any) -> nn.Module:
             )
         _check_initialised(name, module)
         _check_dense(name, module)
+        _check_materialised(name, module)
         _check_no_max_norm(name, module)
         _check_computed_tensors(name, module)
     _check_hooks(model)
@@ -183,6 +184,18 @@ def _check_dense(name: str, module: nn.Module) -> None:
                 raise ConfigurationError(
                     f"{kind} {own!r} of {_told(name)} is sparse, and shards hold dense tensors; "
                     f"{instead}"
+                )
+
+
+def _check_materialised(name: str, module: nn.Module) -> None:
+    """Refuse tensors that are conjugated or negated as they are read: their bytes are others."""
+    for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for own, tensor in tensors.items():
+            if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
+                done, way = ("conjugates", "conj") if tensor.is_conj() else ("negates", "neg")
+                raise ConfigurationError(
+                    f"{kind} {own!r} of {_told(name)} is a view that {done} other memory as it is "
+                    f"read, and shards hold values; give what its resolve_{way}() returns"
                 )
 
 

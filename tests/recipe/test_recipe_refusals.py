@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe import Columns, Recipe, load_warm_start
@@ -129,6 +129,12 @@ def with_sparse(register: Callable[..., None]) -> nn.Module:
     return model
 
 
+def with_view(view: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 1))
+    model[0].register_buffer("phases", view)
+    return model
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: torch.jit.script(nn.Linear(3, 1)),
     "with a traced module": lambda: nn.Sequential(
@@ -138,6 +144,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "with a lazy norm": lambda: nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False)),
     "with a sparse parameter": partial(with_sparse, nn.Module.register_parameter),
     "with a sparse buffer": partial(with_sparse, nn.Module.register_buffer),
+    "with a conjugated buffer": lambda: with_view(torch.ones(2, dtype=torch.cfloat).conj()),
+    "with a negated buffer": lambda: with_view(torch._neg_view(torch.ones(2))),
     "with a computed attribute": Precomputed,
     "that is none": dict,
     **{f"with {kind}": partial(hooked, kind) for kind in HOOKS},

@@ -262,6 +262,12 @@ class GradientChain:
         self._params[k] = params
         for number, bucket in enumerate(self._buckets):
             for entry in bucket.layout.entries if bucket.shard == k else ():
+                if not params[entry.name].requires_grad:
+                    raise ConfigurationError(
+                        f"training writes to the frozen parameter {entry.name!r}, as to that of a "
+                        "momentum encoder, and replicas exchange gradients and buffers alone; "
+                        "leave replicas out, or keep it in a buffer"
+                    )
                 hook = partial(self._note, number, entry.name)
                 self._hooks.append(params[entry.name].register_post_accumulate_grad_hook(hook))
 

@@ -117,6 +117,26 @@ def with_replicas(make: trials.Make, replicas: int) -> trials.Make:
     return made
 
 
+class WithMomentum(nn.Module):
+    """Has a frozen layer that follows another one in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.slow = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.lerp_(self.own.weight, 0.1)
+        return self.own(x) + self.slow(x)
+
+
+def test_a_momentum_encoder_in_replicas_fails_by_its_name() -> None:
+    make = trials.recipe_of(WithMomentum, shards=1)
+    with pytest.raises(ConfigurationError, match=r"writes to the frozen parameter 'slow\.weight'"):
+        train_ranks(with_replicas(make, 2), TWO[:1])
+
+
 def test_a_parameter_that_gets_two_gradients_in_one_backward_is_refused() -> None:
     make = trials.recipe_of(partial(Twice, reentrant=True), shards=1)
     with pytest.raises(
