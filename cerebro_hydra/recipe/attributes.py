@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 
 
+def kept_attributes(model: nn.Module) -> AbstractContextManager[None]:
+    """Give the modules of a model their attributes back after the body; see `kept_in`."""
+    return kept_in(model.modules())
+
+
 @contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Give the modules of a model their attributes back after the body.
+def kept_in(holders: Iterable[Any]) -> Iterator[None]:
+    """Give objects their attributes back after the body.
 
     Dicts, sets and lists have their entries again; what is written into a tensor or an object
     stays.
     """
     kept = [
         (
-            own := vars(module),
+            own := vars(holder),
             dict(own),
             {name: value.copy() for name, value in own.items() if type(value) in _CONTAINERS},
         )
-        for module in model.modules()
+        for holder in holders
     ]
     try:
         yield

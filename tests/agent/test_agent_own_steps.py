@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.storage import LocalStore
 from tests.agent.lone_agent import BATCH, COLUMNS, Agent, train_without_agent
 from tests.recipe import gans
+from tests.shards import zoo
+from tests.shards.hopping import start
 
 happens = [False]
 
@@ -61,3 +65,35 @@ def test_what_its_step_keeps_later_fails_the_trial_by_name(
     failed = agent.train()
     assert isinstance(failed, events.TaskFailed)
     assert "a value of the training_step at .count" in failed.error
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+
+class LowAfterFour:
+    """Has another attribute from the fifth step on, which the first ones don't reach."""
+
+    def __call__(self, model: Any, batch: Any, optimizers: Any) -> Tensor:
+        features, labels = batch
+        model.steps += 1
+        if model.steps > 4:
+            self.low = True
+        optimizers[0].zero_grad()
+        loss = nn.functional.cross_entropy(model(features), labels)
+        loss.backward()
+        optimizers[0].step()
+        return loss
+
+
+def test_further_steps_of_admission_leave_no_mark_of_what_they_change() -> None:
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step, loss = LowAfterFour(), nn.CrossEntropyLoss()
+    recipe = Recipe(model, optimizer, loss, batch_size=8, training_step=step).bind(COLUMNS)
+    trial = start(recipe, zoo.singly(zoo.vectors(8, 8)))
+    assert not hasattr(step, "low")
+    assert not [mark for mark in trial.admission.attributes if "training_step" in mark]

@@ -27,6 +27,8 @@ from cerebro_hydra.recipe import (
     SumOverRows,
     state_tensors,
 )
+from cerebro_hydra.recipe.attributes import kept_in
+from cerebro_hydra.recipe.own_step import OwnStep
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.effects.after_steps import (
     STEPS_PER_EPOCH,
@@ -168,7 +170,8 @@ class CutCheck:
         recipe = _settled(recipe, windows, trial_seed, kept)
         if recipe.training_step is not None:
             trainer = plain_trainer(recipe, trial_seed)
-            with told_with_batch(trainer, largest):
+            # What comes of many steps on one batch is no change of the first ones.
+            with told_with_batch(trainer, largest), kept_in(_holders(recipe.training_step)):
                 check_own_step(trainer, largest, kept)
         initial = state_tensors(recipe)
         parameters, attributes = ParameterValues.initial(model), AttributeValues(model)
@@ -349,6 +352,13 @@ class _Shards:
 
     def _need(self, k: int) -> tuple[HostSegments, dict[str, Any] | None]:
         return self.segments[k], self._cursors[k]
+
+
+def _holders(step: OwnStep) -> Iterator[Any]:
+    """Yield what has a training step's own attributes; those of a model are kept elsewhere."""
+    holder = getattr(step, "__self__", step)
+    if hasattr(holder, "__dict__") and not isinstance(holder, nn.Module):
+        yield holder
 
 
 def largest_example(examples: Sequence[Example]) -> Example:
