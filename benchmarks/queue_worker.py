@@ -86,7 +86,7 @@ def in_this_process(
     def start(slabs: Slabs, on_answer: OnAnswer, on_gone: OnGone) -> OwnDevice:
         computing = lane or Lane("device-computes")
         if lane is None:
-            computing.start()
+            computing.start(end_process)
         memory, buffers = DeviceMemory(in_place=in_place), double_buffering and not in_place
         return OwnDevice(opener, computing, memory, buffers, end_process, begin, on_answer, on_gone)
 

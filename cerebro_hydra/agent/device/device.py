@@ -159,7 +159,7 @@ class Device:
     def start(self) -> None:
         """Begin to move shards, if that is done beside the computing."""
         for lane in self._lanes - {self._computing}:
-            lane.start()
+            lane.start(self._owner.end)
 
     def close(self) -> None:
         """End the threads after what they are doing."""
@@ -489,7 +489,7 @@ class DeviceOwner(Protocol):
         ...
 
     def end(self) -> None:
-        """End the process, whose device is lost."""
+        """End the process, whose device is lost, or one of whose threads ended by an error."""
         ...
 
 

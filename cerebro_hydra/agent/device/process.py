@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class DeviceProcess:
         return int(self._process.pid)
 
     def give(self, order: Order) -> None:
-        """Send an order; it is lost if the process has died, or reads none for too long."""
+        """Send an order; a process that does not get it has died, or ends now."""
         with self._lock:
             try:
                 while self._freed:
@@ -182,8 +182,10 @@ class DeviceProcess:
                 self._connection.send(order)
             except BlockingIOError:
                 self.kill(no_life(self.limits.silence_seconds))
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 pass  # on_gone tells of it
+            except OSError as error:  # such as too few file descriptors for that of a slab
+                self.kill(f"an order could not be sent to it: {error}")
 
     def kill(self, why: str) -> None:
         """End the process at once."""
@@ -212,6 +214,9 @@ class DeviceProcess:
             try:
                 told = self._connection.recv()
             except (EOFError, OSError):
+                break
+            except Exception as error:  # such as too little memory here; others may be lost as well
+                self.kill(f"what it told can't be read: {type(error).__name__}: {error}")
                 break
             if isinstance(told, _Said):
                 self._on_said(told.message)
@@ -259,9 +264,11 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
     lock = threading.Lock()
 
     def tell(told: list[Answer] | _Said) -> None:
+        # As `send` does, but what is collected while this is pickled may print, which comes here.
+        pickled = ForkingPickler.dumps(told)
         try:
             with lock:
-                connection.send(told)
+                connection.send_bytes(pickled)
         except OSError:
             os._exit(0)
 
@@ -278,7 +285,7 @@ def run_device(connection: Any, settings: DeviceSettings, group: int) -> None:
         slabs = MappedSlabs(memory.runtime.mapped)
         computing = Lane("device-computes")
         device = Device(opener, memory, owner, computing, settings.double_buffering)
-        computing.start()
+        computing.start(owner.end)
         device.start()
         owner.start()
         owner.answer(Ready())
@@ -381,7 +388,8 @@ class OwnDevice:
         self._on_begin(attempt)
 
     def end(self) -> None:
-        """Do nothing: a CPU is never lost."""
+        """End this process, as it does if its main thread ends by an error."""
+        self._end_process()
 
     def kill(self, why: str) -> None:
         """End this process: nothing else ends a thread that hangs."""

@@ -23,6 +23,8 @@ from cerebro_hydra.agent.device.visible_gpus import reserved
 from cerebro_hydra.agent.memory.pool import BufferPool, Lease, private_pages
 from cerebro_hydra.shards.engine.layout import Bytes
 
+_log = logging.getLogger(__name__)
+
 
 class Lane:
     """Does one thing after the other, on a thread of its own or on the one that calls `run`."""
@@ -32,9 +34,21 @@ class Lane:
         self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread: int | None = None
 
-    def start(self) -> None:
-        """Begin on a thread of its own."""
-        threading.Thread(target=self.run, name=self._name, daemon=True).start()
+    def start(self, on_error: Callable[[], object]) -> None:
+        """Begin on a thread of its own.
+
+        Args:
+            on_error: is called if something raises, after which nobody would do the rest.
+        """
+
+        def run() -> None:
+            try:
+                self.run()
+            except BaseException:
+                _log.exception("thread %s of a device can't go on", self._name)
+                on_error()
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
 
     def put(self, work: Callable[[], object]) -> None:
         """Let something be done; called from any thread."""
@@ -157,9 +171,6 @@ class HostRuntime:
     def is_lost(self) -> bool:
         """Return False: what breaks a process ends it."""
         return False
-
-
-_log = logging.getLogger(__name__)
 
 
 class CudaStream:

@@ -77,7 +77,7 @@ class GivenDevice:
         )
         self.device = Device(trials, memory, owner, computing, double_buffering)
         self.give = self.device.give
-        computing.start()
+        computing.start(end)
         self.device.start()
 
     def open(self, *visits: int, attempts: int = 0, **order: Any) -> None:

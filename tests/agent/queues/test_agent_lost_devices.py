@@ -6,30 +6,42 @@ import itertools
 import os
 import queue
 import random
+import resource
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.queue_worker import evaluate, train
 from cerebro_hydra.agent.attempts import AttemptReports, Outbox
-from cerebro_hydra.agent.device.messages import Alive, Answer, Order, Profile, Ready
+from cerebro_hydra.agent.device.messages import (
+    Alive,
+    Answer,
+    Move,
+    Order,
+    Profile,
+    Profiled,
+    Ready,
+)
 from cerebro_hydra.agent.device.process import DeviceProcess, DeviceSettings
 from cerebro_hydra.agent.device.task_watch import TimeLimits
 from cerebro_hydra.agent.device.worker_devices import OnAnswer, OnGone, WorkerDevice, WorkerDevices
 from cerebro_hydra.agent.memory.pool import Slabs
 from cerebro_hydra.agent.memory.segment_store import SegmentStore
 from cerebro_hydra.agent.memory.shard_store import Shard, ShardHome, ShardStore, State
-from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
+from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
 from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.events import VisitRestarted
 from cerebro_hydra.testing.local_backend import fork_server
 from tests.agent.byte_visits import ByteTrials
@@ -210,22 +222,68 @@ def test_a_device_ends_with_an_agent_that_is_killed() -> None:
     os.close(device)
 
 
-def test_orders_for_a_frozen_device_are_not_waited_for() -> None:
+@contextmanager
+def ready(
+    trials: ByteTrials, slabs: Slabs, limits: LossLimits = DEFAULT_LIMITS
+) -> Iterator[tuple[DeviceProcess, queue.SimpleQueue[Answer], queue.SimpleQueue[WorkerDevice]]]:
+    """Start a device's process, and give what gets its answers, and it when it is gone."""
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     gone: queue.SimpleQueue[WorkerDevice] = queue.SimpleQueue()
-    limits = LossLimits(heartbeat_interval=0.1, missed_heartbeats=5)
-    context = fork_server(["transformers.modeling_utils"])
-    settings = DeviceSettings(context, ByteTrials(SIZES), limits=limits)
-    device = DeviceProcess(settings, Slabs(), print, lambda _, a: answers.put(a), gone.put)
+    settings = DeviceSettings(fork_server(["transformers.modeling_utils"]), trials, limits=limits)
+    device = DeviceProcess(settings, slabs, print, lambda _, a: answers.put(a), gone.put)
     try:
         while answers.get(timeout=SECONDS) != Ready():
             pass
+        yield device, answers, gone
+    finally:
+        device.close()
+
+
+def test_orders_for_a_frozen_device_are_not_waited_for() -> None:
+    limits = LossLimits(heartbeat_interval=0.1, missed_heartbeats=5)
+    with ready(ByteTrials(SIZES), Slabs(), limits) as (device, _, gone):
         os.kill(device.pid, signal.SIGSTOP)
         trial: Any = bytes(1 << 20)  # which no pipe holds
         device.give(Profile(trial, 0))
         assert gone.get(timeout=SECONDS) is device
-    finally:
-        device.close()
+
+
+def test_a_device_that_an_order_could_not_be_sent_to_ends() -> None:
+    """It would never answer that order, and lives; here no file descriptor is left to send."""
+    slabs = Slabs()
+    load = Move(Action(0, 0, ActionKind.LOAD, device=0), {"trainable": slabs.allocate(100)})
+    with ready(ByteTrials(SIZES), slabs) as (device, _, gone):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with open(os.devnull) as next_file:
+            number = next_file.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+        try:
+            device.give(load)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert gone.get(timeout=SECONDS) is device
+        assert "could not be sent to it: [Errno 24]" in device.ending
+
+
+class Unreadable:
+    """Is read by nobody that it is sent to."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class UnreadableTrials(ByteTrials):
+    def profile(self, trial: Any) -> Any:
+        return Unreadable()
+
+
+def test_a_device_whose_answer_can_not_be_read_ends() -> None:
+    """It would be heard no more; so it is where the agent has no memory for an answer."""
+    trial: Any = SimpleNamespace(trial=0)
+    with ready(UnreadableTrials(SIZES), Slabs()) as (device, _, gone):
+        device.give(Profile(trial, 0))
+        assert gone.get(timeout=SECONDS) is device
+        assert "can't be read: ValueError" in device.ending
 
 
 class Quiet:
@@ -364,3 +422,41 @@ def test_a_device_that_dies_while_the_last_shard_of_a_visit_is_published_is_not_
         held._over.set()
         made.check(0, made.result())
         assert not any(isinstance(each, VisitRestarted) for each in made.state.given)
+
+
+def refuse_to_end(trial: int) -> None:
+    if trial == 0:
+        raise ValueError("it can't be ended")
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_a_device_whose_thread_ends_by_an_error_is_replaced(double_buffering: bool) -> None:
+    """Its process lives on, shows life, and would answer nothing for ever."""
+    trials = ByteTrials(SIZES, faults={0: "raises"}, hooks={"cancelled": refuse_to_end})
+    with bench(trials, [None], double_buffering=double_buffering) as made:
+        made.begin(2)
+        results = made.results(2)
+        assert isinstance(results[0], events.TaskFailed)
+        made.check(1, results[1])
+
+
+class Talkative:
+    """Prints while it is sent, as what is collected meanwhile may."""
+
+    def __reduce__(self) -> Any:
+        print("I am sent")
+        return int, ()
+
+
+class TalkativeTrials(ByteTrials):
+    def profile(self, trial: Any) -> Any:
+        return Talkative()
+
+
+def test_a_device_whose_code_prints_while_an_answer_is_sent_does_not_wait_for_itself() -> None:
+    trial: Any = SimpleNamespace(trial=0)
+    told: Any = Profiled(0, 0)
+    with ready(TalkativeTrials(SIZES), Slabs()) as (device, answers, _):
+        device.give(Profile(trial, 0))
+        while answers.get(timeout=SECONDS) != told:
+            pass
