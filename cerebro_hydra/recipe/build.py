@@ -33,16 +33,21 @@ _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
 class GeneratorLock:
-    """A lock that a thread may take several times, and that can be taken from one that hangs."""
+    """A lock that a thread may take several times, and that can be taken from one that hangs.
+
+    A thread that is given up meets an exception at any moment. So the inner lock is entered itself:
+    to enter a condition is Python code, which an exception can leave with the lock held.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._owner: int | None = None
         self._depth = 0
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._owner in (None, me))
             self._owner = me
             self._depth += 1
@@ -53,14 +58,14 @@ class GeneratorLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             if self._owner == threading.get_ident():  # else it was taken from this thread
                 self._depth -= 1
                 self._free_if(self._depth == 0)
 
     def take_from(self, thread: int) -> None:
         """Free the lock if this thread, which must never go on, has it."""
-        with self._changed:
+        with self._lock:
             self._free_if(self._owner == thread)
 
     def _free_if(self, free: bool) -> None:

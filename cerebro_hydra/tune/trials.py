@@ -14,12 +14,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
 from cerebro_hydra.hopper.trials import News, NewTrial
@@ -121,6 +122,7 @@ class SearchTrials:
         self._counted = 0  # those that were proposed by then
         self._candidates: queue.SimpleQueue[TrialProposed | CutFiner | None] = queue.SimpleQueue()
         self._call: TimedCall[Any] | None = None
+        self._beginning = threading.Lock()  # of a call, which `close` gives up, or keeps from it
         self._closed = threading.Event()
 
     def admit_first(self) -> None:
@@ -229,8 +231,10 @@ class SearchTrials:
         if self._timer is not None:
             self._timer.cancel()
         self._candidates.put(None)
-        if self._call is not None:
-            self._call.give_up()
+        with self._beginning:
+            call = self._call
+        if call is not None:
+            call.give_up()
 
     # ------------------------------------------------------------------ admission
 
@@ -251,18 +255,35 @@ class SearchTrials:
     def _recut(self, asked: CutFiner) -> TrialRecut | RecutRefused:
         name, error = trial_name(asked.trial), asked.error.rstrip()
         self._waiting.now(f"cutting {name} finer, which ran out of memory")
-        self._call = TimedCall(partial(self._admission.recut, asked))
         try:
-            recut: TrialRecut = self._call.result(self._seconds)
-            return recut
+            return self._timed(partial(self._admission.recut, asked))
         except Refused as refusal:
             return RecutRefused(asked.trial, NOT_FINER.format(error, reason(str(refusal))))
         except Overdue:
             late = f"that takes longer than admission_seconds={self._seconds}"
             return RecutRefused(asked.trial, NOT_FINER.format(error, late))
         finally:
-            self._call = None
             self._waiting.now("")
+
+    def _timed(self, function: Callable[[], T]) -> T:
+        """Return what a function returns, within the time for one candidate.
+
+        Raises:
+            Cancelled: the run is over.
+            Overdue: it takes longer.
+        """
+        with self._beginning:
+            if self._closed.is_set():
+                raise Cancelled("the run is over")
+            call = self._call = TimedCall(function)
+        try:
+            return call.result(self._seconds)
+        except Overdue:
+            if self._closed.is_set():
+                raise Cancelled("the run is over") from None
+            raise
+        finally:
+            self._call = None
 
     def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
         number, parent = candidate.trial, None
@@ -271,9 +292,8 @@ class SearchTrials:
             parent = self._folder.read_trial(candidate.parent, self._folder.run_id)
         outlook = Outlook(max(self._to_check, number + 1), candidate.budget)
         admit = partial(self._admission.admit, number, candidate.params, parent, outlook)
-        self._call = TimedCall(admit)
         try:
-            admitted = self._call.result(self._seconds)
+            admitted = self._timed(admit)
         except Refused as refusal:
             return TrialRefused(number, str(refusal))
         except Overdue as overdue:
@@ -283,7 +303,6 @@ class SearchTrials:
             advice = "give it more, or look at what it waits for"
             return TrialRefused(number, f"{error}; {advice}:\n{overdue}")
         finally:
-            self._call = None
             self._checked += 1
             self._waiting.now("")
         self._state_metrics[number] = admitted.state_metrics
@@ -331,6 +350,27 @@ class _GivenUp(SystemExit):
     """Unwinds a thread that was given up, without a word."""
 
 
+class _End:
+    """Is reached once, by one call of C, which no exception in its thread can leave half done."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+        self._until = threading.Lock()
+        self._until.acquire()
+
+    def reach(self) -> None:
+        """Let all go on who wait; called from any thread."""
+        with suppress(RuntimeError):  # another thread was first
+            self._until.release()
+        self.is_reached = True
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for it, so long at most; return whether it was reached."""
+        if self._until.acquire(timeout=-1 if seconds is None else seconds):
+            self.reach()  # those who wait beside this one
+        return self.is_reached
+
+
 class TimedCall(Generic[T]):
     """Runs a function beside its caller, with thread-local settings that no other call has left.
 
@@ -344,7 +384,7 @@ class TimedCall(Generic[T]):
         self._function = function
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._ended = threading.Event()
+        self._end = _End()
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
         start(self._thread)
 
@@ -354,7 +394,7 @@ class TimedCall(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
-            self._ended.set()
+            self._end.reach()
 
     def result(self, seconds: float | None) -> T:
         """Return what the function returns, or raise what it raises.
@@ -363,7 +403,7 @@ class TimedCall(Generic[T]):
             Overdue: it takes longer than this, or was given up.
         """
         try:
-            self._ended.wait(seconds)
+            self._end.wait(seconds)
         finally:  # an interrupt of the caller gives it up as well
             stack = self.give_up()
         if stack is not None:
@@ -379,16 +419,17 @@ class TimedCall(Generic[T]):
     def give_up(self) -> str | None:
         """Let the function end as soon as it can; return where it is, or None if it has ended."""
         thread = self._thread.ident
-        if self._ended.is_set() or thread is None:
+        if self._end.is_reached or thread is None:
             return None
         frame = sys._current_frames().get(thread)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         error = ctypes.py_object(_GivenUp)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-        if not self._ended.wait(GRACE_SECONDS):
-            exclusive_generator.take_from(thread)
+        ended = self._end.wait(GRACE_SECONDS)
+        exclusive_generator.take_from(thread)  # also one that ended while it left the lock
+        if not ended:
             self._error = Overdue(stack)
-            self._ended.set()
+            self._end.reach()
         return stack
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES
 from cerebro_hydra.hopper.trials import NewTrial
 from cerebro_hydra.observe import Decision
 from cerebro_hydra.plan.messages import events as ev
+from cerebro_hydra.planning.auto_plan import Outlook
 from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.recipe import exclusive_generator
 from cerebro_hydra.storage import LocalStore, RunFolder
@@ -205,6 +209,28 @@ def test_a_candidate_under_way_is_given_up_when_the_run_ends(
         pass
 
 
+def test_a_candidate_that_is_about_to_begin_when_the_run_ends_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    comes, closed = threading.Event(), threading.Event()
+
+    def late(*given: Any) -> Outlook:
+        comes.set()
+        assert closed.wait(60)
+        return Outlook(*given)
+
+    trials = trials_of(tmp_path, [{}, {"hangs": "system"}], seconds=600)
+    trials.admit_first()
+    monkeypatch.setattr(timed_call, "Outlook", late)
+    assert isinstance(next(outcomes(trials)), NewTrial)
+    assert comes.wait(60)
+    trials.close()
+    (search,) = (thread for thread in threading.enumerate() if thread.name == "search")
+    closed.set()
+    search.join(30)
+    assert not search.is_alive()
+
+
 def test_candidates_of_a_list_are_numbered_in_its_order(tmp_path: Path) -> None:
     tape = Tape()
     search = ListSearch(candidates=[{"b": 1}, {}, {"b": 1}], **of_tape(tmp_path, tape))
@@ -246,3 +272,38 @@ def test_a_run_whose_driver_died_admits_what_was_not_admitted_without_its_search
         expected = tape.of(ends)[1:]
         assert [type(each) for each in said] == [type(each) for each in expected]
         assert [said[0], said[2]] == [expected[0], expected[2]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("moment", range(13))
+def test_a_call_that_is_given_up_at_any_moment_of_its_end_holds_nobody_up(
+    moment: int, impatient: None
+) -> None:
+    """The exception may come while it leaves the lock, and while it tells that it has ended."""
+    moments, comes = itertools.count(), threading.Event()
+
+    def hold(frame: object, event: str, _: object) -> None:
+        # CPython raises an exception of another thread when a function begins, or C returns.
+        if event in ("call", "c_return") and next(moments) == moment:
+            sys.setprofile(None)
+            comes.set()
+            for _ in range(60_000):
+                time.sleep(0.001)
+
+    def ends() -> None:
+        with exclusive_generator:
+            sys.setprofile(hold)
+
+    def others() -> None:
+        call = TimedCall(ends)
+        assert comes.wait(60)
+        call.give_up()
+        with suppress(BaseException):
+            call.result(60)
+        with exclusive_generator:
+            pass
+
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
