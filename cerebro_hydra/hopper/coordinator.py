@@ -298,12 +298,15 @@ class Coordinator:
 
     def _next_item(self) -> _Item | None:
         """Return what comes next; None if missing workers are to be seen to before."""
-        while self._writer.waiting:
+        while (seconds := self._absences.seconds) != 0.0:
+            journals = self._writer.waiting
+            if journals:
+                seconds = JOURNAL_SECONDS if seconds is None else min(seconds, JOURNAL_SECONDS)
             with suppress(queue.Empty):
-                return self._inbox.get(timeout=JOURNAL_SECONDS)
-            self._writer.write()
-        with suppress(queue.Empty):
-            return self._inbox.get(timeout=self._absences.seconds)
+                return self._inbox.get(timeout=seconds)
+            if not journals:
+                return None
+            self._writer.write()  # or try: a store may refuse it for long
         return None
 
     def _event_of(self, item: _Item) -> Event | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from cerebro_hydra.errors import JournalError, StoreError
 from cerebro_hydra.hopper.coordinator import Coordinator
 from cerebro_hydra.hopper.journal import Collector, Journal
+from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec, LossLimits
 from cerebro_hydra.hopper.resumed_run import ResumedRun
 from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
@@ -280,3 +282,38 @@ def test_the_records_of_a_resumed_run_read_like_one_run(tmp_path: Path) -> None:
     go_on(folder, what, 1)
     numbers = [r.seq for r in records_of(folder) if isinstance(r, Decision)]
     assert numbers == list(range(len(numbers)))
+
+
+class LonelyLauncher(ScriptedLauncher):
+    """Starts nobody, and lets the store refuse the journal from then on."""
+
+    def __init__(self, store: Refusing) -> None:
+        super().__init__(2, present=0, limits=LossLimits(join_timeout=1.0))
+        self._store = store
+
+    def start(self, spec: AgentSpec, factory: Any, on_exit: Any) -> None:
+        self._store.refused = ("/journal/",)
+        super().start(spec, factory, on_exit)
+
+
+def test_a_run_whose_journal_is_refused_waits_for_workers_no_longer(tmp_path: Path) -> None:
+    what = described(2, 2, 2)
+    store, errors = Refusing(str(tmp_path)), list[Exception]()
+    folder = RunFolder(store, what[0].run_id)
+    for spec in what[1]:
+        folder.write_trial(spec)
+    trials = GivenTrials(what[1], what[0].num_epochs)
+    launcher = LonelyLauncher(store)
+    coordinator = Coordinator(folder, what[0], trials, launcher, None, manifest=manifest(2))
+
+    def go() -> None:
+        try:
+            coordinator.run()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "none of 2 workers came within join_timeout" in str(errors)
