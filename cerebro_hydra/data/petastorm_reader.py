@@ -56,7 +56,7 @@ class PetastormReader:
         kinds = dict(zip(columns, folder.kinds, strict=True))
         checked = set()
         try:
-            for group in _batches(folder.files, columns):
+            for group in _batches(folder, columns):
                 for name, kind in kinds.items():
                     null_free = name in folder.null_free
                     if name not in checked and _is_suspect(group[name], kind, null_free):
@@ -72,19 +72,26 @@ class PetastormReader:
             raise
 
 
-def _batches(files: Sequence[str], columns: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+def _batches(folder: ParquetFolder, columns: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
     from petastorm import make_batch_reader
 
     # "dummy" reads in this thread: reader threads never give one order.
     with make_batch_reader(
-        [f"file://{file}" for file in files],
+        [f"file://{file}" for file in folder.files],
         schema_fields=[f"^{re.escape(name)}$" for name in columns],
         reader_pool_type="dummy",
         shuffle_row_groups=False,
         num_epochs=1,
     ) as reader:
+        left = folder.rows
         for group in reader:
-            yield {name: np.asarray(getattr(group, name)) for name in columns}
+            arrays = {name: np.asarray(getattr(group, name)) for name in columns}
+            yield arrays
+            left -= len(arrays[columns[0]])
+            if left <= 0:
+                # Asked for more, it waits for ever if its other thread, which has handed out the
+                # last row group, has yet to note that this was the last one.
+                break
 
 
 def _is_suspect(values: NDArray[Any], kind: pa.DataType, null_free: bool) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,37 @@ def looks_often() -> Iterator[None]:
 class TestPetastormReader(ReaderCase):
     def make_reader(self) -> reader.Reader:
         return PetastormReader()
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.usefixtures("looks_often")
+def test_rows_are_read_to_their_end_though_petastorms_own_thread_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It notes that there are no more row groups after it has handed out the last one."""
+    from petastorm.workers_pool import dummy_pool
+
+    handed_out, ventilate = [], dummy_pool.DummyPool.ventilate
+
+    def late(*given: Any, **more: Any) -> None:
+        ventilate(*given, **more)
+        handed_out.append(more)
+        if len(handed_out) == 2:
+            threading.Event().wait(0.5)  # whoever has read both asks for the next one
+
+    monkeypatch.setattr(dummy_pool.DummyPool, "ventilate", late)
+    table = pa.table({"x": pa.array(range(6), pa.int64())})
+    pq.write_table(table, tmp_path / "part-0.parquet", row_group_size=3)
+    read: list[Any] = []
+
+    def go() -> None:
+        read.extend(reader.read_columns(str(tmp_path), ["x"], PetastormReader()))
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [each["x"].tolist() for each in read] == [[0, 1, 2], [3, 4, 5]]
 
 
 def not_read(*_: Any) -> Any:
