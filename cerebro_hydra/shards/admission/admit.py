@@ -213,6 +213,12 @@ def _admit(
 
         return cache.times(recipe.model, spec, sample, measure)
 
+    def measured(spec: CutSpec) -> TrialProfile:
+        try:
+            return profiled(spec)
+        except ConfigurationError as error:  # it may be about this cut
+            raise CutFailed(error_text(error)) from error
+
     def by_number(points: CutPoints) -> tuple[CutChoice, Sequence[float]]:
         """Return the first choice where no places are named, and the seconds between places."""
         if isinstance(recipe.shards, int):
@@ -220,7 +226,7 @@ def _admit(
             choice = choose_by_time(points, seconds, recipe.shards)
             if profiler is not None:
                 try:
-                    choice = choose_number_to_fit(recipe, points, profiler, profiled, choice)
+                    choice = choose_number_to_fit(recipe, points, profiler, measured, choice)
                 except ConfigurationError:
                     raise
                 except Exception:  # what is tried next finds it again, and then fewer are tried
@@ -229,7 +235,7 @@ def _admit(
         if profiler is None:
             return choose_whole(points), ()
         try:
-            return choose_to_fit(recipe, points, profiler, profiled, times, least_shards)
+            return choose_to_fit(recipe, points, profiler, measured, times, least_shards)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -289,6 +295,8 @@ def _uncompiled(name: str) -> str:
 
 
 def _failed(error: Exception) -> str:
+    if isinstance(error, CutFailed):
+        return str(error)
     if is_error(error, StepDiffers):
         return f"{_DIFFERS}: {error}"
     return f"a step failed: {named_error_text(error)}"

@@ -15,6 +15,8 @@ from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss, S
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe.randomness import without_fast_path
+from cerebro_hydra.shards.admission.admit import admit
+from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.engine.bound_model import HeldTensors
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import aligned, in_place, memory_of, on_host
@@ -82,6 +84,41 @@ def test_a_view_of_a_parameter_that_the_forward_keeps_is_an_error_by_modules():
 
 def test_a_view_of_a_parameter_crosses_a_cut_graph():
     trained(seeded(KeepsAView, ["b", "c"], cut="export"), [zoo.vectors(8)])
+
+
+class Block(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class PenalizesGradients(nn.Module):
+    """Computes gradients in its forward, whose graph keeps the weights until the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            for block in self.blocks:
+                h = block(h)
+            out = self.head(h)
+            (gradient,) = torch.autograd.grad(out.logsumexp(1).sum(), x, create_graph=True)
+        return out + gradient.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("shards", [4, "auto"])
+def test_a_forward_that_keeps_weights_for_its_backward_is_one_shard(shards: int | str) -> None:
+    """That its shards can't leave a device is found where memory is measured."""
+    ((batch,),) = zoo.singly(zoo.vectors(8))
+    examples = [(batch.features, batch.labels)]
+    make = seeded(PenalizesGradients, shards)
+    found = admit(make(), examples, 7, profiler=TaskProfiler(1 << 20))
+    assert not found.spec.at
+    if shards == "auto":
+        assert "by modules: the forward keeps a view of parameter" in found.report.text()
 
 
 class Towers(nn.Module):
