@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from cerebro_hydra.observe import AgentStarted, Decision, Record, RunView
 from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
-from tests.processes import ancestors_of, children_of, devices_of
+from tests.processes import children_of, devices_of
 
 PRELOADED = ["transformers.modeling_utils"]
 
@@ -178,26 +177,16 @@ def interrupted(number: int, sent: int) -> Tape:
 
 
 @contextmanager
-def a_device_killed(backend: LocalBackend, seconds: float) -> Iterator[None]:
-    """Kill a device of worker 0 so long after all of them were there, while the body runs."""
-    killed, over = [], threading.Event()
+def a_device_killed(backend: LocalBackend) -> Iterator[Tape]:
+    """Kill a device of worker 0 when the first sub-epoch is committed; the body's run is taped."""
+    killed: list[int] = []
 
-    def kill() -> None:
-        while not over.wait(0.02):
-            devices = devices_of(agent_of(backend))
-            if len(devices) == backend.resources.devices and os.getpid() in ancestors_of(
-                devices[0]
-            ):
-                over.wait(seconds)
-                os.kill(devices[0], signal.SIGKILL)
-                killed.append(devices[0])
-                return
+    def kill(tape: Tape) -> None:
+        if tape.commits and not killed:
+            killed.append(devices_of(agent_of(backend))[0])
+            os.kill(killed[0], signal.SIGKILL)
 
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    yield
-    over.set()
-    thread.join()
+    yield Tape(kill)
     assert killed, "no device was killed"
 
 

@@ -53,9 +53,9 @@ def pipelined(params: dict[str, Any]) -> Recipe:
 def trained(path: Path, space: dict[str, list[Any]], **resources: Any) -> SearchResult:
     """Train every combination, and compare each trial with a replay on one device."""
     backend = LocalBackend(1, PRELOADED, **resources)
-    with a_device_killed(backend, 1.0):
-        search = grid(backend, path, pipelined, space, evaluation_metric="loss", validation=0.2)
-        result = search.fit(ROWS)
+    options = {"evaluation_metric": "loss", "validation": 0.2}
+    with a_device_killed(backend) as tape:
+        result = grid(backend, path, pipelined, space, observers=[tape], **options).fit(ROWS)
     assert set(statuses(result)) == {"finished"}, result.trials
     assert_replays(result)
     return result

@@ -73,8 +73,10 @@ def test_a_device_needs_no_room_for_an_optimizer_on_the_host(tmp_path: Path) -> 
 def test_a_device_that_is_killed_changes_no_bit(tmp_path: Path, place: str) -> None:
     space = {"lr": [0.01, 0.02], "dropout": [0.3], "optimizer_on": [place]}
     backend = LocalBackend(1, PRELOADED, devices_per_worker=2, device_memory=24_000)
-    with a_device_killed(backend, 0.3):
-        result = grid(backend, tmp_path, models.feed_forward, space).fit(classes())
+    options = {"num_epochs": 8}  # so that there is something to do for the device in its place
+    with a_device_killed(backend) as tape:
+        search = grid(backend, tmp_path, models.feed_forward, space, observers=[tape], **options)
+        result = search.fit(classes())
     assert statuses(result) == ["finished"] * 2
     assert_replays(result)
     assert len(devices_of(result)) == 2

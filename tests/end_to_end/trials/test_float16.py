@@ -73,8 +73,8 @@ def test_trials_hop_with_their_scale_in_pipelines_of_devices_of_which_one_is_kil
 ) -> None:
     backend = LocalBackend(2, devices_per_worker=2)
     space = {"lr": [0.01], "clip": [0.5], "schedule": ["1f1b", "sequential"]}
-    with a_device_killed(backend, 1.0):
-        result = grid(backend, tmp_path, overflowing, space).fit(DATA)
+    with a_device_killed(backend) as tape:
+        result = grid(backend, tmp_path, overflowing, space, observers=[tape]).fit(DATA)
     assert_exact(result)
     folder = RunFolder.open(result.run_path)
     state = max(folder.states(0))
