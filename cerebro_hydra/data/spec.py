@@ -118,7 +118,8 @@ def require_dataframe(caller: str, df: Any) -> None:
     Raises:
         ConfigurationError: it is something else; the message says what.
     """
-    if not isinstance(getattr(df, "columns", None), list):
+    columns = getattr(df, "columns", None)
+    if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
         raise ConfigurationError(
             f"{caller} got a {type(df).__module__}.{type(df).__name__}; give a Spark DataFrame, "
             "such as spark.createDataFrame(...) makes"

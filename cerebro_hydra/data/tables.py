@@ -34,14 +34,21 @@ def arrow_table(given: Any, names: Sequence[str] | None = None) -> pa.Table:
     """
     given = collected(given)
     found = [*map(str, given.columns)]
+    if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
+        raise DataError(
+            f"column {twice[0]!r} is {found.count(twice[0])} times in the table, as {found}: "
+            "rename or drop all but one"
+        )
     for name in names or ():
         if name not in found:
             raise DataError(f"feature column {name!r} is not in the table, which has {found}")
     columns: dict[str, pa.Array] = {}
     for name in found if names is None else names:
-        values = given[name]
         try:
-            column = values.to_arrow() if _library(given) == "polars" else _array(values)
+            if _library(given) == "polars":
+                column = given[name].to_arrow()
+            else:  # by its place, because the name of a column of pandas may be no string
+                column = _array(given.iloc[:, found.index(name)])
             columns[name] = column.cast(_spark_type(column.type))
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise DataError(

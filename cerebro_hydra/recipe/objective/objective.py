@@ -217,6 +217,11 @@ class Objective:
                     f"the loss gave {_form(value)}; it must give a scalar tensor"
                 )
             return value
+        if weight.dim() != 1:  # as a column or a matrix it would be paired with every row's loss
+            raise ConfigurationError(
+                f"the sample weight of a batch has shape {tuple(weight.shape)}; give one number "
+                "per row, not a list or vector of them"
+            )
         value = _per_row(loss)(outputs, *labels, **named)
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(weight):
             raise ConfigurationError(

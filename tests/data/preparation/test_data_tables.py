@@ -18,6 +18,7 @@ from torch import nn
 
 from cerebro_hydra.data.manifest import ColumnSpec
 from cerebro_hydra.data.preparation.tables import dataframe_of
+from cerebro_hydra.data.spec import require_dataframe
 from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.spark.launcher import pickle_factory
@@ -112,6 +113,13 @@ def test_columns_have_types_that_spark_has() -> None:
     assert table["image"].to_pylist() == [image.tolist() for image in images]
 
 
+def test_columns_of_pandas_may_have_any_name() -> None:
+    made = arrow_table(pd.DataFrame({0: [1.0, 2.0], ("x", "a"): [3, 4]}))
+    assert made.to_pydict() == {"0": [1.0, 2.0], "('x', 'a')": [3, 4]}
+    levels = pd.DataFrame({("x", "a"): [1.0], ("y", "b"): [2.0]})
+    assert arrow_table(levels).to_pydict() == {"('x', 'a')": [1.0], "('y', 'b')": [2.0]}
+
+
 def test_what_can_not_be_predicted_or_read_is_refused() -> None:
     table = pandas_table()
     wrong = {
@@ -123,6 +131,7 @@ def test_what_can_not_be_predicted_or_read_is_refused() -> None:
         "values of several kinds": table.assign(features=[1, "a", [2.0], None, 3]),
         "NaN": table.assign(features=[[1.0] * 4] * 3 + [[1.0, 2.0, 3.0, float("nan")]] * 2),
         "an output that is there": table.assign(total=1),
+        "a column twice": pd.concat([table, table[["count"]]], axis=1),
         "a list of rows": [1, 2],
     }
     one = inference()
@@ -130,6 +139,7 @@ def test_what_can_not_be_predicted_or_read_is_refused() -> None:
     for path in ("rows.parquet", Path("rows.csv"), table):
         kind = type(path).__name__.removeprefix("Posix")
         found[f"a {kind} without a session"] = refusal(partial(dataframe_of, path, lambda: None))
+    found["a table of Arrow"] = refusal(partial(require_dataframe, "fit", pa.table({"x": [1.0]})))
     assert_golden(Path(__file__).with_name("golden") / "refused_tables.txt", found)
 
 

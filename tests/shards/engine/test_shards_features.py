@@ -142,6 +142,15 @@ def test_sample_weights_weigh_the_loss_of_each_row():
         own.bind(Columns(("x",), ("y",), "w")).compute_loss(outputs, (labels, weights))
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (8, 8)])
+def test_a_sample_weight_that_would_be_paired_with_every_row_is_refused(shape):
+    (batch,) = zoo.vectors(8)
+    recipe = mlp_recipe()().bind(Columns(("x",), ("y",), "w"))
+    outputs = recipe.model.eval()(*batch.features)
+    with pytest.raises(ConfigurationError, match=r"has shape \(8, [18]\); give one number per row"):
+        recipe.compute_loss(outputs, (*batch.labels, torch.rand(shape)))
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
