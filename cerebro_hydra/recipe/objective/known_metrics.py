@@ -24,7 +24,11 @@ from cerebro_hydra.recipe.objective.metrics import (
     MetricFunction,
     StateMetric,
 )
-from cerebro_hydra.recipe.objective.objective import is_cross_entropy, is_likelihood
+from cerebro_hydra.recipe.objective.objective import (
+    indexes_classes,
+    is_cross_entropy,
+    is_likelihood,
+)
 from cerebro_hydra.recipe.objective.step_module import logged_value
 from cerebro_hydra.recipe.objective.torch_metrics import (
     NAMED,
@@ -55,17 +59,42 @@ def _looks_like_likelihoods(outputs: Tensor, labels: Tensor, loss: Any = None) -
     return BatchSum(torch.as_tensor(within, dtype=torch.float64), 1)
 
 
-def doubtful_accuracy(metric: Metric) -> Metric | None:
-    """Return a metric that is 1 where accuracy takes what may be likelihoods for logits.
+def _has_other_labels(outputs: Tensor, labels: Tensor, loss: Any = None) -> BatchSum:
+    one_number = class_dim(outputs, labels, loss) is None
+    met = (labels == 0) | (labels == 1) | (labels == ignored_label(loss))
+    return BatchSum(torch.as_tensor(one_number and not met.all(), dtype=torch.float64), 1)
 
-    None for any other metric, and where the loss tells what an output is.
+
+_LIKELIHOODS = (
+    "metric {!r} takes an output above 0 for class 1, and all outputs of a batch are between 0 "
+    "and 1; if they are likelihoods, take BCELoss or binary_cross_entropy itself as the loss, or "
+    "give {{name: (function, 'max')}} in place of the metric"
+)
+_OTHER_LABELS = (
+    "metric {!r} takes an output that is one number for class 0 or 1, and a batch has labels that "
+    "are neither, which are never hit; give labels of 0 and 1, a metric for numbers such as 'mae', "
+    "or {{name: (function, 'max')}}"
+)
+
+
+def doubts_of_accuracy(metric: Metric) -> list[tuple[Metric, str]]:
+    """Return metrics that are 1 where accuracy may not be what it seems, with what to say then.
+
+    None of them for any other metric.
     """
     function = metric.function
     if not isinstance(function, partial) or function.func is not _accuracy:
-        return None
+        return []
     loss = function.keywords["loss"]
-    looks = partial(_looks_like_likelihoods, loss=loss)
-    return replace(metric, function=looks) if Scale.of(loss) is None else None
+    doubts = []
+    if not is_cross_entropy(loss) and not indexes_classes(loss):  # else it refuses such labels
+        doubts.append((_has_other_labels, _OTHER_LABELS))
+    if Scale.of(loss) is None:  # else the loss tells what an output is
+        doubts.append((_looks_like_likelihoods, _LIKELIHOODS))
+    return [
+        (replace(metric, function=partial(looks, loss=loss)), told.format(metric.name))
+        for looks, told in doubts
+    ]
 
 
 def _mse(outputs: Tensor, labels: Tensor) -> BatchSum:
@@ -79,6 +108,8 @@ def _mae(outputs: Tensor, labels: Tensor) -> BatchSum:
 
 
 def _errors(outputs: Tensor, labels: Tensor) -> Tensor:
+    if labels.dtype == torch.bool:  # torch subtracts no booleans
+        labels = labels.to(outputs.dtype)
     return torch.abs(outputs.reshape(labels.shape) - labels).to(torch.float64)
 
 

@@ -13,7 +13,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
 from cerebro_hydra.recipe.attributes import kept_attributes
-from cerebro_hydra.recipe.objective.known_metrics import doubtful_accuracy
+from cerebro_hydra.recipe.objective.known_metrics import doubts_of_accuracy
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, is_of_torch_metric
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 
@@ -21,11 +21,6 @@ _NOISE = 1e-3
 """The share of a value by which it may differ because sums are rounded."""
 _NOISE_OF_HALF = 3e-2
 """The same where outputs have 16 bits, which are two or three digits."""
-_DOUBTFUL = (
-    "metric {!r} takes an output above 0 for class 1, and all outputs of a batch are between 0 "
-    "and 1; if they are likelihoods, take BCELoss or binary_cross_entropy itself as the loss, or "
-    "give {{name: (function, 'max')}} in place of the metric"
-)
 
 
 class _Part(NamedTuple):
@@ -39,7 +34,8 @@ class _Part(NamedTuple):
 def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[str, str]:
     """Return a warning for each metric, by name, whose value depends on which rows make a batch.
 
-    There is one for an accuracy that may take likelihoods for logits, too.
+    There is one for an accuracy that may take likelihoods for logits, or labels that it never hits,
+    too.
 
     Args:
         model: the one that is evaluated.
@@ -49,15 +45,16 @@ def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[
         ConfigurationError: one of torchmetrics gives no number, or another for partitions.
     """
     given = [m for m in recipe.metric_list if m.label is None or is_of_torch_metric(m.function)]
-    doubtful = [each for each in map(doubtful_accuracy, recipe.metric_list) if each is not None]
-    if not given and not doubtful:
+    doubts = [doubt for metric in recipe.metric_list for doubt in doubts_of_accuracy(metric)]
+    if not given and not doubts:
         return {}
     whole = _evaluated(recipe, model, example)
     parted = [list(_parts(whole, number)) for number in (2, 4)]
     found = {metric.name: _difference(recipe, metric, whole, parted) for metric in given}
-    for metric in doubtful:
+    for metric, told in doubts:
         (looks, _) = recipe.compute_metrics(*whole, [metric])[metric.name]
-        found[metric.name] = _DOUBTFUL.format(metric.name) if looks else None
+        if looks:
+            found[metric.name] = told
     return {name: warning for name, warning in found.items() if warning is not None}
 
 

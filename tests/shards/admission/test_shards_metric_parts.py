@@ -138,3 +138,24 @@ def test_accuracy_of_what_may_be_likelihoods_is_told_of_where_the_loss_does_not_
     found = admit(recipe.bind(Columns(("x",), ("y",))), [example], trial_seed=1).warnings
     assert ["accuracy"] * (loss is own) == [*found]
     assert all("above 0 for class 1" in each and "BCELoss" in each for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "is_told"),
+    [
+        (nn.SoftMarginLoss(), LABELS.gt(0).float() * 2 - 1, True),
+        (nn.MSELoss(), LABELS.float() / 2, True),
+        (nn.BCEWithLogitsLoss(), LABELS.gt(0).float() * 0.9, True),
+        (nn.MSELoss(), LABELS.gt(0), False),
+        (nn.BCEWithLogitsLoss(), LABELS.gt(0).float(), False),
+    ],
+)
+def test_labels_that_an_accuracy_of_one_number_never_hits_are_told_of(
+    loss: Any, labels: Tensor, is_told: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    recipe = Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, ["accuracy", "mae"])
+    example = EXAMPLE[0], (labels,)
+    found = admit(recipe.bind(Columns(("x",), ("y",))), [example], trial_seed=1).warnings
+    assert ["accuracy"] * is_told == [*found]
+    assert all("labels that are neither, which are never hit" in told for told in found.values())
