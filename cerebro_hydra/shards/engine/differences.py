@@ -40,6 +40,9 @@ from cerebro_hydra.storage.digest import digest
 MOST_TRIED = 1 << 20
 """Bytes of the largest parameter with which it is tried whether an optimizer is separable."""
 
+TRIED_STEPS = 256
+"""How many of its steps are tried before the first one is taken."""
+
 LARGE = 1e6
 """An element of a gradient that any rule about all gradients takes for large."""
 
@@ -323,15 +326,17 @@ _DRAWS = "with random numbers, which go on from one parameter to the next; a sha
 
 
 def other_gradients_matter(
-    optimizer: torch.optim.Optimizer, on_host: bool = False
-) -> tuple[Tensor, str] | None:
+    optimizer: torch.optim.Optimizer, on_host: bool = False, steps: int = 1
+) -> tuple[Tensor, int, str] | None:
     """Return a parameter that an optimizer updates otherwise beside one with a large gradient.
 
-    It is returned with how that is, in words, and None if there is none. It is tried with copies of
-    the smallest parameter, before a step is taken; the optimizer stays as it is.
+    It is returned with the first of the steps and how that is, in words, and None if there is none.
+    It is tried with copies of the smallest parameter, before a step is taken; the optimizer stays
+    as it is.
 
     Args:
         on_host: whether the kernels of the CPU take its steps, as in `take_step`.
+        steps: how many are tried one after the other, for what an optimizer does in some alone.
     """
     given = [p for group in optimizer.param_groups for p in group["params"] if _is_dense(p.grad)]
     smallest = min(given, key=lambda p: p.nbytes, default=None)
@@ -339,14 +344,14 @@ def other_gradients_matter(
         return None
     with random_numbers_kept():
         states = generator_states(smallest.device)
-        alone = _updated(optimizer, smallest, on_host, beside=False)
+        alone = [*_updates(optimizer, smallest, on_host, steps, beside=False)]
         draws = generator_states(smallest.device) != states
     with random_numbers_kept():
-        beside = _updated(optimizer, smallest, on_host, beside=True)
-    is_same = same_bits(alone[0], beside[0]) and alone[1] == beside[1]
-    if is_same:
-        return None
-    return smallest, _DRAWS if draws else _NEEDS_ALL
+        beside = _updates(optimizer, smallest, on_host, len(alone), beside=True)
+        for number, (one, other) in enumerate(zip(alone, beside, strict=False)):
+            if one != other:
+                return smallest, number, _DRAWS if draws else _NEEDS_ALL
+    return None
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -359,31 +364,39 @@ def _is_dense(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is torch.strided and gradient.numel() > 0
 
 
-def _updated(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, on_host: bool, *, beside: bool
-) -> tuple[Tensor, str]:
-    """Return a copy of a parameter after a step, and the options of its group.
+def _updates(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, on_host: bool, steps: int, *, beside: bool
+) -> Iterator[tuple[int, str]]:
+    """Yield after each step a checksum of a parameter's copy, and the options of its group.
 
-    It is alone, or between two copies with large gradients.
+    It is alone, or between two copies with large gradients. After the first step it may fail, as
+    nobody has trained with such gradients for so long.
     """
     mine = nn.Parameter(parameter.detach().clone())
     assert parameter.grad is not None
-    mine.grad = parameter.grad.detach().clone()
     clone = clone_optimizer(optimizer, {id(parameter): mine})
     held = vars(clone)  # what it shares with the original stays as it is
     held.update((name, copy.copy(v)) for name, v in tuple(held.items()) if type(v) in _CONTAINERS)
     (group,) = (g for g in clone.param_groups if g["params"])
+    others = [nn.Parameter(mine.detach().clone()) for _ in range(2 if beside else 0)]
+    largest = torch.finfo(parameter.grad.dtype).max / 8
     if beside:
-        others = [nn.Parameter(mine.detach().clone()) for _ in range(2)]
-        largest = torch.finfo(mine.grad.dtype).max / 8
-        for other in others:
-            other.grad = torch.full_like(mine.grad, min(LARGE, largest))
-            if mine in clone.state:
-                clone.state[other] = copy.deepcopy(clone.state[mine])
         group["params"] = [others[0], mine, others[1]]
         if "param_names" in group:
             (name,) = group["param_names"]
             group["param_names"] = [f"before {name}", name, f"after {name}"]
-    take_step(clone, None, 0, on_host)
-    options = {name: value for name, value in group.items() if not name.startswith("param")}
-    return mine, repr(options)
+    for number in range(steps):
+        mine.grad = parameter.grad.detach().clone()
+        for other in others:
+            other.data.copy_(mine.data)
+            other.grad = torch.full_like(mine.grad, min(LARGE, largest))
+            if mine in clone.state:
+                clone.state[other] = copy.deepcopy(clone.state[mine])
+        try:
+            take_step(clone, None, 0, on_host)
+        except Exception:
+            if number == 0:
+                raise
+            return
+        options = {name: value for name, value in group.items() if not name.startswith("param")}
+        yield checksum(mine.detach()), repr(options)

@@ -26,6 +26,7 @@ from cerebro_hydra.shards.engine.bound_model import (
 )
 from cerebro_hydra.shards.engine.differences import (
     BY_OTHERS,
+    TRIED_STEPS,
     is_torchs_own,
     other_gradients_matter,
     tensor_used_elsewhere,
@@ -523,12 +524,12 @@ class SubEpoch:
         optimizer = self._optimizers[k][0]
         if self._cut_model.num_shards == 1 or is_torchs_own(optimizer):
             return
-        on_host = self._recipe.optimizer_on == "host"
-        if (found := other_gradients_matter(optimizer, on_host)) is not None:
-            (name,) = (name for name, p in self._states[k].params.items() if p is found[0])
-            raise StepDiffers(
-                f"in step {self.step}, the optimizer updates parameter {name!r} {found[1]}"
-            )
+        on_host, steps = self._recipe.optimizer_on == "host", 1 if self.step else TRIED_STEPS
+        if (found := other_gradients_matter(optimizer, on_host, steps)) is not None:
+            parameter, number, how = found
+            (name,) = (name for name, p in self._states[k].params.items() if p is parameter)
+            step = self.step + number
+            raise StepDiffers(f"in step {step}, the optimizer updates parameter {name!r} {how}")
 
     @property
     def idle(self) -> Places | None:

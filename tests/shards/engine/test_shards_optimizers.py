@@ -15,6 +15,7 @@ from cerebro_hydra.recipe import Recipe, grad_scaling
 from cerebro_hydra.shards.engine.differences import other_gradients_matter
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
+from tests.shards.hopping import start
 from tests.shards.trials import mlp_recipe, recipe_of, two_sub_epochs
 
 # Each is tried with its defaults and with these settings, some of which make more state.
@@ -156,7 +157,62 @@ def test_an_optimizer_that_draws_is_not_told_to_look_at_other_gradients() -> Non
     found = other_gradients_matter(Noises([parameter], lr=0.1))
     assert found is not None
     assert found[0] is parameter
-    assert found[1].startswith("with random numbers")
+    assert found[2].startswith("with random numbers")
+
+
+class Tenth(torch.optim.SGD):
+    """Does something else in every tenth step, which no first step is."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        if self.param_groups[0]["steps"] % 10 == 0:
+            self.tenth([p for group in self.param_groups for p in group["params"]])
+        super().step(closure)
+
+
+class ClipsInTheTenth(Tenth):
+    def tenth(self, parameters: list[nn.Parameter]) -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+class DrawsInTheTenth(Tenth):
+    def tenth(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad.add_(torch.randn_like(parameter))
+
+
+class DecaysByPlaceInTheTenth(Tenth):
+    def tenth(self, parameters: list[nn.Parameter]) -> None:
+        for place, parameter in enumerate(parameters):
+            parameter.mul_(1 - 0.01 * place)
+
+
+class FailsInTheTenth(Tenth):
+    """Refuses weights that only such a try makes."""
+
+    def tenth(self, parameters: list[nn.Parameter]) -> None:
+        raise ValueError("it can't go on")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (ClipsInTheTenth, "needs the gradients of all"), (DrawsInTheTenth, "with random numbers"),
+        (DecaysByPlaceInTheTenth, "otherwise if another one"), (FailsInTheTenth, None),
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_does_in_some_steps_alone_is_found_before_the_first(
+    kind: type[Tenth], how: str | None
+) -> None:
+    optimizer = lambda model: kind(model.parameters(), lr=0.1)  # noqa: E731
+    make = recipe_of(net, optimizer, shards=3)
+    trial = start(make(), zoo.singly(zoo.vectors(8, 8)))
+    assert (trial.cut_model.num_shards > 1) is (how is None)
+    if how is not None:
+        told = trial.admission.report.text()
+        assert "in step 9, the optimizer updates parameter" in told and how in told
 
 
 class Restarts(torch.optim.SGD):
