@@ -354,6 +354,22 @@ def other_gradients_matter(
     return None
 
 
+@contextmanager
+def refused_draws(step: int, others: int, device: torch.device) -> Iterator[None]:
+    """Find random numbers of torch that the update of a shard draws, if there are other shards.
+
+    Raises:
+        StepDiffers: there are some, which would go on from one shard to the next.
+    """
+    states = generator_states(device) if others else []
+    yield
+    if others and generator_states(device) != states:
+        raise StepDiffers(
+            f"in step {step}, the optimizer or its LR scheduler draws random numbers, which go on "
+            "from one parameter or step to the next; a shard has some of them"
+        )
+
+
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is torch's own, which is separable if it is not refused."""
     hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))

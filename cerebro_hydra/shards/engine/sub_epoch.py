@@ -29,6 +29,7 @@ from cerebro_hydra.shards.engine.differences import (
     TRIED_STEPS,
     is_torchs_own,
     other_gradients_matter,
+    refused_draws,
     tensor_used_elsewhere,
     used_elsewhere,
 )
@@ -449,7 +450,8 @@ class SubEpoch:
         self._barrier.apply(k, self._states, optimizer, scaling)
         if (versions := self._versions.get(k)) is not None:
             versions.begin_next()
-        with self._told_reads_of_others(k, optimizer):
+        others, device = len(self._layout.shards) - 1, self._recipe.device
+        with self._told_reads_of_others(k, optimizer), refused_draws(self.step, others, device):
             if take_step(optimizer, scaling, self.step, self._recipe.optimizer_on == "host"):
                 self._recipe.lr_schedule.after_step(scheduler)
         state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped

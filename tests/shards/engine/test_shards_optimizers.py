@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import Recipe, grad_scaling
 from cerebro_hydra.shards.engine.differences import other_gradients_matter
 from tests.shards import zoo
@@ -213,6 +213,20 @@ def test_what_an_optimizer_does_in_some_steps_alone_is_found_before_the_first(
     if how is not None:
         told = trial.admission.report.text()
         assert "in step 9, the optimizer updates parameter" in told and how in told
+
+
+def draws_late(step: int) -> float:
+    return 1.0 if step < 3 else 0.5 + 0.5 * torch.rand(()).item()
+
+
+def test_random_numbers_of_a_schedule_are_found_in_whichever_step_they_come() -> None:
+    schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, draws_late)  # noqa: E731
+    make = recipe_of(net, shards=3, lr_scheduler=schedule, lr_interval="step")
+    windows = zoo.singly(zoo.vectors(8, 8, 8, 8))
+    trial = start(make(), windows)
+    assert trial.cut_model.num_shards > 1
+    with pytest.raises(StepDiffers, match=r"in step 2, the optimizer or its LR scheduler draws"):
+        trial.train(windows)
 
 
 class Restarts(torch.optim.SGD):
