@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.seeds import seed_of
@@ -130,7 +131,8 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 def generator_states(device: torch.device) -> list[bytes]:
     """Return what tells whether one of these generators has drawn numbers meanwhile."""
-    return [each.get_state().numpy().tobytes() for each in generators(device)]
+    with no_dispatch():  # whoever watches operations, or pretends to do them, has none of these
+        return [each.get_state().numpy().tobytes() for each in generators(device)]
 
 
 class UnitCalls:
