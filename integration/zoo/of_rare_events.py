@@ -79,17 +79,28 @@ class Cautious(nn.CrossEntropyLoss):
 
 
 class ClipsLate(torch.optim.AdamW):
-    """Clips by the norm of all gradients that it sees, once it has taken some steps."""
+    """Clips by the norm of all gradients that it sees, once one of them has changed often enough.
 
-    freely = 4
-    """Steps without clipping: those of admission."""
+    Those that it is tried with before its first step never change.
+    """
 
+    freely, most = 4, 1e-3
+    """Changes without clipping, which are more than those of admission, and the norm."""
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        group["taken"] = group.get("taken", 0) + 1
-        if group["taken"] > self.freely:
-            nn.utils.clip_grad_norm_(group["params"], 1e-3)
+        given = [p for p in group["params"] if p.grad is not None]
+        known = [self.state[p] for p in given if p in self.state]
+        for parameter, kept in zip(given, known, strict=False):
+            kept["changes"] += not torch.equal(kept["before"], parameter.grad)
+            kept["before"].copy_(parameter.grad)
+        if any(kept["changes"] > self.freely for kept in known):
+            nn.utils.clip_grad_norm_(given, self.most)
         super().step(closure)
+        for parameter in given if not known else ():
+            first = {"changes": torch.zeros(()), "before": parameter.grad.clone()}
+            self.state[parameter].update(first)
 
 
 def _layers(first: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.engine import graph_tasks, sub_epoch
+from integration.zoo.of_rare_events import ClipsLate
 from tests.end_to_end.models import feed_forward
 
 FIRST_WRONG = 40
@@ -97,15 +98,17 @@ class Scales(nn.Module):
         return loss * self.scale
 
 
-class Clips(torch.optim.AdamW):
-    """Clips by the global norm: if that is large, or from a step on that its group counts."""
+class ClipsLarge(torch.optim.AdamW):
+    """Clips by the global norm, which is seldom large."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        group["taken"] = group.get("taken", 0) + 1
-        if group["taken"] > group["first"]:
-            nn.utils.clip_grad_norm_(group["params"], group["most"])
+        nn.utils.clip_grad_norm_(group["params"], 2.0)
         super().step(closure)
+
+
+class ClipsAfterSome(ClipsLate):
+    freely, most = FIRST_WRONG, 0.01
 
 
 _update = sub_epoch.SubEpoch.update
@@ -150,11 +153,8 @@ def faulty(params: dict[str, Any]) -> Recipe:
     if params["fault"] == "loss":
         recipe = replace(recipe, loss=Scales())
     if params["fault"].startswith("clips"):
-        late = params["fault"] == "clips late"
-        recipe.optimizer = Clips(recipe.model.parameters(), lr=0.01)
-        recipe.optimizer.param_groups[0] |= {
-            "first": FIRST_WRONG if late else 0, "most": 0.01 if late else 2.0
-        }  # fmt: skip
+        kind = ClipsAfterSome if params["fault"] == "clips late" else ClipsLarge
+        recipe.optimizer = kind(recipe.model.parameters(), lr=0.01)
     if params["fault"] == "in shards" and os.getpid() != params["driver"]:
         recipe.model.marked = True
         sub_epoch.SubEpoch.update = _wrong_update  # type: ignore[method-assign]
