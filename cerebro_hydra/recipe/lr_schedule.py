@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,8 @@ from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.objective.step_module import BY_HAND
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
+from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.recipe.randomness import generator_states, global_states
 
 INTERVALS = ("step", "epoch")
 
@@ -70,7 +73,7 @@ class LRSchedule:
         """Make a scheduler over an optimizer, one over each of several, or None.
 
         Raises:
-            ConfigurationError: the function fails, or gives no scheduler.
+            ConfigurationError: the function fails, draws random numbers, or gives no scheduler.
         """
         if self._make is None:
             return None
@@ -102,13 +105,16 @@ class LRSchedule:
         """Step the scheduler as a new epoch begins; `metrics` are those of the epoch before.
 
         Raises:
-            ConfigurationError: the metric that the scheduler steps on was not measured.
+            ConfigurationError: the metric that the scheduler steps on was not measured, or the
+                scheduler draws random numbers.
         """
         for each in schedulers_of(scheduler) if self._interval != BY_HAND else ():
             if _takes_metric(each):
-                each.step(self._value(metrics))
+                with _drawing_nothing():
+                    each.step(self._value(metrics))
             elif self._interval == "epoch":
-                each.step()
+                with _drawing_nothing():
+                    each.step()
 
     def advance(self, scheduler: Any | None, steps: int, epochs: int) -> None:
         """Bring a new scheduler to where training is.
@@ -182,7 +188,10 @@ def _check_maker(make: Any) -> None:
 
 def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
     try:
-        made = _called(make, optimizer, steps_per_epoch)
+        with _drawing_nothing():
+            made = _called(make, optimizer, steps_per_epoch)
+    except ConfigurationError:
+        raise
     except Exception as error:
         raise ConfigurationError(
             f"lr_scheduler failed for an optimizer and {steps_per_epoch} steps per epoch: "
@@ -193,6 +202,23 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer, steps_per_
             f"lr_scheduler gave {kind_of(made)}; it is to return an LR scheduler"
         )
     return made
+
+
+@contextmanager
+def _drawing_nothing() -> Iterator[None]:
+    """Refuse random numbers where no forward has restarted them, so that no replay has the same.
+
+    Raises:
+        ConfigurationError: the body draws some.
+    """
+    before = generator_states(CPU), global_states()
+    yield
+    if (generator_states(CPU), global_states()) != before:
+        raise ConfigurationError(
+            "lr_scheduler draws random numbers where it is made or an epoch begins, which no "
+            "replay draws again; compute rates from the number of the step or the epoch, or draw "
+            "them from a torch.Generator that is seeded with it"
+        )
 
 
 def _called(make: Callable[..., Any], optimizer: Any, steps_per_epoch: int) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -74,3 +77,28 @@ class Halving(lrs.LambdaLR):
 @pytest.mark.parametrize("make", [lrs.ReduceLROnPlateau, lrs.LinearLR, Halving])
 def test_classes_that_need_the_optimizer_alone_and_classes_of_the_user(make):
     assert isinstance(made(make), make)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()).item(), random.random, np.random.rand],
+    ids=["torch", "python", "numpy"],
+)
+@pytest.mark.parametrize("first", [0, 1], ids=["where it is made", "where an epoch begins"])
+def test_random_numbers_that_no_replay_draws_again_are_refused(
+    draw: Callable[[], float], first: int
+) -> None:
+    rate = lambda epoch: 1.0 if epoch < first else draw()  # noqa: E731
+    schedule = LRSchedule(lambda optimizer: lrs.LambdaLR(optimizer, rate), "epoch", "loss")
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="lr_scheduler draws random numbers where"):
+        schedule.begin_epoch(schedule.make(optimizer, 7), {})
+
+
+def test_random_numbers_of_a_generator_seeded_with_the_epoch_are_let_pass() -> None:
+    drawn = lambda epoch: torch.rand((), generator=torch.Generator().manual_seed(epoch)).item()  # noqa: E731
+    schedule = LRSchedule(lambda optimizer: lrs.LambdaLR(optimizer, drawn), "epoch", "loss")
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = schedule.make(optimizer, 7)
+    schedule.begin_epoch(scheduler, {})
+    assert scheduler.get_last_lr() == [drawn(1)]
