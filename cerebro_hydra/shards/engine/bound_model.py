@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-from weakref import ReferenceType, ref
+from typing import Literal
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.shards.cut.small_buffers import is_small
 from cerebro_hydra.shards.cut.values import StandIns, TensorKey, absent_value
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
-from cerebro_hydra.shards.engine.microbatch import Places
+from cerebro_hydra.shards.engine.places import (
+    BoundMark,
+    Places,
+    Rebound,
+    SharedMemory,
+    TensorMark,
+    made_anew,
+)
 from cerebro_hydra.shards.engine.state import ShardState, trains_otherwise
 
 IF_PERSISTENT = ", or register it with persistent=True"
@@ -61,6 +68,9 @@ class BoundModel:
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._own: dict[str, Tensor] = {}  # or what stands for it
         self._lent: dict[str, Tensor] = {}
+        self._lent_memory: dict[str, Tensor] = {}  # of each, which code may give other memory
+        self._here: list[ShardState] = []
+        self._sharing = SharedMemory()
         self._unwritten: dict[str, Tensor] = {}  # as they must be after training
         first: dict[int, str] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -210,6 +220,7 @@ class BoundModel:
     def bind_params(self, layout: ShardLayout, segments: Segments) -> ShardState:
         """Bind a shard, without its buffers."""
         state = ShardState(layout, segments, parameters=self._params)
+        self._here.append(state)
         for name, value in state.values.items():
             self._marks.pop(("parameter", name), None)
             if name not in state.constant:
@@ -236,7 +247,7 @@ class BoundModel:
                 self._point(name, state.values[name])
         for name in self._lent.keys() & names:
             self._put({name: self._own[name]})
-            del self._lent[name]
+            del self._lent[name], self._lent_memory[name]
 
     def gone_gradient(self, name: str) -> Tensor | None:
         """Return what stands for the gradient of a parameter after its update; it reads as NaN."""
@@ -271,6 +282,7 @@ class BoundModel:
 
     def unbind(self, state: ShardState, copied: Collection[str]) -> None:
         """Let the model refer to a shard's memory no more; it goes on with what was copied."""
+        self._here = [each for each in self._here if each is not state]
         for name in state.values.keys() - copied:
             self._send_away(name)
 
@@ -293,32 +305,55 @@ class BoundModel:
             lent.data = self._own[name].data
             vars(self._own[name]).update(vars(lent))  # what it was given is looked at afterwards
         self._lent.clear()
+        self._lent_memory.clear()
+        self._here.clear()
 
-    def collect_written(self, state: ShardState | None = None) -> None:
+    def collect_written(
+        self, state: ShardState | None = None, optimizer: Optimizer | None = None
+    ) -> None:
         """Copy what the trial's code assigned anew into the memory that was lent.
 
         Autograd may have saved what that memory held, so no backward through it may come after.
 
         Args:
             state: the shard whose tensors are collected; None collects those of all.
+            optimizer: that of all shards, whose state is kept, too.
 
         Raises:
-            ConfigurationError: a buffer was given another shape or type.
+            ConfigurationError: one was given another shape or type, or memory of another one.
+            StepDiffers: it was given that of another one, while shards are collected one by one.
         """
+        rebound = Rebound(self._here, self._sharing)
         for name in self._bound if state is None else self._bound.keys() & state.values.keys():
             parameter, memory = self._params[name], self._bound[name]
             if parameter.data_ptr() != memory.data_ptr():
-                if (parameter.shape, parameter.dtype) != (memory.shape, memory.dtype):
-                    raise _reshaped("parameter", name, memory, parameter)
-                memory.copy_(parameter.data)
+                rebound.add(f"parameter {name!r}", parameter, memory)
                 parameter.data = memory
         for name in self._lent if state is None else self._lent.keys() & state.buffers.keys():
-            lent, found = self._lent[name], self._current(name)
-            if found is not lent:
-                if (found.shape, found.dtype) != (lent.shape, lent.dtype):
-                    raise _reshaped("buffer", name, lent, found)
-                lent.copy_(found.detach())
+            lent, found, memory = self._lent[name], self._current(name), self._lent_memory[name]
+            if found is not lent or found.data_ptr() != memory.data_ptr():
+                rebound.add(f"buffer {name!r}", found, memory)
                 self._put({name: lent})
+            if lent.data_ptr() != memory.data_ptr():
+                lent.data = memory
+        if optimizer is not None:
+            for each in self._here:
+                each.keep_optimizer(optimizer, rebound)
+        rebound.write(StepDiffers if len(self._keys) > 1 else ConfigurationError)
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step."""
+        self._sharing.begin_step()
+
+    def end_step(self) -> None:
+        """Check what a step has used of shards that are elsewhere, and see `SharedMemory`.
+
+        Raises:
+            StepDiffers: it has used some.
+        """
+        if self.elsewhere.used is not None:
+            raise StepDiffers(self.elsewhere.used)
+        self._sharing.end_step()
 
     def keys_of(self, state: ShardState, buffers: bool = True) -> Iterator[TensorKey]:
         """Yield which tensors a shard has, but parameters that training leaves alone.
@@ -356,7 +391,7 @@ class BoundModel:
                 continue
             else:  # no shard has it, because no checkpoint holds it
                 if found.shape != own.shape:
-                    raise _reshaped("buffer", name, own, found)
+                    raise made_anew(f"buffer {name!r}", own, found)
                 remedy = IF_PERSISTENT if is_small(own) else ""
                 unchanged = found is own and own._version == self._versions[name]
             if not unchanged:
@@ -433,42 +468,13 @@ class BoundModel:
     def lend_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         """Let the model use other tensors as buffers until it is restored."""
         self._lent |= tensors
+        self._lent_memory |= {name: tensor.detach() for name, tensor in tensors.items()}
         self._put(tensors)
 
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             for module, leaf in self._places[name]:
                 module._buffers[leaf] = tensor
-
-
-@dataclass(slots=True)
-class TensorMark:
-    """Knows a tensor as it was, and tells whether somebody has written to it since.
-
-    Its version counts what operations of torch write, to it or to a view of it. It does not count
-    what is written by `.data`, by NumPy or by other libraries; only the content shows that.
-    """
-
-    tensor: Tensor
-    version: int
-    place: int
-
-    @classmethod
-    def on(cls, tensor: Tensor) -> TensorMark:
-        """Mark a tensor as it is."""
-        return cls(tensor, tensor._version, tensor.data_ptr())
-
-    @property
-    def is_written(self) -> bool:
-        """Return whether the tensor has been written to, or got other memory."""
-        return self.tensor._version != self.version or self.tensor.data_ptr() != self.place
-
-
-class BoundMark(NamedTuple):
-    """Marks a parameter in memory of its shard, which is another one once the shard comes anew."""
-
-    memory: ReferenceType[Tensor]
-    mark: TensorMark
 
 
 def contents(tensors: Mapping[TensorKey, Tensor]) -> dict[TensorKey, str | int]:
@@ -621,13 +627,4 @@ def written_late(kind: str, name: str, remedy: str = "") -> ConfigurationError:
     return ConfigurationError(
         f"a forward or hook wrote to {kind} {name!r}, as none did in the trial's first steps; let "
         f"it write to that {kind} in every step{remedy}, or never"
-    )
-
-
-def _reshaped(kind: str, name: str, before: Tensor, now: Tensor) -> ConfigurationError:
-    """Return the error of a tensor that was registered anew or assigned in another form."""
-    forms = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (before, now))
-    return ConfigurationError(
-        f"training made {kind} {name!r} anew, from {' to '.join(forms)}, which other workers would "
-        "not have; register it in the constructor as large as it is ever needed"
     )

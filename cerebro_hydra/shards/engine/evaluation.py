@@ -42,13 +42,13 @@ from cerebro_hydra.shards.engine.microbatch import (
     MemoryLimit,
     Microbatch,
     MicrobatchMaker,
-    Places,
     Reach,
     Then,
     UsesElsewhere,
     memory_reads_seen,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedPass
+from cerebro_hydra.shards.engine.places import Places
 from cerebro_hydra.shards.engine.state import ShardState
 
 

@@ -5,7 +5,6 @@ It is made of the windows that a reader gives. What its operations hold and read
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import threading
@@ -30,6 +29,7 @@ from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches
 from cerebro_hydra.shards.cut.values import ParameterValues
 from cerebro_hydra.shards.engine.differences import tensor_used_elsewhere
+from cerebro_hydra.shards.engine.places import Places
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""
@@ -296,45 +296,6 @@ class Execution:
     shared: Collection[str] = ()
     limit: MemoryLimit | None = None
     watched: int | None = None
-
-
-class Places:
-    """Knows where tensors lie, by ranges of addresses that do not overlap.
-
-    Attributes:
-        used: what has used one of them, in a sentence, or None.
-    """
-
-    def __init__(self) -> None:
-        self.used: str | None = None
-        self._begins: list[int] = []
-        self._ranges: list[tuple[int, str]] = []  # the end, and what lies there
-
-    def __bool__(self) -> bool:
-        """Return whether there is any."""
-        return bool(self._begins)
-
-    def add(self, told: str, tensor: Tensor) -> None:
-        """Add what a tensor has."""
-        begin = tensor.data_ptr()
-        if begin and tensor.numel():
-            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            at = bisect.bisect(self._begins, begin)
-            self._begins.insert(at, begin)
-            self._ranges.insert(at, (begin + (last + 1) * tensor.itemsize, told))
-
-    def discard(self, tensor: Tensor) -> None:
-        """Take out what a tensor has, if it was added."""
-        at = bisect.bisect_left(self._begins, begin := tensor.data_ptr())
-        if self._begins[at : at + 1] == [begin]:
-            del self._begins[at], self._ranges[at]
-
-    def at(self, address: int) -> str | None:
-        """Return what lies at an address."""
-        number = bisect.bisect(self._begins, address) - 1
-        if number < 0 or address >= self._ranges[number][0]:
-            return None
-        return self._ranges[number][1]
 
 
 class UsesElsewhere(Watch):

@@ -35,7 +35,7 @@ from cerebro_hydra.shards.cut.choice import content_of, same_content
 from cerebro_hydra.shards.cut.crossings import boundary_hooks, output_hooks
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.spec import module_of
-from cerebro_hydra.shards.engine.bound_model import BoundMark, BoundModel
+from cerebro_hydra.shards.engine.bound_model import BoundModel
 from cerebro_hydra.shards.engine.differences import (
     BY_OTHERS,
     HOOK_OF_ABSENT,
@@ -52,6 +52,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     UsesElsewhere,
     first_read_elsewhere,
 )
+from cerebro_hydra.shards.engine.places import BoundMark
 
 _BY_ITSELF = "its own layer writes to it in each forward"
 

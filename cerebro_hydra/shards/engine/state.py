@@ -32,6 +32,7 @@ from cerebro_hydra.shards.engine.layout import (
     TrialLayout,
 )
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
+from cerebro_hydra.shards.engine.places import Places, Rebound
 
 
 def trains_otherwise(name: str, trains: bool) -> ConfigurationError:
@@ -129,6 +130,16 @@ class ShardState:
             elif entry.name == EXISTS:
                 self._exists = view
 
+    def add_to(self, places: Places) -> None:
+        """Add where the shard's tensors lie."""
+        for name, value in self.values.items():
+            places.add(f"parameter {name!r}", value)
+        for name, buffer in self.buffers.items():
+            places.add(f"buffer {name!r}", buffer)
+        for name, states in self._state.items():
+            for key, (view, _) in states.items():
+                places.add(f"state {key!r} of parameter {name!r}", view)
+
     def average(self, decay: float, first: bool) -> None:
         """Move the averages towards the parameters, as `torch.optim.swa_utils.AveragedModel` does.
 
@@ -169,15 +180,27 @@ class ShardState:
         for (state, key), copy in zip(on_host, copies, strict=True):
             state[key] = copy
 
-    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy state that lies outside of the segment into the segment.
+    def keep_optimizer(
+        self, optimizer: torch.optim.Optimizer, rebound: Rebound | None = None
+    ) -> None:
+        """Copy parameters and state that lie outside of the segment into the segment.
 
-        The optimizer has made it there, or keeps it on the host. What it dropped exists no more.
+        The optimizer has put them there, or keeps them on the host. What it dropped exists no more.
+
+        Args:
+            rebound: is to write them together with others; None writes them at once.
 
         Raises:
             ConfigurationError: the optimizer made state that its template does not have, or under
-                a key that is no parameter, or a parameter trains that was frozen.
+                a key that is no parameter, or gave something the memory of another, or a parameter
+                trains that was frozen.
         """
+        given, rebound = rebound, Rebound([self]) if rebound is None else rebound
+        for name, parameter in self.params.items():
+            memory = self.values[name]
+            if parameter.data_ptr() != memory.data_ptr() and name not in self.constant:
+                rebound.add(f"parameter {name!r}", parameter, memory)
+                parameter.data = memory
         check_state_keys(optimizer)
         on_host: list[tuple[Tensor, Tensor]] = []
         marks = [0] * len(self._marks)
@@ -202,8 +225,10 @@ class ShardState:
                 if value.device != view.device:
                     on_host.append((view, value))
                 elif value is not view:
-                    view.copy_(value)
+                    rebound.add(f"state {key!r} of parameter {name!r}", value, view)
                     state[key] = view
+        if given is None:
+            rebound.write()
         if on_host:
             values = _together([value for _, value in on_host], self._device)
             torch._foreach_copy_([view for view, _ in on_host], values)

@@ -19,7 +19,6 @@ from cerebro_hydra.shards.engine.bound_model import (
     BoundModel,
     HeldTensors,
     ShardMarks,
-    TensorMark,
     bound_model,
     check_released,
     storages,
@@ -36,13 +35,13 @@ from cerebro_hydra.shards.engine.differences import (
 from cerebro_hydra.shards.engine.graph_tasks import GraphTasks
 from cerebro_hydra.shards.engine.layout import Memory, Segments, TrialRuntime
 from cerebro_hydra.shards.engine.microbatch import (
-    Places,
     SubEpochInput,
     UsesElsewhere,
     memory_reads_seen,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
+from cerebro_hydra.shards.engine.places import Places, TensorMark
 from cerebro_hydra.shards.engine.state import (
     EarlyGradients,
     ShardState,
@@ -153,6 +152,7 @@ class SubEpoch:
         self._barrier.begin_window()
         if self._bound is not None:
             self._recipe.model.train()  # the forward may have left a module in evaluation
+            self._bound.begin_step()
 
     def end_window(self) -> None:
         """Check that no shard was changed after its update, nor got a gradient for the next one.
@@ -165,8 +165,8 @@ class SubEpoch:
         for k in self._updated:
             self._check_left_alone(k)
             self._end_gone(k)
-        if self._bound is not None and self._bound.elsewhere.used is not None:
-            raise StepDiffers(self._bound.elsewhere.used)
+        if self._bound is not None:
+            self._bound.end_step()
         self._updated.clear()
         self._marks.clear()
         self._samples.clear()

@@ -84,10 +84,11 @@ class UncutTraining:
 
     def step(self, window: Window) -> list[float]:
         """Take one optimizer step, and return the mean loss of each batch of its window."""
+        self._bound.begin_step()
         losses = self.trainer.step(window)
-        self._bound.collect_written()
+        self._bound.collect_written(optimizer=self.trainer.recipe.optimizer)
+        self._bound.end_step()
         for state in self._states:
-            state.keep_optimizer(self.trainer.recipe.optimizer)
             for name, average in state.ema.items():
                 average.copy_(self._averages[name].detach())
         return losses

@@ -1,0 +1,196 @@
+"""Knows where tensors lie, and finds those that training puts into the memory of others."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+from weakref import ReferenceType
+
+from torch import Tensor
+
+from cerebro_hydra.errors import ConfigurationError
+
+
+class Places:
+    """Knows where tensors lie, by ranges of addresses that do not overlap.
+
+    Attributes:
+        used: what has used one of them, in a sentence, or None.
+    """
+
+    def __init__(self) -> None:
+        self.used: str | None = None
+        self._begins: list[int] = []
+        self._ranges: list[tuple[int, str]] = []  # the end, and what lies there
+
+    def __bool__(self) -> bool:
+        """Return whether there is any."""
+        return bool(self._begins)
+
+    def add(self, told: str, tensor: Tensor) -> None:
+        """Add what a tensor has."""
+        begin = tensor.data_ptr()
+        if begin and tensor.numel():
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            at = bisect.bisect(self._begins, begin)
+            self._begins.insert(at, begin)
+            self._ranges.insert(at, (begin + (last + 1) * tensor.itemsize, told))
+
+    def discard(self, tensor: Tensor) -> None:
+        """Take out what a tensor has, if it was added."""
+        at = bisect.bisect_left(self._begins, begin := tensor.data_ptr())
+        if self._begins[at : at + 1] == [begin]:
+            del self._begins[at], self._ranges[at]
+
+    def at(self, address: int) -> str | None:
+        """Return what lies at an address."""
+        number = bisect.bisect(self._begins, address) - 1
+        if number < 0 or address >= self._ranges[number][0]:
+            return None
+        return self._ranges[number][1]
+
+
+@dataclass(slots=True)
+class TensorMark:
+    """Knows a tensor as it was, and tells whether somebody has written to it since.
+
+    Its version counts what operations of torch write, to it or to a view of it. It does not count
+    what is written by `.data`, by NumPy or by other libraries; only the content shows that.
+    """
+
+    tensor: Tensor
+    version: int
+    place: int
+
+    @classmethod
+    def on(cls, tensor: Tensor) -> TensorMark:
+        """Mark a tensor as it is."""
+        return cls(tensor, tensor._version, tensor.data_ptr())
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether the tensor has been written to, or got other memory."""
+        return self.tensor._version != self.version or self.tensor.data_ptr() != self.place
+
+
+class BoundMark(NamedTuple):
+    """Marks a parameter in memory of its shard, which is another one once the shard comes anew."""
+
+    memory: ReferenceType[Tensor]
+    mark: TensorMark
+
+
+class SharedMemory:
+    """Notes which buffers each step gives the memory of others.
+
+    On a worker each has its own, to which the values of the other one are copied. That is as good
+    where every step gives it anew. One that has it from some step on, or since a step before, would
+    move with the other one.
+    """
+
+    def __init__(self) -> None:
+        self._before: set[tuple[str, str]] | None = None
+        self._now: set[tuple[str, str]] | None = None
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._now = set()
+
+    def note(self, told: str, other: str) -> None:
+        """Note a buffer and whose memory it was given."""
+        if self._now is not None:
+            self._now.add((told, other))
+
+    def end_step(self) -> None:
+        """Compare a step, if one has begun, with the one before it, if there was one.
+
+        Raises:
+            ConfigurationError: another one gave a buffer the memory of something else.
+        """
+        if (now := self._now) is None:
+            return
+        before, self._before, self._now = self._before, now, None
+        if before is not None and (differing := sorted(before ^ now)):
+            raise ConfigurationError(shares_memory(*differing[0]))
+
+
+class Holder(Protocol):
+    """Has tensors of a trial."""
+
+    def add_to(self, places: Places) -> None:
+        """Add where they lie."""
+
+
+class Rebound:
+    """Writes what code has put in the place of tensors into the memory that these have.
+
+    All of it is read before any of it is written, as one may have been given the memory of another.
+
+    Args:
+        holders: what has tensors of the trial, with which one must not share memory.
+        sharing: notes which buffers do; without, that is an error, too.
+    """
+
+    def __init__(self, holders: Iterable[Holder], sharing: SharedMemory | None = None) -> None:
+        self._holders, self._sharing = holders, sharing
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(self, told: str, found: Tensor, memory: Tensor) -> None:
+        """Add what is in the place of a tensor, and that one's memory.
+
+        Raises:
+            ConfigurationError: it has another shape or type.
+        """
+        if (found.shape, found.dtype) != (memory.shape, memory.dtype):
+            raise made_anew(told, memory, found)
+        self._found[told] = found.detach(), memory
+
+    def write(self, error: type[Exception] = ConfigurationError) -> None:
+        """Write all of them.
+
+        Args:
+            error: what is raised where one shares memory.
+        """
+        if not self._found:
+            return
+        places = Places()
+        for holder in self._holders:
+            holder.add_to(places)
+        owners = {told: places.at(found.data_ptr()) for told, (found, _) in self._found.items()}
+        given: dict[int, str] = {}
+        for told, (found, _) in self._found.items():
+            other, kind = owners[told], told.partition(" ")[0]
+            if other is None or other in self._found:  # that one has other memory now
+                other = given.setdefault(found.data_ptr(), told)
+                if kind == "state":
+                    continue  # each step may make both anew
+            if other == told or not found.numel():
+                continue
+            if kind != "buffer" or self._sharing is None:
+                raise error(shares_memory(told, other))
+            self._sharing.note(told, other)
+        values = [
+            found if owners[told] is None else found.clone()
+            for told, (found, _) in self._found.items()
+        ]
+        for (_, memory), value in zip(self._found.values(), values, strict=True):
+            memory.copy_(value)
+
+
+def made_anew(told: str, before: Tensor, now: Tensor) -> ConfigurationError:
+    """Return the error of a tensor that was registered anew or assigned in another form."""
+    forms = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (before, now))
+    return ConfigurationError(
+        f"training made {told} anew, from {' to '.join(forms)}, which other workers would not "
+        "have; register it in the constructor as large as it is ever needed"
+    )
+
+
+def shares_memory(told: str, other: str) -> str:
+    """Tell of a tensor that was given another one's memory."""
+    return (
+        f"training gave {told} the memory of {other}, so that each would change with the other; on "
+        "workers each has its own. Give it a copy, as by .clone()"
+    )
