@@ -216,7 +216,7 @@ def _admit(
     def measured(spec: CutSpec) -> TrialProfile:
         try:
             return profiled(spec)
-        except ConfigurationError as error:  # it may be about this cut
+        except (ConfigurationError, StepDiffers) as error:  # it may be about this cut
             raise CutFailed(error_text(error)) from error
 
     def by_number(points: CutPoints) -> tuple[CutChoice, Sequence[float]]:

@@ -261,10 +261,10 @@ class BoundModel:
         """Check that the parameters of a module are there, which runs with another shard.
 
         Raises:
-            ConfigurationError: the shard that has them is away.
+            StepDiffers: the shard that has them is away.
         """
         if (name := self.away(module)) is not None:
-            raise ConfigurationError(
+            raise StepDiffers(
                 f"the forward enters {unit!r} while another shard runs, and parameter {name!r} "
                 "has left the device; set recompute=False, or cut elsewhere"
             )
@@ -610,11 +610,11 @@ def check_released(memory: Mapping[str, StorageWeakRef]) -> None:
     """Check that nobody refers to the memory of parameters any more.
 
     Raises:
-        ConfigurationError: the forward keeps a view of one.
+        StepDiffers: the forward keeps a view of one.
     """
     for name, storage in memory.items():
         if not storage.expired():
-            raise ConfigurationError(
+            raise StepDiffers(
                 f"the forward keeps a view of parameter {name!r}, whose shard has to leave the "
                 "device before the forward is over; set recompute=False, or cut elsewhere"
             )

@@ -92,7 +92,7 @@ class ShardEvaluation:
         """Refer to shard k's memory no more.
 
         Raises:
-            ConfigurationError: the forward keeps a view of a parameter.
+            StepDiffers: the forward keeps a view of a parameter.
         """
         if not self._resident:
             self._shards.release(k, needed=self._next is not None and self._next[1] > k)
@@ -295,7 +295,7 @@ class EvaluatedShards:
             needed: whether the batch under way has been through the shard.
 
         Raises:
-            ConfigurationError: the forward keeps a view of a parameter.
+            StepDiffers: the forward keeps a view of a parameter.
         """
         self._find_written(k)
         state = self._states.pop(k)

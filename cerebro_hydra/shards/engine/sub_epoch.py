@@ -387,7 +387,7 @@ class SubEpoch:
             last: whether it was the shard's last time in the sub-epoch.
 
         Raises:
-            ConfigurationError: the forward keeps a view of a parameter.
+            StepDiffers: the forward keeps a view of a parameter.
         """
         state = self._states[k]
         assert self._held is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss, StepDiffers
+from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe.randomness import without_fast_path
@@ -50,7 +50,7 @@ def test_parameters_that_other_shards_read_are_held_if_the_profile_names_them():
     make = seeded(ReadsBack, ["layers.1", "layers.2", "layers.3"], cut="modules")
     windows = [zoo.vectors(8, features=WIDTH)]
     trained(make, windows, Proof(make, [windows], "modules").profile.tasks.shared)
-    with pytest.raises(ConfigurationError, match=r"enters 'layers.0@1' while another shard runs"):
+    with pytest.raises(StepDiffers, match=r"enters 'layers.0@1' while another shard runs"):
         trained(make, windows)
 
 
@@ -77,7 +77,7 @@ class KeepsAView(zoo.Net):
 
 def test_a_view_of_a_parameter_that_the_forward_keeps_is_an_error_by_modules():
     make = seeded(KeepsAView, ["b", "c"], cut="modules")
-    with pytest.raises(ConfigurationError, match=r"keeps a view of parameter 'prefix.weight'"):
+    with pytest.raises(StepDiffers, match=r"keeps a view of parameter 'prefix.weight'"):
         trained(make, [zoo.vectors(8)])
     trained(make, [zoo.vectors(8)], shared=["prefix.weight"])
 
