@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.recipe.attributes import kept_attributes
@@ -48,12 +49,32 @@ Window = Sequence[BatchTensors]
 W = TypeVar("W", bound=Window)
 
 
-def not_finite(loss: float, step: int, microbatch: int) -> NonFiniteLoss:
-    """Return the error of a training loss that is NaN or infinite."""
-    return NonFiniteLoss(
-        f"the loss is {loss} at step {step}, batch {microbatch} of its window; try a lower "
-        "learning rate or clip_grad_norm"
-    )
+FINITE_OUTPUTS = "though the model's outputs are finite"
+"""Says of a loss that is NaN that neither weights nor features make it so."""
+
+
+def not_finite(loss: float, step: int, microbatch: int, outputs: Any = None) -> NonFiniteLoss:
+    """Return the error of a training loss that is NaN or infinite.
+
+    Args:
+        outputs: what the model gave, where it is known.
+    """
+    where = f"the loss is {loss} at step {step}, batch {microbatch} of its window"
+    if math.isnan(loss) and _all_finite(outputs):
+        return NonFiniteLoss(
+            f"{where}, {FINITE_OUTPUTS}; look at the labels of this batch, as a mean over labels "
+            "that are all ignored is nan, and at the loss function"
+        )
+    return NonFiniteLoss(f"{where}; try a lower learning rate or clip_grad_norm")
+
+
+def _all_finite(outputs: Any) -> bool:
+    """Return whether a model's outputs have numbers, and all of them are finite.
+
+    A scalar is left out, as the loss that a model computes by itself.
+    """
+    tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.dim()]
+    return bool(tensors) and all(bool(each.isfinite().all()) for each in tensors)
 
 
 class PlainTrainer:
@@ -145,10 +166,11 @@ class PlainTrainer:
             key = RandomKey(self._trial_seed, self.steps, microbatch, recipe.device)
             # A checkpoint runs units again in backward.
             with recipe.compiled(model), unit_hooks(model, key.reseed):
-                loss = self._loss(batch, key)
+                loss, outputs = self._loss(batch, key)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
-                    raise not_finite(losses[-1], self.steps, microbatch)
+                    raise not_finite(losses[-1], self.steps, microbatch, outputs)
+                del outputs  # as large as an activation, and backward does not need it
                 if len(window) > 1:
                     loss = loss * (batch.rows / rows)
                 if scaling is not None:
@@ -200,8 +222,11 @@ class PlainTrainer:
         with recipe.compiled(model):
             return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
 
-    def _loss(self, batch: BatchTensors, key: RandomKey) -> Tensor:
-        """Compute a loss; random numbers restart for collate, the forward and every unit call."""
+    def _loss(self, batch: BatchTensors, key: RandomKey) -> tuple[Tensor, Any]:
+        """Compute a loss, and return it with the model's outputs.
+
+        Random numbers restart for collate, the forward and every unit call.
+        """
         recipe = self.recipe
         self.phase = "collate"
         features, targets = recipe.collated(batch.features, batch.labels, key)
@@ -214,7 +239,7 @@ class PlainTrainer:
             raise ConfigurationError(
                 "the loss depends on no trainable parameter; set requires_grad on some"
             )
-        return loss
+        return loss, outputs
 
     def evaluate(
         self,

@@ -29,6 +29,7 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.attributes import kept_in
 from cerebro_hydra.recipe.own_step import OwnStep
+from cerebro_hydra.recipe.plain_trainer import FINITE_OUTPUTS
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.effects.after_steps import (
     STEPS_PER_EPOCH,
@@ -570,10 +571,11 @@ def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
     except ConfigurationError:
         raise
     except NonFiniteLoss as error:
-        raise ConfigurationError(
-            f"on the first rows {error_text(error).partition(';')[0]}; check the data, the loss "
-            "function and the learning rate"
-        ) from error
+        text = error_text(error)
+        if FINITE_OUTPUTS not in text:
+            told, *_ = text.partition(";")
+            text = f"{told}; check the data, the loss function and the learning rate"
+        raise ConfigurationError(f"on the first rows {text}") from error
     except Exception as error:
         if is_of_cond(error):
             leave_cond()

@@ -107,8 +107,6 @@ class GraphTasks:
                     going.needs_grad.add(name)
                 value = value.detach() if keep else apart(value, self._states[k].values.values())
             going.values[name] = value
-        if graph.loss is not None:
-            going.batch.finish_forward(graph.loss)
 
     def backward(self, k: int, going: GraphPass) -> None:
         """Run B of shard k, after its F; where F's graph is gone, F is computed again."""
@@ -116,8 +114,6 @@ class GraphTasks:
         if graph is None:
             buffers = self._buffers(self._graph(k, going)) | going.buffers_before.pop(k)
             graph = self._run(k, going, buffers)
-            if graph.loss is not None:
-                going.batch.finish_forward(graph.loss)
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
         if graph.loss is not None:
@@ -190,6 +186,7 @@ class GraphTasks:
             if k == self._last:
                 outputs = self._graphs.of(going.batch.inputs).outputs(out, True)
                 loss = going.batch.loss_of(outputs)
+                going.batch.finish_forward(loss, outputs)
                 return AutogradGraph(received, {}, tied, loss)
         return AutogradGraph(received, dict(zip(graph.live_out, out, strict=True)), tied)
 

@@ -84,8 +84,8 @@ class Microbatch:
             self.idle.used = tensor_used_elsewhere(self.key.step, uses.found)
         return loss
 
-    def finish_forward(self, loss: Tensor) -> None:
-        """Note the loss.
+    def finish_forward(self, loss: Tensor, outputs: Any) -> None:
+        """Note the loss of the model's outputs.
 
         Raises:
             NonFiniteLoss: it is NaN or infinite.
@@ -95,7 +95,7 @@ class Microbatch:
         if not math.isfinite(self.loss):
             if self.idle is not None and self.idle.used is not None:
                 raise StepDiffers(self.idle.used)
-            raise not_finite(self.loss, self.key.step, self.key.microbatch)
+            raise not_finite(self.loss, self.key.step, self.key.microbatch, outputs)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class ModuleTasks:
             self._go_forward(self._last)
             loss = batch.loss_of(outputs)
         try:
-            batch.finish_forward(loss)
+            batch.finish_forward(loss, outputs)
         except NonFiniteLoss as error:
             if self._bound.elsewhere.used is not None:
                 raise StepDiffers(self._bound.elsewhere.used) from error

@@ -16,8 +16,8 @@ from torch import nn
 
 from cerebro_hydra.agent.memory.pool import BufferPool
 from cerebro_hydra.data.batches import Batch
-from cerebro_hydra.errors import NonFiniteLoss
-from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
+from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
@@ -98,6 +98,28 @@ def test_a_loss_that_is_not_finite_ends_training_before_anything_is_published(ba
     with pytest.raises(NonFiniteLoss, match="step 1"):
         trial.train([[first], [broken]])
     assert not any(event.startswith("publish") for event in trial.events)
+
+
+@pytest.mark.parametrize("cut", ["export", "modules"])
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_batch_whose_labels_are_all_ignored_is_told_by_its_labels(cut, mode):
+    make = mlp_recipe(cut=cut)
+    trial = start(make(), two_sub_epochs()[0], mode)
+    (first,), *_ = two_sub_epochs()[0]
+    ignored = Batch(first.features, (torch.full_like(first.labels[0], -100),), first.rows)
+    words = r"^the loss is nan at step 1, .* outputs are finite; look at the labels of this batch"
+    with pytest.raises(NonFiniteLoss, match=words) as ours:
+        trial.train([[first], [ignored]])
+    with pytest.raises(NonFiniteLoss) as plainly:
+        PlainTrainer(make(), plain.TRIAL_SEED, 2).train([[first], [ignored]])
+    assert str(ours.value) == str(plainly.value)
+
+
+def test_first_rows_whose_labels_are_all_ignored_are_told_by_their_labels():
+    (first,), *_ = two_sub_epochs()[0]
+    ignored = Batch(first.features, (torch.full_like(first.labels[0], -100),), first.rows)
+    with pytest.raises(ConfigurationError, match=r"^on the first rows .* look at the labels"):
+        start(mlp_recipe()(), [[ignored]])
 
 
 def test_a_validation_loss_that_is_not_finite_is_an_error():

@@ -311,6 +311,11 @@ TWO_STEPS = frozenset(n for n, each in CONFIGURATIONS.items() if each.accumulate
 NAN = (
     "the loss is nan at step N, batch N of its window; try a lower learning rate or clip_grad_norm"
 )
+NAN_OF_LOSS = (
+    "the loss is nan at step N, batch N of its window, though the model's outputs are finite; look "
+    "at the labels of this batch, as a mean over labels that are all ignored is nan, and at the "
+    "loss function"
+)
 ELSEWHERE = (
     "in step N, parameter {!r} is used outside of its own shard: the forward or a hook reads it "
     "elsewhere, or takes gradients itself"
@@ -466,7 +471,11 @@ FINDINGS: dict[str, Finding] = {
     ),
     "a loss that is nan": Finding(
         of_loss(nan),
-        NonFiniteLoss, NAN, ALL,
+        NonFiniteLoss, NAN_OF_LOSS, ALL,
+    ),
+    "outputs that are nan": Finding(
+        of_model("after", lambda self, x: x * torch.nan),
+        NonFiniteLoss, NAN, MODULES,
     ),
     "an optimizer that looks at other parameters": Finding(
         lambda **rules: looking_around(**rules),
@@ -497,6 +506,7 @@ QUICK = {
     "an attribute": {"one shard", "accumulated, alone"},
     "a buffer of the loss": {"uncut", "small device", "graph", "1f1b, recomputed"},
     "a loss that is nan": {"one shard", "small device", "gpipe"},
+    "outputs that are nan": {"one shard", "small device"},
     "an optimizer that looks at other parameters": {"one shard", "alone", "gpipe"},
 }
 """Those of the product that `make test` runs."""
