@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.available_memory import usable_memory
-from cerebro_hydra.errors import CerebroHydraError, SetupError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, DataError, SetupError, StoreError
 from cerebro_hydra.storage.digest import digest, file_digest
 from cerebro_hydra.temporary_folders import temporary_folder
 
@@ -66,6 +66,9 @@ _END_SECONDS = 5.0  # between a connection that breaks and the process that is s
 _HEAP_STATUS = (3, 52)  # with which Java and Spark end where the heap is full
 _FULL_HEAP = ("OutOfMemoryError", "GC overhead limit", "SparkOutOfMemoryError")
 _FULL_DISK = ("No space left on device", "Disk quota exceeded")
+_OTHER_TYPE = re.compile(r"column: \[([^],]+).*?\], physicalType: (\w+), logicalType: (.+)")
+_OTHER_FILE = re.compile(r" file (\S.*?)\. (?:Column|Data type)")
+"""What Spark 3 and 4 say of a column that one of the files it reads keeps in another type."""
 _LOGGERS = ("py4j", "py4j.java_gateway", "py4j.clientserver", "root")
 
 
@@ -333,11 +336,14 @@ def heap_line(setting: str) -> str:
 def explained_java(context: SparkContext | None, doing: str) -> Iterator[None]:
     """Turn what py4j and Spark raise where Java or a disk is at its end into one sentence.
 
+    So it is done with what they raise of files that keep a column in several types.
+
     Args:
         context: whose Java it is.
         doing: what the block does, as "preparing rows".
 
     Raises:
+        DataError: a column has another type in some of the files that are read.
         SetupError: Java has ended, or its heap was full.
         StoreError: a disk was full.
     """
@@ -353,7 +359,8 @@ def explained_java(context: SparkContext | None, doing: str) -> Iterator[None]:
     except Exception as error:
         lost = isinstance(error, ConnectionError | EOFError | Py4JError)
         told = _ended(context, settings, doing) if lost else None
-        told = told or _full(_text(error), settings, doing)
+        text = _text(error)
+        told = told or _mixed(text) or _full(text, settings, doing)
         if told is None:
             raise
     if told is not None:
@@ -388,6 +395,20 @@ def _ended(
         f"Java, in which Spark runs, ended while {doing} ({how}): start a session anew with "
         f"local_spark(); if the machine had run out of memory, give Java less than {heap} "
         f"({SETTING}) or use fewer workers"
+    )
+
+
+def _mixed(text: str) -> CerebroHydraError | None:
+    found = _OTHER_TYPE.search(text)
+    if found is None:
+        return None
+    column, there, expected = found.groups()
+    file = _OTHER_FILE.search(text)
+    where = "one of the files" if file is None else repr(file[1])
+    return DataError(
+        f"column {column!r} is {there} in {where}, and Spark reads it as {expected.strip()}, as "
+        "another file or the given schema has it: write all files with one schema, or read those "
+        "of each type apart, cast the column, and give the union"
     )
 
 

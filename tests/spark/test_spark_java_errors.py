@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from py4j.protocol import Py4JError
 
-from cerebro_hydra.errors import SetupError, StoreError
+from cerebro_hydra.errors import DataError, SetupError, StoreError
 from cerebro_hydra.spark.java import explained_java
 from tests.processes import run_python
 
@@ -81,6 +81,19 @@ def test_what_is_full_is_told_with_the_remedy(error, kind, message: str) -> None
         raise error
     assert raised.value.__cause__ is None
     assert "\n" not in str(raised.value)
+
+
+def test_files_that_keep_a_column_in_several_types_are_told_as_spark_4_says_so() -> None:
+    says = (
+        "[FAILED_READ_FILE.PARQUET_COLUMN_DATA_TYPE_MISMATCH] Encountered error while reading file "
+        "s3a://rows/part-1.parquet. Data type mismatches when reading Parquet column <`y`>. "
+        "Expected Spark type int, actual Parquet type INT64.\nCaused by: "
+        "SchemaColumnConvertNotSupportedException: column: [y, list, element], physicalType: "
+        "INT64, logicalType: int\n\tat org.apache.spark"
+    )
+    told = r"^column 'y' is INT64 in 's3a://rows/part-1.parquet', and Spark reads it as int, "
+    with pytest.raises(DataError, match=told), explained_java(None, "preparing rows"):
+        raise Py4JError(says)
 
 
 def test_other_errors_pass() -> None:

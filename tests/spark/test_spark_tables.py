@@ -74,6 +74,26 @@ def test_tables_and_paths_become_dataframes(spark: SparkSession, tmp_path: Path)
         dataframe_of("none.parquet", lambda: spark)
 
 
+@pytest.mark.parametrize("types", [("int32", "int64"), ("int64", "int32")])
+def test_files_that_keep_a_column_in_several_types_are_told_with_column_file_and_types(
+    spark: SparkSession, tmp_path: Path, types: tuple[str, str]
+) -> None:
+    rows = tmp_path / "some rows"
+    rows.mkdir()
+    for number, kind in enumerate(types):
+        labels = np.arange(40).astype(kind)
+        frame = pd.DataFrame({"x": labels.astype("float32"), "y": labels})
+        frame.to_parquet(rows / f"part-{number}.parquet")
+    backend = SparkBackend(spark, num_workers=2, verbose=0)
+    there, expected = {"int32": ("INT64", "int"), "int64": ("INT32", "bigint")}[types[0]]
+    told = (
+        rf"^column 'y' is {there} in 'file:.*part-1.parquet', and Spark reads it as {expected}, as "
+        r"another file or the given schema has it: write all files with one schema"
+    )
+    with pytest.raises(DataError, match=told):
+        backend.prepare_data(LocalStore(str(tmp_path / "store")), str(rows), 0.2, ["x"], ["y"])
+
+
 def test_a_path_of_a_table_whose_log_says_which_rows_count_is_refused(
     spark: SparkSession, tmp_path: Path
 ) -> None:
