@@ -23,7 +23,7 @@ from cerebro_hydra.wire.shards import Look, ShardClient
 PEER_SECONDS = 60.0
 """How long a rank whose peer is gone waits to be told so, which takes as long as a heartbeat."""
 
-_KINDS: tuple[Kind, ...] = ("buffers", "partial", "sum")
+_KINDS: tuple[Kind, ...] = ("buffers", "partial", "sum", "parameters")
 _MOST_BUCKETS = 1 << 20  # of one round
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.engine.differences import sums
 from cerebro_hydra.shards.engine.layout import (
     ALIGNMENT,
     GradientLayout,
@@ -45,8 +46,9 @@ from cerebro_hydra.shards.engine.layout import (
     memory_of,
 )
 
-Kind = Literal["buffers", "partial", "sum"]
-"""What a message has: buffers after a forward, a sum up to a rank, or that of a window."""
+Kind = Literal["buffers", "partial", "sum", "parameters"]
+"""What a message has: buffers after a forward, a sum up to a rank, that of a window, or checksums
+of the parameters after the first forward."""
 
 BUCKET_BYTES = 1 << 20
 """Bytes of gradients from which on a bucket is full."""
@@ -147,6 +149,7 @@ class GradientChain:
         self._buffers = buffers if any(each.entries for each in buffers) else None
         self._before = _memory(sum(each.nbytes for each in buffers))
         self._after = _memory(sum(each.nbytes for each in buffers))
+        self._checksums: Memory  # of the parameters after the first forward, for the next rank
         # What the threads tell each other, under the condition:
         self._changed = threading.Condition()
         self._begun = -1  # the round that this rank is in
@@ -202,7 +205,13 @@ class GradientChain:
             self._load_buffers(k, self._before, buffers)
 
     def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
-        """Send on what a forward has left in buffers, those of each shard."""
+        """Send on what a forward has left in buffers, those of each shard.
+
+        Raises:
+            ConfigurationError: it has left other parameters than that of the rank before.
+        """
+        if number == 0:
+            self._compare_parameters()
         if self._buffers is None:
             return
         for k, each in enumerate(buffers):
@@ -211,6 +220,28 @@ class GradientChain:
         if self.ends_window(number) and self._links.rank == self._links.ranks - 1:
             self._links.send("sum", number, len(self._buckets), self._after)
             self._have(whole=1)
+
+    def _compare_parameters(self) -> None:
+        """Compare parameters with those of the rank before, after the first forward of each."""
+        named = [each for k in sorted(self._params) for each in self._params[k].items()]
+        found = sums([parameter for _, parameter in named]).cpu()
+        self._checksums, before = _memory(found.nbytes), _memory(found.nbytes)
+        self._checksums.view(found.dtype).copy_(found)
+        rank, ranks = self._links.rank, self._links.ranks
+        if rank < ranks - 1:
+            self._links.send("parameters", 0, 0, self._checksums)
+        if rank == 0:
+            return
+        with self._links.waits():
+            for _ in self._links.receive("parameters", 0, rank - 1, [before]):
+                pass
+        alike = (before.view(found.dtype) == found).tolist()
+        if not all(alike):
+            raise ConfigurationError(
+                f"the forward writes to parameter {named[alike.index(False)][0]!r}, as it may on a "
+                "first batch, and each replica does so with its own rows; set it where the model "
+                "is made, or leave replicas out"
+            )
 
     def _load_buffers(self, k: int, memory: Memory, buffers: Mapping[str, Tensor]) -> None:
         assert self._buffers is not None

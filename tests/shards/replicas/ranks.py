@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cerebro_hydra.data.batches import Batch, replica_windows
+from cerebro_hydra.errors import Cancelled
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.shards.engine.layout import in_place, on_host
 from cerebro_hydra.shards.engine.microbatch import Execution, OtherBatch, SubEpochInput
@@ -32,6 +33,7 @@ class Desk:
         self.changed = threading.Condition()
         self.messages: dict[tuple[str, int, int], tuple[int, torch.Tensor]] = {}
         self.taken: list[tuple[str, int, int, int]] = []
+        self.failed = False  # a rank has, so that nothing more may come
 
 
 class DeskLinks:
@@ -52,7 +54,7 @@ class DeskLinks:
 
     def settle(self) -> None:
         sums = {at for at in self.desk.messages if (at[0], at[2]) == ("sum", self.rank)}
-        gone = lambda: not sums & self.desk.messages.keys()  # noqa: E731
+        gone = lambda: self.desk.failed or not sums & self.desk.messages.keys()  # noqa: E731
         with self.desk.changed:
             assert self.desk.changed.wait_for(gone, 60), f"nobody came for {sums}"
 
@@ -71,8 +73,12 @@ class DeskLinks:
         for bucket, mine in enumerate(memory):
             at = (kind, bucket, rank)
             with self.desk.changed:
-                there = lambda at=at: messages.get(at, (None,))[0] == number  # noqa: E731
+                there = lambda at=at: (  # noqa: E731
+                    self.desk.failed or messages.get(at, (None,))[0] == number
+                )
                 assert self.desk.changed.wait_for(there, 60), f"no {at} of round {number} came"
+                if self.desk.failed:
+                    raise Cancelled("another rank has failed")
                 assert (number, *at) not in self.desk.taken, f"{at} is read twice"
                 self.desk.taken.append((number, *at))
                 mine.copy_(messages.pop(at)[1])
@@ -150,6 +156,8 @@ def _guarded(desk: Desk, *rest: Any) -> None:
             _train_rank(*rest[:-1])
         except BaseException as error:
             rest[-1].append(error)
+            desk.failed = True
+            desk.changed.notify_all()
 
 
 def _train_rank(

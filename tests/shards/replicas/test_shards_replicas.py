@@ -65,6 +65,7 @@ THREE = [
 ]
 """Two sub-epochs over three partitions, each time with another one that drops out first."""
 TWO = [each[:2] for each in THREE]
+EVEN = [[zoo.vectors(8, 8, seed=1), zoo.vectors(8, 3, seed=2)]]
 
 CASES = {
     "dropout": (trials.mlp_recipe(shards=1), TWO),
@@ -135,6 +136,40 @@ def test_a_momentum_encoder_in_replicas_fails_by_its_name() -> None:
     make = trials.recipe_of(WithMomentum, shards=1)
     with pytest.raises(ConfigurationError, match=r"writes to the frozen parameter 'slow\.weight'"):
         train_ranks(with_replicas(make, 2), TWO[:1])
+
+
+class Scales(nn.Module):
+    """Writes to a weight that trains, by its rows in its first step or the same in each."""
+
+    def __init__(self, *, by_rows: bool) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(6))
+        self.by_rows = by_rows
+        self.register_buffer("begun", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.by_rows:
+            self.scale.data.clamp_(max=0.9)
+        elif self.training and not self.begun:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+                self.begun.fill_(1)
+        return self.layer(x * self.scale)
+
+
+@pytest.mark.parametrize("parts", [TWO, THREE])
+def test_a_forward_that_writes_to_a_parameter_by_its_rows_is_told_by_its_name(parts) -> None:
+    make = trials.recipe_of(partial(Scales, by_rows=True), shards=1)
+    told = r"^the forward writes to parameter 'scale', .* each replica does so with its own rows"
+    with pytest.raises(ConfigurationError, match=told):
+        train_ranks(with_replicas(make, len(parts[0])), parts[:1])
+
+
+def test_a_forward_that_writes_the_same_to_a_parameter_trains_in_replicas() -> None:
+    make = trials.recipe_of(partial(Scales, by_rows=False), shards=1)
+    ranks, _ = train_ranks(with_replicas(make, 2), EVEN)
+    assert_same_state(ranks[0].tensors(), train_plainly(make, EVEN))
+    assert_same_state(ranks[1].tensors(), ranks[0])
 
 
 def test_a_parameter_that_gets_two_gradients_in_one_backward_is_refused() -> None:
