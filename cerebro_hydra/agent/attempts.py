@@ -256,10 +256,7 @@ class VisitPlanner:
         )
 
 
-OUT_OF_MEMORY = (
-    "trial {} ran out of memory in {}: {}; use a smaller batch_size, with accumulate for steps of "
-    "as many rows, or run fewer agents on a machine\n"
-)
+OUT_OF_MEMORY = "trial {} ran out of memory in {}: {}\n"
 
 
 @dataclass(eq=False)
@@ -353,7 +350,7 @@ class AttemptReports:
 
         Args:
             kind: what it failed of.
-            lacking: what memory ran out.
+            lacking: what memory ran out, and what to do.
             finer: whether a finer cut would need less of it.
         """
         if task.attempt not in self._open:

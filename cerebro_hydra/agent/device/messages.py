@@ -264,7 +264,7 @@ _FAILURE_KINDS: dict[type[BaseException], FailureKind] = {
 class Failed:
     """Code of a trial has failed: a visit's, or the factory that was to build the trial.
 
-    ``lacking`` says what memory ran out.
+    ``lacking`` says what memory ran out, and what to do.
     """
 
     visit: int | None

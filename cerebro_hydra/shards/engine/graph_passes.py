@@ -33,7 +33,12 @@ from cerebro_hydra.shards.engine.graph_tasks import (
     GraphTasks,
 )
 from cerebro_hydra.shards.engine.layout import ALIGNMENT, Memory, TrialRuntime
-from cerebro_hydra.shards.engine.microbatch import LiveBytes, MemoryLimit, Microbatch
+from cerebro_hydra.shards.engine.microbatch import (
+    BatchTooLarge,
+    LiveBytes,
+    MemoryLimit,
+    Microbatch,
+)
 
 Key = tuple[str, int | str]
 """Names a tensor of a pass: its kind, and its name or number."""
@@ -159,18 +164,14 @@ class TensorLog:
         return new
 
 
-def check_room(nbytes: int, memory: int) -> None:
+def check_room(inputs: Sequence[Tensor], nbytes: int, memory: int) -> None:
     """Check that what a microbatch leaves between its units fits into the memory for it.
 
     Raises:
-        MemoryError: it does not.
+        BatchTooLarge: it does not.
     """
     if nbytes > memory:
-        raise MemoryError(
-            f"a batch leaves {bytes_text(nbytes)} between its shards, and it may leave "
-            f"{bytes_text(memory)}, by the largest batch of the first rows; let collate limit the "
-            "size of a batch, or use smaller microbatches"
-        )
+        raise BatchTooLarge(inputs, f"leaves {bytes_text(nbytes)} between its shards", memory)
 
 
 def tensors_of(going: GraphPass, held: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -340,7 +341,7 @@ class GraphPasses:
                 self._kept[self._number] = going.graphs
             tensors = self._for_others(going)
             new = log.add(tensors) if goes_on else log.lay_out(tensors)
-            check_room(log.nbytes, self._memory.nbytes)
+            check_room(going.batch.inputs, log.nbytes, self._memory.nbytes)
             for tensor, place in new:
                 place.write(tensor, self._memory)
             if goes_on:

@@ -175,6 +175,21 @@ class MicrobatchMaker:
         self._shapes_seen.add(shapes)
 
 
+class BatchTooLarge(MemoryError):
+    """A batch holds more of a device than was planned; says its shape, and what to do."""
+
+    def __init__(self, inputs: Sequence[Tensor], holds: str, may: int) -> None:
+        shapes = ", ".join(str(list(each.shape)) for each in inputs)
+        super().__init__(
+            f"a batch of shape {shapes} {holds}, and with device_memory it may have "
+            f"{bytes_text(may)}, by the largest batch of the first rows; let collate limit the "
+            f"size of a batch, or use {SMALLER_BATCHES}"
+        )
+
+
+SMALLER_BATCHES = "a smaller batch_size, with accumulate for steps of as many rows"
+
+
 class LiveBytes(Watch):
     """Counts, while it is entered, the bytes of results that somebody refers to.
 
@@ -183,13 +198,15 @@ class LiveBytes(Watch):
     Attributes:
         now: the bytes at present.
         peak: the most bytes since it was set.
-        most: the bytes that there may be; an operation that passes them raises a MemoryError.
+        most: the bytes that there may be; an operation that passes them raises an error.
+        inputs: those of the batch whose bytes are counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.most: float = math.inf
+        self.inputs: Sequence[Tensor] = ()
         self._seen: dict[int, int] = {}  # the bytes that count of each storage
 
     def counts(self, tensor: Tensor) -> bool:
@@ -206,11 +223,8 @@ class LiveBytes(Watch):
         for storage in storages_of(result if isinstance(result, list | tuple) else (result,)):
             self._count(storage, storage.nbytes())
         if self.now > self.most:
-            raise MemoryError(
-                f"a batch takes {bytes_text(self.now)} of a device beside its shard, and it may "
-                f"take {bytes_text(self.most)}, by the largest batch of the first rows; let "
-                "collate limit the size of a batch, or use smaller microbatches"
-            )
+            holds = f"takes {bytes_text(self.now)} of a device beside its shard"
+            raise BatchTooLarge(self.inputs, holds, int(self.most))
         return result
 
     def _count(self, storage: UntypedStorage, nbytes: int) -> None:
@@ -247,11 +261,14 @@ class MemoryLimit:
         reach: Reach,
         live: LiveBytes | None = None,
     ) -> Iterator[Reach]:
-        """Raise a MemoryError where a batch passes the limit; its `reach` is the one to call.
+        """Raise an error where a batch passes the limit; its `reach` is the one to call.
 
         Args:
             held: what is on the device for the batch by now.
             live: counts what earlier tasks of the batch have left, too, and goes on with this one.
+
+        Raises:
+            BatchTooLarge: it does.
         """
         nbytes = sum(each.nbytes for each in inputs)
         if nbytes <= self.batch:
@@ -259,7 +276,7 @@ class MemoryLimit:
             return
         live = LiveBytes() if live is None else live
         beside = nbytes + sum(each.nbytes for each in held if not live.counts(each))
-        live.now += beside
+        live.now, live.inputs = live.now + beside, inputs
 
         def watched(kind: Literal["F", "B"], k: int) -> None:
             reach(kind, k)

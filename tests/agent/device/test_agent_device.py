@@ -34,6 +34,7 @@ from cerebro_hydra.agent.device.messages import (
 from cerebro_hydra.agent.device.runtime import Lane
 from cerebro_hydra.agent.device.slots import DeviceMemory
 from cerebro_hydra.agent.device.worker_devices import WorkerDevices
+from cerebro_hydra.agent.memory.out_of_memory import REMEDY
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.recipe import Evaluation
 from cerebro_hydra.shards.engine.layout import Bytes, Segments
@@ -346,7 +347,7 @@ def test_unused_memory_is_released_after_there_was_too_little(
     device = late(runtime, error=error)
     device.do(0, LOAD, slab())
     device.order(0, F)
-    told = "the GPU has no room for what it asked for" if released else None
+    told = f"the GPU has no room for what it asked for; {REMEDY}" if released else None
     assert device.answer().lacking == told
     device.answer()
     device.do(1, LOAD, slab())

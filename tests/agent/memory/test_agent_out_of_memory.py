@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cerebro_hydra.agent.memory.out_of_memory import memory_that_ran_out
+from cerebro_hydra.agent.memory.out_of_memory import REMEDY, memory_that_ran_out
+from cerebro_hydra.shards.engine.microbatch import BatchTooLarge
 
 HUGE = 1 << 50
 
@@ -39,16 +40,22 @@ def wrapped() -> None:
 def test_real_errors_of_this_machine_are_recognised(
     action: Callable[[], object], amount: str
 ) -> None:
-    assert memory_that_ran_out(raised(action)) == f"the machine has no room for {amount}"
+    assert memory_that_ran_out(raised(action)) == f"the machine has no room for {amount}; {REMEDY}"
+
+
+def test_a_batch_that_is_larger_than_planned_is_told_by_its_shape() -> None:
+    told = memory_that_ran_out(BatchTooLarge([torch.zeros(4, 90)], "takes 3 KiB", 2048))
+    assert told is not None and "the machine" not in told
+    assert told.startswith("a batch of shape [4, 90] takes 3 KiB, and with device_memory it may")
 
 
 def test_errors_of_a_gpu_are_recognised_by_their_type() -> None:
     words = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 9.6 GiB"
     told = memory_that_ran_out(torch.OutOfMemoryError(words))
-    assert told == "the GPU has no room for 20.50 GiB more"
+    assert told == f"the GPU has no room for 20.50 GiB more; {REMEDY}"
     error = torch.AcceleratorError("CUDA error: out of memory")
     error.error_code = 2
-    assert memory_that_ran_out(error) == "the GPU has no room for what it asked for"
+    assert memory_that_ran_out(error) == f"the GPU has no room for what it asked for; {REMEDY}"
 
 
 @pytest.mark.parametrize(
