@@ -14,7 +14,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.messages.events import SubEpochEnding, WorkerLost
 from cerebro_hydra.plan.messages.instructions import Cancel, Commit, StartSubEpoch
 from cerebro_hydra.testing.local_backend import LocalBackend
-from tests.end_to_end.replicas.factories import normalized
+from tests.end_to_end.replicas.factories import normalized, scaled
 from tests.end_to_end.runs import Tape, assert_replays, classes, frame_of, grid, search, statuses
 
 pytestmark = pytest.mark.slow
@@ -56,6 +56,14 @@ def test_replicas_have_the_bits_of_one_process_and_one_lost_costs_the_sub_epoch(
     fewer = grid(LocalBackend(2), tmp_path, normalized, space, validation=0.3, num_epochs=3)
     with pytest.raises(ConfigurationError, match=r"replicas is 3, and the backend has 2 worker"):
         fewer.fit(classes(131), resume=result.run_path)
+
+
+def test_a_forward_that_writes_by_its_rows_fails_its_trial_alone_and_by_name(
+    tmp_path: Path,
+) -> None:
+    result = search(tmp_path, scaled, {"replicas": [2, 1]}, classes(64), workers=2)
+    assert statuses(result) == ["failed", "finished"]
+    assert "the forward writes to parameter 'scale'" in str(result.trials[0].error)
 
 
 def test_the_last_trial_takes_the_workers_that_are_left_and_replays(tmp_path: Path) -> None:
