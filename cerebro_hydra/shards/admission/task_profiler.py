@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.queues.visit_spec import ShardSpec, VisitSpec
 from cerebro_hydra.plan.sizing.pipeline import Pipeline
@@ -200,7 +200,8 @@ def _evaluated(measured: _Measured) -> Needs:
         rows = int((labels or features)[0].shape[0])
         with shards.evaluating(), task:
             shards.begin_batch()
-            shards.run(_Batch(features, labels, rows), reach)
+            with suppress(NonFiniteLoss):  # a model may need a step before its loss is finite
+                shards.run(_Batch(features, labels, rows), reach)
             task.close()
             shards.end_batch()
     held = max(max(memory.before, memory.after) for memory in found.values())
@@ -231,7 +232,8 @@ def _left_by_evaluation(measured: _Measured) -> tuple[int, ...] | None:
         for k, segments in enumerate(initial_segments(trial.recipe, trial.layout)):
             shards.receive(k, on_host(segments))
             before = log.nbytes
-            shards.forward(Action(0, k, ActionKind.F, 0))
+            with suppress(NonFiniteLoss):
+                shards.forward(Action(0, k, ActionKind.F, 0))
             log.lay_out(shards.passes.tensors)
             left.append(log.nbytes - before)
     return tuple(left)

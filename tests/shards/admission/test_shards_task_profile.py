@@ -376,3 +376,29 @@ def test_a_cut_that_can_not_be_measured_leads_to_fewer_shards(model, shards):
     assert shards_of(cut) < units
     assert cut.profile is not None and cut.profile.tasks is not None
     assert shards == "auto" or "a step failed: RuntimeError" in str(cut.report)
+
+
+class Centred(nn.Sequential):
+    """Takes off a mean of its own, which is NaN until the first step."""
+
+    def __init__(self) -> None:
+        widths = [SMALL_WIDTH] * 3
+        super().__init__(*map(nn.Linear, widths, [*widths[1:], 3]))
+        self.register_buffer("mean", torch.full((3,), torch.nan))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.training:
+            now = out.detach().mean(0)
+            self.mean.copy_(torch.where(self.mean.isnan(), now, self.mean.lerp(now, 0.1)))
+        return out - self.mean
+
+
+@pytest.mark.parametrize("cut", ["modules", "export"])
+def test_a_model_whose_loss_is_nan_before_its_first_step_alone_is_measured(cut):
+    torch.manual_seed(0)
+    made = Centred()
+    optimizer = torch.optim.AdamW(made.parameters())
+    given = Recipe(made, optimizer, nn.CrossEntropyLoss(), shards=2, cut=cut)
+    found = admit(given, [EXAMPLE], 3, None, TaskProfiler(PLENTY))
+    assert found.profile is not None and found.profile.tasks is not None
