@@ -20,15 +20,16 @@ from cerebro_hydra.shards.cut.values import StandIns, TensorKey, absent_value
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import checksum, checksums, same_bits
 from cerebro_hydra.shards.engine.layout import Segments, ShardLayout
-from cerebro_hydra.shards.engine.places import (
+from cerebro_hydra.shards.engine.state import ShardState, trains_otherwise
+from cerebro_hydra.shards.places import (
     BoundMark,
     Places,
     Rebound,
-    SharedMemory,
+    StepNotes,
     TensorMark,
+    is_moved,
     made_anew,
 )
-from cerebro_hydra.shards.engine.state import ShardState, trains_otherwise
 
 IF_PERSISTENT = ", or register it with persistent=True"
 """What lets a small buffer hop that no checkpoint holds."""
@@ -70,7 +71,7 @@ class BoundModel:
         self._lent: dict[str, Tensor] = {}
         self._lent_memory: dict[str, Tensor] = {}  # of each, which code may give other memory
         self._here: list[ShardState] = []
-        self._sharing = SharedMemory()
+        self._notes = StepNotes()
         self._unwritten: dict[str, Tensor] = {}  # as they must be after training
         first: dict[int, str] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -323,18 +324,18 @@ class BoundModel:
             ConfigurationError: one was given another shape or type, or memory of another one.
             StepDiffers: it was given that of another one, while shards are collected one by one.
         """
-        rebound = Rebound(self._here, self._sharing)
+        rebound = Rebound(self._here, self._notes)
         for name in self._bound if state is None else self._bound.keys() & state.values.keys():
             parameter, memory = self._params[name], self._bound[name]
-            if parameter.data_ptr() != memory.data_ptr():
+            if is_moved(parameter, memory):
                 rebound.add(f"parameter {name!r}", parameter, memory)
                 parameter.data = memory
         for name in self._lent if state is None else self._lent.keys() & state.buffers.keys():
             lent, found, memory = self._lent[name], self._current(name), self._lent_memory[name]
-            if found is not lent or found.data_ptr() != memory.data_ptr():
+            if found is not lent or is_moved(found, memory):
                 rebound.add(f"buffer {name!r}", found, memory)
                 self._put({name: lent})
-            if lent.data_ptr() != memory.data_ptr():
+            if is_moved(lent, memory):
                 lent.data = memory
         if optimizer is not None:
             for each in self._here:
@@ -343,17 +344,17 @@ class BoundModel:
 
     def begin_step(self) -> None:
         """Begin an optimizer step."""
-        self._sharing.begin_step()
+        self._notes.begin_step()
 
     def end_step(self) -> None:
-        """Check what a step has used of shards that are elsewhere, and see `SharedMemory`.
+        """Check what a step has used of shards that are elsewhere, and see `StepNotes`.
 
         Raises:
             StepDiffers: it has used some.
         """
         if self.elsewhere.used is not None:
             raise StepDiffers(self.elsewhere.used)
-        self._sharing.end_step()
+        self._notes.end_step()
 
     def keys_of(self, state: ShardState, buffers: bool = True) -> Iterator[TensorKey]:
         """Yield which tensors a shard has, but parameters that training leaves alone.

@@ -48,8 +48,8 @@ from cerebro_hydra.shards.engine.microbatch import (
     memory_reads_seen,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModulePredictor, PausedPass
-from cerebro_hydra.shards.engine.places import Places
 from cerebro_hydra.shards.engine.state import ShardState
+from cerebro_hydra.shards.places import Places
 
 
 class ShardEvaluation:

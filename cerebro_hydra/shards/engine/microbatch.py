@@ -29,7 +29,7 @@ from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches
 from cerebro_hydra.shards.cut.values import ParameterValues
 from cerebro_hydra.shards.engine.differences import tensor_used_elsewhere
-from cerebro_hydra.shards.engine.places import Places
+from cerebro_hydra.shards.places import Places
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""

@@ -52,7 +52,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     UsesElsewhere,
     first_read_elsewhere,
 )
-from cerebro_hydra.shards.engine.places import BoundMark
+from cerebro_hydra.shards.places import BoundMark
 
 _BY_ITSELF = "its own layer writes to it in each forward"
 

@@ -32,7 +32,7 @@ from cerebro_hydra.shards.engine.layout import (
     TrialLayout,
 )
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
-from cerebro_hydra.shards.engine.places import Places, Rebound
+from cerebro_hydra.shards.places import Places, Rebound, is_moved
 
 
 def trains_otherwise(name: str, trains: bool) -> ConfigurationError:
@@ -198,7 +198,7 @@ class ShardState:
         given, rebound = rebound, Rebound([self]) if rebound is None else rebound
         for name, parameter in self.params.items():
             memory = self.values[name]
-            if parameter.data_ptr() != memory.data_ptr() and name not in self.constant:
+            if name not in self.constant and is_moved(parameter, memory):
                 rebound.add(f"parameter {name!r}", parameter, memory)
                 parameter.data = memory
         check_state_keys(optimizer)
@@ -225,7 +225,8 @@ class ShardState:
                 if value.device != view.device:
                     on_host.append((view, value))
                 elif value is not view:
-                    rebound.add(f"state {key!r} of parameter {name!r}", value, view)
+                    told = f"state {key!r} of parameter {name!r}"
+                    rebound.add(told, value, view, is_first=not self._marks[mark])
                     state[key] = view
         if given is None:
             rebound.write()

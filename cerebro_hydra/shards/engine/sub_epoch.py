@@ -41,7 +41,6 @@ from cerebro_hydra.shards.engine.microbatch import (
 )
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
 from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
-from cerebro_hydra.shards.engine.places import Places, TensorMark
 from cerebro_hydra.shards.engine.state import (
     EarlyGradients,
     ShardState,
@@ -52,6 +51,7 @@ from cerebro_hydra.shards.engine.state import (
     make_cursor,
     restore_cursor,
 )
+from cerebro_hydra.shards.places import Places, TensorMark
 
 Cursor = dict[str, Any]
 

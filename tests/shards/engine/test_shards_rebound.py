@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
-from cerebro_hydra.shards.engine.places import Places, Rebound, SharedMemory
+from cerebro_hydra.shards.places import Places, Rebound, StepNotes
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
 from tests.shards.hopping import STEPS_PER_EPOCH, start, train_uncut
@@ -123,6 +123,12 @@ class ExchangesLate(Counting):
             self.a.weight.data, self.b.weight.data = self.b.weight.data, self.a.weight.data
 
 
+class TransposesLate(Counting):
+    def act(self, step: int) -> None:
+        if step >= LATE:
+            self.b.weight.data = self.b.weight.data.t()
+
+
 class KeepsAWeightLate(Counting):
     def act(self, step: int) -> None:
         if step == LATE:
@@ -207,6 +213,43 @@ def test_what_comes_to_share_memory_with_another_is_refused_by_name(
             train_uncut(trial, windows, recipe()) if uncut else trial.train(windows)
 
 
+def transposes_a_state(parameter, state, step):
+    if step >= LATE:
+        state["slow"] = state["slow"].t().contiguous().t()
+
+
+def orthogonalizes(parameter, state, step):
+    if step >= LATE and parameter.shape == (6, 6):
+        parameter.data = torch.linalg.qr(parameter)[0]
+
+
+class TransposesABufferLate(TransposesLate):
+    def act(self, step: int) -> None:
+        if step >= LATE:
+            self.new = torch.full((6, 3), float(step)).t()
+
+
+REORDERED = {
+    "state": (of_optimizer(transposes_a_state), "state 'slow' of parameter '[ab].weight'"),
+    "by an optimizer": (of_optimizer(orthogonalizes), "parameter '[ab].weight'"),
+    "parameter": (of_model(TransposesLate), "parameter 'b.weight'"),
+    "buffer": (of_model(TransposesABufferLate), "buffer 'new'"),
+}
+
+
+@pytest.mark.parametrize("uncut", [False, True], ids=["in shards", "uncut"])
+@pytest.mark.parametrize(("make", "told"), REORDERED.values(), ids=REORDERED)
+def test_what_is_put_there_in_another_order_is_refused_as_kernels_round_otherwise(
+    make: Callable[[int], Make], told: str, uncut: bool
+) -> None:
+    recipe = make(2)
+    trial = start(recipe(), [*SUB_EPOCHS[0], *SUB_EPOCHS[1]])
+    pattern = rf"put a tensor with strides \(\d, \d\) in the place of {told}, whose strides are"
+    with pytest.raises(ConfigurationError, match=pattern):
+        for windows in SUB_EPOCHS:
+            train_uncut(trial, windows, recipe()) if uncut else trial.train(windows)
+
+
 class Parts:
     """Holds tensors that lie behind each other."""
 
@@ -238,26 +281,26 @@ def test_two_parameters_that_were_given_the_same_memory_share_it() -> None:
 
 
 def test_a_buffer_may_share_memory_in_every_step_alone() -> None:
-    sharing = SharedMemory()
+    notes = StepNotes()
 
-    def step(*noted: tuple[str, str]) -> None:
-        sharing.begin_step()
+    def step(*noted: str) -> None:
+        notes.begin_step()
         for each in noted:
-            sharing.note(*each)
-        sharing.end_step()
-        sharing.end_step()  # of no step
+            notes.note(each)
+        notes.end_step()
+        notes.end_step()  # of no step
 
-    step(("a", "b"))
-    step(("a", "b"))
-    with pytest.raises(ConfigurationError, match="gave c the memory of d"):
-        step(("a", "b"), ("c", "d"))
+    step("a shares")
+    step("a shares")
+    with pytest.raises(ConfigurationError, match="c shares"):
+        step("a shares", "c shares")
 
 
 def test_a_buffer_that_shares_memory_in_the_first_step_alone_is_refused() -> None:
-    sharing = SharedMemory()
-    sharing.begin_step()
-    sharing.note("a", "b")
-    sharing.end_step()
-    sharing.begin_step()
-    with pytest.raises(ConfigurationError, match="gave a the memory of b"):
-        sharing.end_step()
+    notes = StepNotes()
+    notes.begin_step()
+    notes.note("a shares")
+    notes.end_step()
+    notes.begin_step()
+    with pytest.raises(ConfigurationError, match="a shares"):
+        notes.end_step()

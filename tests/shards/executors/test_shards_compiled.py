@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import PlainTrainer, compiled_units
 from cerebro_hydra.shards.engine.microbatch import UsesElsewhere
-from cerebro_hydra.shards.engine.places import Places
+from cerebro_hydra.shards.places import Places
 from tests.shards import plain, zoo
 from tests.shards.compiled_blocks import blocks, compiled, compiled_by_user
 from tests.shards.executors import test_shards_executors as executors

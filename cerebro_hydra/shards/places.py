@@ -82,38 +82,43 @@ class BoundMark(NamedTuple):
     mark: TensorMark
 
 
-class SharedMemory:
-    """Notes which buffers each step gives the memory of others.
+class StepNotes:
+    """Notes of each step what would differ on a worker unless every step does it anew.
 
-    On a worker each has its own, to which the values of the other one are copied. That is as good
-    where every step gives it anew. One that has it from some step on, or since a step before, would
-    move with the other one.
+    A buffer that is given the memory of another tensor has memory of its own on a worker, to which
+    the values are copied. That is as good where each step does so before the buffer is read. One
+    that has it from some step on, or since a step before, would move with the other one.
     """
 
     def __init__(self) -> None:
-        self._before: set[tuple[str, str]] | None = None
-        self._now: set[tuple[str, str]] | None = None
+        self._before: set[str] | None = None
+        self._now: set[str] | None = None
 
     def begin_step(self) -> None:
         """Begin a step."""
         self._now = set()
 
-    def note(self, told: str, other: str) -> None:
-        """Note a buffer and whose memory it was given."""
+    def note(self, told: str) -> None:
+        """Note what the step does, in a sentence."""
         if self._now is not None:
-            self._now.add((told, other))
+            self._now.add(told)
 
     def end_step(self) -> None:
         """Compare a step, if one has begun, with the one before it, if there was one.
 
         Raises:
-            ConfigurationError: another one gave a buffer the memory of something else.
+            ConfigurationError: one of them alone has done something.
         """
         if (now := self._now) is None:
             return
         before, self._before, self._now = self._before, now, None
         if before is not None and (differing := sorted(before ^ now)):
-            raise ConfigurationError(shares_memory(*differing[0]))
+            raise ConfigurationError(differing[0])
+
+
+def is_moved(found: Tensor, memory: Tensor) -> bool:
+    """Return whether a tensor lies elsewhere than in its memory, or in another order."""
+    return found.data_ptr() != memory.data_ptr() or found.stride() != memory.stride()
 
 
 class Holder(Protocol):
@@ -130,21 +135,31 @@ class Rebound:
 
     Args:
         holders: what has tensors of the trial, with which one must not share memory.
-        sharing: notes which buffers do; without, that is an error, too.
+        notes: is told of buffers that do; without, that is an error, too.
     """
 
-    def __init__(self, holders: Iterable[Holder], sharing: SharedMemory | None = None) -> None:
-        self._holders, self._sharing = holders, sharing
+    def __init__(self, holders: Iterable[Holder], notes: StepNotes | None = None) -> None:
+        self._holders, self._notes = holders, notes
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def add(self, told: str, found: Tensor, memory: Tensor) -> None:
+    def add(self, told: str, found: Tensor, memory: Tensor, is_first: bool = False) -> None:
         """Add what is in the place of a tensor, and that one's memory.
 
+        Args:
+            is_first: whether there was nothing before in its place.
+
         Raises:
-            ConfigurationError: it has another shape or type.
+            ConfigurationError: it has another shape or type, or its elements lie in another order.
         """
         if (found.shape, found.dtype) != (memory.shape, memory.dtype):
             raise made_anew(told, memory, found)
+        if not is_first and (order := _order(found)) != (own := _order(memory)):
+            text = (
+                f"training put a tensor with strides {order} in the place of {told}, whose strides "
+                f"are {own}, in which kernels may round otherwise; give it .contiguous(), or copy_ "
+                "it there"
+            )
+            self._tell(told, text, ConfigurationError)
         self._found[told] = found.detach(), memory
 
     def write(self, error: type[Exception] = ConfigurationError) -> None:
@@ -168,15 +183,28 @@ class Rebound:
                     continue  # each step may make both anew
             if other == told or not found.numel():
                 continue
-            if kind != "buffer" or self._sharing is None:
-                raise error(shares_memory(told, other))
-            self._sharing.note(told, other)
+            text = (
+                f"training gave {told} the memory of {other}, so that each would change with the "
+                "other; on workers each has its own. Give it a copy, as by .clone()"
+            )
+            self._tell(told, text, error)
         values = [
             found if owners[told] is None else found.clone()
             for told, (found, _) in self._found.items()
         ]
         for (_, memory), value in zip(self._found.values(), values, strict=True):
             memory.copy_(value)
+
+    def _tell(self, told: str, text: str, error: type[Exception]) -> None:
+        if self._notes is None or not told.startswith("buffer "):
+            raise error(text)
+        self._notes.note(text)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, in the dimensions where they matter."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return tuple(stride if size > 1 else 0 for stride, size in strides)
 
 
 def made_anew(told: str, before: Tensor, now: Tensor) -> ConfigurationError:
@@ -185,12 +213,4 @@ def made_anew(told: str, before: Tensor, now: Tensor) -> ConfigurationError:
     return ConfigurationError(
         f"training made {told} anew, from {' to '.join(forms)}, which other workers would not "
         "have; register it in the constructor as large as it is ever needed"
-    )
-
-
-def shares_memory(told: str, other: str) -> str:
-    """Tell of a tensor that was given another one's memory."""
-    return (
-        f"training gave {told} the memory of {other}, so that each would change with the other; on "
-        "workers each has its own. Give it a copy, as by .clone()"
     )
