@@ -6,9 +6,10 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
 
@@ -82,8 +83,16 @@ class BoundMark(NamedTuple):
     mark: TensorMark
 
 
+class _Given(NamedTuple):
+    """Knows which memory a tensor was given, and its own, with the version that it had then."""
+
+    storage: StorageWeakRef
+    memory: ReferenceType[Tensor]
+    version: int
+
+
 class StepNotes:
-    """Notes of each step what would differ on a worker unless every step does it anew.
+    """Notes of steps what would differ on a worker, at once or unless every step does it anew.
 
     A buffer that is given the memory of another tensor has memory of its own on a worker, to which
     the values are copied. That is as good where each step does so before the buffer is read. One
@@ -93,6 +102,7 @@ class StepNotes:
     def __init__(self) -> None:
         self._before: set[str] | None = None
         self._now: set[str] | None = None
+        self._given: dict[str, _Given] = {}
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -103,12 +113,34 @@ class StepNotes:
         if self._now is not None:
             self._now.add(told)
 
+    def give(self, told: str, found: Tensor, memory: Tensor, has_owner: bool) -> None:
+        """Note that a tensor was given memory, which was copied into its own.
+
+        Args:
+            has_owner: whether that is memory of a tensor that hops.
+        """
+        self._given.pop(told, None)
+        if not has_owner and found.numel():
+            kept = StorageWeakRef(found.untyped_storage())
+            self._given[told] = _Given(kept, ref(memory), memory._version)
+
     def end_step(self) -> None:
         """Compare a step, if one has begun, with the one before it, if there was one.
 
         Raises:
-            ConfigurationError: one of them alone has done something.
+            ConfigurationError: one of them alone has done something, or a tensor has moved that was
+                given memory which something else still refers to.
         """
+        for told, given in tuple(self._given.items()):
+            memory = given.memory()
+            if memory is None or given.storage.expired():
+                del self._given[told]
+            elif told.startswith("parameter ") or memory._version != given.version:
+                raise ConfigurationError(
+                    f"training gave {told} the memory of a tensor that something else refers to, "
+                    "which would change with it; on workers it has its own. Give it a copy, as by "
+                    ".clone()"
+                )
         if (now := self._now) is None:
             return
         before, self._before, self._now = self._before, now, None
@@ -192,8 +224,10 @@ class Rebound:
             found if owners[told] is None else found.clone()
             for told, (found, _) in self._found.items()
         ]
-        for (_, memory), value in zip(self._found.values(), values, strict=True):
+        for (told, (found, memory)), value in zip(self._found.items(), values, strict=True):
             memory.copy_(value)
+            if self._notes is not None:
+                self._notes.give(told, found, memory, owners[told] is not None)
 
     def _tell(self, told: str, text: str, error: type[Exception]) -> None:
         if self._notes is None or not told.startswith("buffer "):

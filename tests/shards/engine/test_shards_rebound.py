@@ -148,6 +148,32 @@ class JoinsBuffers(Counting):
             self.old = self.new
 
 
+class Resets(Counting):
+    """Gives a buffer the memory of an attribute in some steps."""
+
+    def add(self):
+        super().add()
+        self.begin = torch.ones(3, 6)
+
+    def act(self, step: int) -> None:
+        if step >= LATE:
+            self.new = self.begin if step == LATE else self.new + 1
+
+
+class ResetsAndMoves(Resets):
+    def act(self, step: int) -> None:
+        if step == LATE:
+            self.new = self.begin
+        elif step > LATE:
+            self.new += 1
+
+
+class ResetsAParameter(Resets):
+    def act(self, step: int) -> None:
+        if step == LATE:
+            self.c.weight.data = self.begin
+
+
 class Joins(Counting):
     def act(self, step: int) -> None:
         if step == LATE:
@@ -195,6 +221,10 @@ SHARED = {
     "buffer": (of_model(KeepsAWeightLate), ("buffer 'new'", "parameter 'c.weight'")),
     "data of a buffer": (of_model(KeepsADataLate), ("buffer 'new'", "parameter 'c.weight'")),
     "buffers": (of_model(JoinsBuffers), ("buffer 'old'", "buffer 'new'")),
+    "buffer and attribute": (of_model(ResetsAndMoves), ("buffer 'new'", "a tensor that something")),
+    "parameter and attribute": (
+        of_model(ResetsAParameter), ("parameter 'c.weight'", "a tensor that something"),
+    ),
     "parameters": (of_model(Joins), ("parameter 'b.weight'", "parameter 'a.weight'")),
 }  # fmt: skip
 
