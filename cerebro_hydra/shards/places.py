@@ -185,7 +185,9 @@ class Rebound:
         """
         if (found.shape, found.dtype) != (memory.shape, memory.dtype):
             raise made_anew(told, memory, found)
-        if not is_first and (order := _order(found)) != (own := _order(memory)):
+        order, own = _order(found), _order(memory)
+        # Where a parameter's strides are others than a new tensor's, its state may be made as that.
+        if order != own and not (is_first and found.is_contiguous()):
             text = (
                 f"training put a tensor with strides {order} in the place of {told}, whose strides "
                 f"are {own}, in which kernels may round otherwise; give it .contiguous(), or copy_ "
@@ -208,12 +210,10 @@ class Rebound:
         owners = {told: places.at(found.data_ptr()) for told, (found, _) in self._found.items()}
         given: dict[int, str] = {}
         for told, (found, _) in self._found.items():
-            other, kind = owners[told], told.partition(" ")[0]
+            other = owners[told]
             if other is None or other in self._found:  # that one has other memory now
                 other = given.setdefault(found.data_ptr(), told)
-                if kind == "state":
-                    continue  # each step may make both anew
-            if other == told or not found.numel():
+            if other == told or not found.data_ptr():
                 continue
             text = (
                 f"training gave {told} the memory of {other}, so that each would change with the "

@@ -103,7 +103,7 @@ class SecondNames:
             yield
         finally:
             for each, own in zip(memory, before, strict=True):
-                each.copy_(own)
+                _restore(each, own)
 
 
 @contextmanager
@@ -134,7 +134,15 @@ def in_place(
                 vars(parameter).clear()
                 vars(parameter).update(of_parameters[parameter])
             for tensor, content in zip(tensors, before, strict=True):
-                tensor.copy_(content)
+                _restore(tensor, content)
+
+
+def _restore(tensor: Tensor, content: Tensor) -> None:
+    """Copy contents back into a tensor, once where `expand` repeats them."""
+    for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, content = tensor.narrow(dim, 0, 1), content.narrow(dim, 0, 1)
+    tensor.copy_(content)
 
 
 def move(model: nn.Module, keys: Collection[TensorKey], value: float) -> None:

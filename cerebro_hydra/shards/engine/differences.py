@@ -116,7 +116,12 @@ def first_difference(
                 if TensorContent.of(value) != there[key]:
                     return f"optimizer state {key!r} of {name!r}"
         for name, tensor in state.buffers.items():
-            if TensorContent.of(tensor) != trained[f"buffer:{name}"]:
+            if (buffer := trained.get(f"buffer:{name}")) is None:
+                return (
+                    f"buffer {name!r}, which a step has made one tensor with another buffer where "
+                    "it needs a copy, as by .clone()"
+                )
+            if TensorContent.of(tensor) != buffer:
                 return f"buffer {name!r}"
         for name, tensor in state.ema.items():
             if TensorContent.of(tensor) != trained[f"ema:{name}"]:

@@ -80,6 +80,15 @@ def joins_states(parameter, state, step):
         state["older"] = state["slow"]
 
 
+def begins_states_again(parameter, state, step):
+    if step == LATE:
+        state["slow"] = state["older"] = torch.zeros_like(parameter)
+
+
+def begins_with_another_order(parameter, state, step):
+    state["basis"] = state.get("basis", torch.linalg.eigh(torch.eye(3))[1])
+
+
 class Counting(zoo.Net):
     """Counts its steps in a buffer, and has three more."""
 
@@ -218,6 +227,9 @@ SHARED = {
     "state and parameter": (of_optimizer(keeps_the_parameter), ("state 'slow' of PARAM", "PARAM")),
     "parameter and state": (of_optimizer(is_its_state), ("PARAM", "state 'slow' of PARAM")),
     "states": (of_optimizer(joins_states), ("state 'older' of PARAM", "state 'slow' of PARAM")),
+    "new states": (
+        of_optimizer(begins_states_again), ("state 'older' of PARAM", "state 'slow' of PARAM"),
+    ),
     "buffer": (of_model(KeepsAWeightLate), ("buffer 'new'", "parameter 'c.weight'")),
     "data of a buffer": (of_model(KeepsADataLate), ("buffer 'new'", "parameter 'c.weight'")),
     "buffers": (of_model(JoinsBuffers), ("buffer 'old'", "buffer 'new'")),
@@ -290,6 +302,51 @@ class Parts:
     def add_to(self, places: Places) -> None:
         for told, part in self.tensors.items():
             places.add(told, part)
+
+
+def test_state_whose_order_is_of_no_new_tensor_is_refused_before_training() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"strides .* in the place of state 'basis'"
+    ) as told:
+        start(of_optimizer(begins_with_another_order)(2)(), SUB_EPOCHS[0])
+    assert "give it .contiguous()" in str(told.value)
+
+
+class OneTensor(zoo.Net):
+    def add(self):
+        self.register_buffer("old", torch.zeros(6))
+        self.register_buffer("new", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            self.new = 0.9 * self.old + 0.1 * hidden.detach().mean(0)
+            self.old = self.new
+        return self.c(self.b(hidden - self.new).tanh())
+
+
+def test_buffers_that_each_step_makes_one_tensor_are_told_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"buffer '(old|new)', which a step has made one"):
+        start(recipe_of(OneTensor, shards=2)(), SUB_EPOCHS[0])
+
+
+class Expands(OneTensor):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            self.new = (0.9 * self.new[:1] + 0.1 * hidden.detach().mean()).expand(6)
+        return self.c(self.b(hidden - self.new).tanh())
+
+
+def test_a_buffer_that_each_step_makes_by_expand_trains_as_in_plain_pytorch() -> None:
+    make = recipe_of(Expands, shards=2)
+    trial = start(make(), SUB_EPOCHS[0])
+    reference = PlainTrainer(make(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    for windows in SUB_EPOCHS:
+        reference.train(windows)
+        trial.train(windows)
+    assert trial.cut_model.num_shards == 2
+    assert_same_state(trial.tensors(), reference)
 
 
 def test_all_is_read_before_any_is_written() -> None:
