@@ -83,6 +83,10 @@ class BoundMark(NamedTuple):
     mark: TensorMark
 
 
+TRAINED = "parameter "
+"""Begins what is told of a parameter that trains."""
+
+
 class _Given(NamedTuple):
     """Knows which memory a tensor was given, and its own, with the version that it had then."""
 
@@ -94,9 +98,9 @@ class _Given(NamedTuple):
 class StepNotes:
     """Notes of steps what would differ on a worker, at once or unless every step does it anew.
 
-    A buffer that is given the memory of another tensor has memory of its own on a worker, to which
-    the values are copied. That is as good where each step does so before the buffer is read. One
-    that has it from some step on, or since a step before, would move with the other one.
+    A buffer that is given the memory of another one has memory of its own on a worker, to which the
+    values are copied. That is as good where each step does so before the buffer is read. One that
+    has it from some step on, or since a step before, would move with the other one.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,7 @@ class StepNotes:
             memory = given.memory()
             if memory is None or given.storage.expired():
                 del self._given[told]
-            elif told.startswith("parameter ") or memory._version != given.version:
+            elif told.startswith(TRAINED) or memory._version != given.version:
                 raise ConfigurationError(
                     f"training gave {told} the memory of a tensor that something else refers to, "
                     "which would change with it; on workers it has its own. Give it a copy, as by "
@@ -219,6 +223,8 @@ class Rebound:
                 f"training gave {told} the memory of {other}, so that each would change with the "
                 "other; on workers each has its own. Give it a copy, as by .clone()"
             )
+            if other.startswith(TRAINED):  # an update may come before the values are copied, or not
+                raise error(text)
             self._tell(told, text, error)
         values = [
             found if owners[told] is None else found.clone()

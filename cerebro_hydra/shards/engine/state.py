@@ -133,7 +133,8 @@ class ShardState:
     def add_to(self, places: Places) -> None:
         """Add where the shard's tensors lie."""
         for name, value in self.values.items():
-            places.add(f"parameter {name!r}", value)
+            kind = "frozen parameter" if name in self.constant else "parameter"
+            places.add(f"{kind} {name!r}", value)
         for name, buffer in self.buffers.items():
             places.add(f"buffer {name!r}", buffer)
         for name, states in self._state.items():

@@ -150,6 +150,22 @@ class KeepsADataLate(Counting):
             self.new.data = self.c.weight.data
 
 
+class KeepsAWeight(Counting):
+    def act(self, step: int) -> None:
+        self.new = self.c.weight.detach()
+
+
+class KeepsAFrozen(Counting):
+    """Gives a buffer the memory of a frozen parameter anew in each step, before it is read."""
+
+    def add(self):
+        super().add()
+        self.frozen = torch.nn.Parameter(torch.ones(3, 6), requires_grad=False)
+
+    def act(self, step: int) -> None:
+        self.new = self.frozen.detach()
+
+
 class JoinsBuffers(Counting):
     def act(self, step: int) -> None:
         self.new += 0.1
@@ -323,6 +339,13 @@ class OneTensor(zoo.Net):
             self.new = 0.9 * self.old + 0.1 * hidden.detach().mean(0)
             self.old = self.new
         return self.c(self.b(hidden - self.new).tanh())
+
+
+def test_a_buffer_that_each_step_gives_the_memory_of_what_trains_is_refused() -> None:
+    """Whether its values are copied before the update depends on the executor."""
+    told = "training gave buffer 'new' the memory of parameter 'c.weight'"
+    with pytest.raises(ConfigurationError, match=told):
+        start(recipe_of(KeepsAWeight, shards=2)(), SUB_EPOCHS[0])
 
 
 def test_buffers_that_each_step_makes_one_tensor_are_told_by_name() -> None:
