@@ -324,7 +324,7 @@ class BoundModel:
             ConfigurationError: one was given another shape or type, or memory of another one.
             StepDiffers: it was given that of another one, while shards are collected one by one.
         """
-        rebound = Rebound(self._here, self._notes)
+        rebound = Rebound([*self._here, self], self._notes)
         for name in self._bound if state is None else self._bound.keys() & state.values.keys():
             parameter, memory = self._params[name], self._bound[name]
             if is_moved(parameter, memory):
@@ -341,6 +341,13 @@ class BoundModel:
             for each in self._here:
                 each.keep_optimizer(optimizer, rebound)
         rebound.write(StepDiffers if len(self._keys) > 1 else ConfigurationError)
+
+    def add_to(self, places: Places) -> None:
+        """Add where copies lie that the model has in place of a shard's tensors."""
+        for name, memory in self._bound.items():
+            places.add(f"parameter {name!r}", memory)
+        for name, memory in self._lent_memory.items():
+            places.add(f"buffer {name!r}", memory)
 
     def begin_step(self) -> None:
         """Begin an optimizer step."""

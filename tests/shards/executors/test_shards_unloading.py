@@ -409,3 +409,24 @@ def test_what_comes_between_two_steps_is_done_on_the_thread_of_the_run() -> None
     visit.close()
     assert len(threads) == 5
     assert {thread.name for thread in threads} == {"paused-pass"}
+
+
+class HandsOn(zoo.Net):
+    """Hands one buffer on to another in each step, while a later shard than theirs runs."""
+
+    def add(self):
+        for name in ("new", "old", "oldest"):
+            self.register_buffer(name, torch.zeros(6))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        if self.training:
+            new = 0.9 * self.new + 0.1 * hidden.detach().mean(0)
+            self.oldest, self.old, self.new = self.old, self.new, new
+        return self.c(hidden - self.new + 0.5 * self.old - 0.2 * self.oldest)
+
+
+def test_buffers_whose_copies_are_handed_on_keep_their_values():
+    make = seeded(HandsOn, ["b", "c"], cut="modules")
+    windows = [zoo.vectors(8), zoo.vectors(8, seed=1)]
+    trained(make, windows, shared=["new", "old", "oldest"])
