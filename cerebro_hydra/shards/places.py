@@ -6,12 +6,13 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import ReferenceType, ref
+from weakref import ReferenceType
 
+import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.shards.digest import tensor_digest
 
 
 class Places:
@@ -86,13 +87,7 @@ class BoundMark(NamedTuple):
 TRAINED = "parameter "
 """Begins what is told of a parameter that trains."""
 
-
-class _Given(NamedTuple):
-    """Knows which memory a tensor was given, and its own, with the version that it had then."""
-
-    storage: StorageWeakRef
-    memory: ReferenceType[Tensor]
-    version: int
+_OWN_STORAGE = 2  # uses of it: the tensor, and whoever asks
 
 
 class StepNotes:
@@ -106,7 +101,7 @@ class StepNotes:
     def __init__(self) -> None:
         self._before: set[str] | None = None
         self._now: set[str] | None = None
-        self._given: dict[str, _Given] = {}
+        self._given: dict[str, Tensor] = {}  # what had no owner in the model
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -117,39 +112,53 @@ class StepNotes:
         if self._now is not None:
             self._now.add(told)
 
-    def give(self, told: str, found: Tensor, memory: Tensor, has_owner: bool) -> None:
-        """Note that a tensor was given memory, which was copied into its own.
+    def give(self, told: str, found: Tensor, has_owner: bool) -> None:
+        """Note that a tensor was given memory, from which it was copied into its own.
 
         Args:
             has_owner: whether that is memory of a tensor that hops.
         """
         self._given.pop(told, None)
-        if not has_owner and found.numel():
-            kept = StorageWeakRef(found.untyped_storage())
-            self._given[told] = _Given(kept, ref(memory), memory._version)
+        if not has_owner and found.data_ptr():
+            self._given[told] = found
+
+    def check(self, told: str, memory: Tensor) -> None:
+        """Check a tensor that was not given other memory meanwhile.
+
+        Raises:
+            ConfigurationError: it has moved, and what it was given something else refers to.
+        """
+        found = self._given.get(told)
+        if (
+            found is not None
+            and self._is_kept(told)
+            and tensor_digest(found) != tensor_digest(memory)
+        ):
+            raise ConfigurationError(_kept_elsewhere(told))
 
     def end_step(self) -> None:
         """Compare a step, if one has begun, with the one before it, if there was one.
 
         Raises:
-            ConfigurationError: one of them alone has done something, or a tensor has moved that was
-                given memory which something else still refers to.
+            ConfigurationError: one of them alone has done something, or a parameter was given
+                memory to which something else still refers.
         """
-        for told, given in tuple(self._given.items()):
-            memory = given.memory()
-            if memory is None or given.storage.expired():
-                del self._given[told]
-            elif told.startswith(TRAINED) or memory._version != given.version:
-                raise ConfigurationError(
-                    f"training gave {told} the memory of a tensor that something else refers to, "
-                    "which would change with it; on workers it has its own. Give it a copy, as by "
-                    ".clone()"
-                )
+        for told in tuple(self._given):
+            if self._is_kept(told) and told.startswith(TRAINED):
+                raise ConfigurationError(_kept_elsewhere(told))
         if (now := self._now) is None:
             return
         before, self._before, self._now = self._before, now, None
         if before is not None and (differing := sorted(before ^ now)):
             raise ConfigurationError(differing[0])
+
+    def _is_kept(self, told: str) -> bool:
+        """Return whether something else refers to what a tensor was given; else it is forgotten."""
+        storage = self._given[told].untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _OWN_STORAGE:
+            return True
+        del self._given[told]
+        return False
 
 
 def is_moved(found: Tensor, memory: Tensor) -> bool:
@@ -233,7 +242,7 @@ class Rebound:
         for (told, (found, memory)), value in zip(self._found.items(), values, strict=True):
             memory.copy_(value)
             if self._notes is not None:
-                self._notes.give(told, found, memory, owners[told] is not None)
+                self._notes.give(told, found, owners[told] is not None)
 
     def _tell(self, told: str, text: str, error: type[Exception]) -> None:
         if self._notes is None or not told.startswith("buffer "):
@@ -245,6 +254,13 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor, in the dimensions where they matter."""
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     return tuple(stride if size > 1 else 0 for stride, size in strides)
+
+
+def _kept_elsewhere(told: str) -> str:
+    return (
+        f"training gave {told} the memory of a tensor that something else refers to, which would "
+        "change with it; on workers it has its own. Give it a copy, as by .clone()"
+    )
 
 
 def made_anew(told: str, before: Tensor, now: Tensor) -> ConfigurationError:

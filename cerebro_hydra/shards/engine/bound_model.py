@@ -335,6 +335,8 @@ class BoundModel:
             if found is not lent or is_moved(found, memory):
                 rebound.add(f"buffer {name!r}", found, memory)
                 self._put({name: lent})
+            else:
+                self._notes.check(f"buffer {name!r}", memory)
             if is_moved(lent, memory):
                 lent.data = memory
         if optimizer is not None:
@@ -344,8 +346,10 @@ class BoundModel:
 
     def add_to(self, places: Places) -> None:
         """Add where copies lie that the model has in place of a shard's tensors."""
-        for name, memory in self._bound.items():
-            places.add(f"parameter {name!r}", memory)
+        for name, parameter in self._params.items():
+            if ("parameter", name) not in self._marks:
+                kind = "parameter" if name in self._bound else "frozen parameter"
+                places.add(f"{kind} {name!r}", self._bound.get(name, parameter.data))
         for name, memory in self._lent_memory.items():
             places.add(f"buffer {name!r}", memory)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.errors import Cancelled, NonFiniteLoss, StepDiffers
+from cerebro_hydra.errors import Cancelled, ConfigurationError, NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
 from cerebro_hydra.plan.schedules.graph import TaskGraph
 from cerebro_hydra.recipe.randomness import without_fast_path
@@ -430,3 +430,29 @@ def test_buffers_whose_copies_are_handed_on_keep_their_values():
     make = seeded(HandsOn, ["b", "c"], cut="modules")
     windows = [zoo.vectors(8), zoo.vectors(8, seed=1)]
     trained(make, windows, shared=["new", "old", "oldest"])
+
+
+class BeginsAgain(zoo.Net):
+    """Gives a buffer the memory of an attribute late, and moves it in place from then on."""
+
+    def add(self):
+        self.first = torch.ones(6)
+        self.register_buffer("now", torch.zeros(6))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        if self.training:
+            self.steps += 1
+            if self.steps == 4:
+                self.now = self.first
+            self.now += 0.1
+        return self.c(hidden - self.now)
+
+
+def test_a_buffer_that_moves_in_memory_of_an_attribute_is_refused_though_its_shard_left():
+    make = seeded(BeginsAgain, ["b", "c"], cut="modules")
+    windows = [zoo.vectors(8, seed=seed) for seed in range(7)]
+    told = "gave buffer 'now' the memory of a tensor that something else refers to"
+    with pytest.raises(ConfigurationError, match=told):
+        trained(make, windows, shared=["now", "steps"])
