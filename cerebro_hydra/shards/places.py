@@ -93,9 +93,9 @@ _OWN_STORAGE = 2  # uses of it: the tensor, and whoever asks
 class StepNotes:
     """Notes of steps what would differ on a worker, at once or unless every step does it anew.
 
-    A buffer that is given the memory of another one has memory of its own on a worker, to which the
-    values are copied. That is as good where each step does so before the buffer is read. One that
-    has it from some step on, or since a step before, would move with the other one.
+    A buffer that is given the memory of another one, or other strides, has memory of its own on a
+    worker, to which the values are copied. Where each step does so, admission has found that as
+    good. Where some steps do, it would move with the other one, or kernels may round otherwise.
     """
 
     def __init__(self) -> None:
@@ -128,12 +128,9 @@ class StepNotes:
         Raises:
             ConfigurationError: it has moved, and what it was given something else refers to.
         """
-        found = self._given.get(told)
-        if (
-            found is not None
-            and self._is_kept(told)
-            and tensor_digest(found) != tensor_digest(memory)
-        ):
+        if (found := self._given.get(told)) is None or not self._is_kept(told):
+            return
+        if tensor_digest(found) != tensor_digest(memory):
             raise ConfigurationError(_kept_elsewhere(told))
 
     def end_step(self) -> None:
@@ -214,6 +211,9 @@ class Rebound:
 
         Args:
             error: what is raised where one shares memory.
+
+        Raises:
+            Exception: this error; see `StepNotes` for buffers.
         """
         if not self._found:
             return

@@ -156,8 +156,6 @@ class KeepsAWeight(Counting):
 
 
 class KeepsAFrozen(Counting):
-    """Gives a buffer the memory of a frozen parameter anew in each step, before it is read."""
-
     def add(self):
         super().add()
         self.frozen = torch.nn.Parameter(torch.ones(3, 6), requires_grad=False)
@@ -216,7 +214,10 @@ def of_model(model: type[Counting]) -> Callable[[int], Make]:
 EXACT = {
     one.__name__: of_optimizer(one)
     for one in (assigns_data, assigns_data_late, exchanges_states, exchanges_with_a_state)
-} | {each.__name__: of_model(each) for each in (Shifts, ShiftsLate, AssignsDataLate, ExchangesLate)}
+} | {
+    each.__name__: of_model(each)
+    for each in (Shifts, ShiftsLate, AssignsDataLate, ExchangesLate, Resets)
+}
 
 
 @pytest.mark.parametrize("uncut", [False, True], ids=["in shards", "uncut"])
@@ -341,11 +342,19 @@ class OneTensor(zoo.Net):
         return self.c(self.b(hidden - self.new).tanh())
 
 
-def test_a_buffer_that_each_step_gives_the_memory_of_what_trains_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (KeepsAWeight, "training gave buffer 'new' the memory of parameter 'c.weight'"),
+        (KeepsAFrozen, "reads buffer 'new' by another name"),
+    ],
+)
+def test_a_buffer_that_each_step_gives_the_memory_of_a_parameter_is_refused(
+    model: type[Counting], told: str
+) -> None:
     """Whether its values are copied before the update depends on the executor."""
-    told = "training gave buffer 'new' the memory of parameter 'c.weight'"
     with pytest.raises(ConfigurationError, match=told):
-        start(recipe_of(KeepsAWeight, shards=2)(), SUB_EPOCHS[0])
+        start(recipe_of(model, shards=2)(), SUB_EPOCHS[0])
 
 
 def test_buffers_that_each_step_makes_one_tensor_are_told_by_name() -> None:
