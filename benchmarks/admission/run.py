@@ -166,7 +166,7 @@ def state_bytes(recipe: Recipe, admitted: AdmittedCut) -> int:
     params = list(recipe.model.parameters())
     total = sum(p.nbytes * (2 if p.requires_grad else 1) for p in params)
     for entries in admitted.template.entries.values():
-        total += sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in entries)
+        total += sum(math.prod(each.shape) * each.dtype.itemsize for each in entries)
     return total
 
 

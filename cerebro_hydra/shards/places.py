@@ -184,20 +184,16 @@ class Rebound:
         self._holders, self._notes = holders, notes
         self._found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def add(self, told: str, found: Tensor, memory: Tensor, is_first: bool = False) -> None:
+    def add(self, told: str, found: Tensor, memory: Tensor) -> None:
         """Add what is in the place of a tensor, and that one's memory.
-
-        Args:
-            is_first: whether there was nothing before in its place.
 
         Raises:
             ConfigurationError: it has another shape or type, or its elements lie in another order.
         """
         if (found.shape, found.dtype) != (memory.shape, memory.dtype):
             raise made_anew(told, memory, found)
-        order, own = _order(found), _order(memory)
-        # Where a parameter's strides are others than a new tensor's, its state may be made as that.
-        if order != own and not (is_first and found.is_contiguous()):
+        order, own = order_of(found), order_of(memory)
+        if order != own:
             text = (
                 f"training put a tensor with strides {order} in the place of {told}, whose strides "
                 f"are {own}, in which kernels may round otherwise; give it .contiguous(), or copy_ "
@@ -250,7 +246,7 @@ class Rebound:
         self._notes.note(text)
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
+def order_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor, in the dimensions where they matter."""
     strides = zip(tensor.stride(), tensor.shape, strict=True)
     return tuple(stride if size > 1 else 0 for stride, size in strides)

@@ -336,6 +336,12 @@ def _known_cause(attempts: Sequence[FailedAttempt], check: CutCheck) -> Configur
             "`if self.training` only, and make layers in __init__, not in a forward"
         )
         return _noted(refusal, attempts)
+    for name in check.reordered:
+        refusal = ConfigurationError(
+            f"training puts a tensor with other strides in the place of buffer {name!r}, in which "
+            "kernels round otherwise; give it .contiguous(), or copy_ it there"
+        )
+        return _noted(refusal, attempts)
     kept = kept_by_optimizer(check.recipe.optimizer, check.attributes)
     return None if kept is None else _noted(kept, attempts)
 

@@ -141,6 +141,8 @@ class CutCheck:
     """What its forwards on the largest example showed of each unit."""
     written: tuple[str, ...]
     """The buffers and frozen parameters to which it wrote in these steps."""
+    reordered: tuple[str, ...]
+    """The buffers to which these steps gave other strides."""
     attributes: tuple[str, ...]
     """Marks of what else these steps changed; see `KnownChanges`."""
     set_in_evaluation: tuple[str, ...]
@@ -188,7 +190,7 @@ class CutCheck:
             effects.check_kept()
             writes.check_made()
             writes.check_shapes()
-            written = writes.names()
+            written, reordered = writes.names(), writes.reordered()
             memory.check(written)
             check_averaged(recipe, written)
             del writes  # it refers to buffers, too
@@ -228,7 +230,7 @@ class CutCheck:
         finite = tuple(each for each in evaluated if each is not None)
         return cls(
             recipe, trial_seed, windows, tuple(losses), finite, template, trained, profile, written,
-            effects.known,
+            reordered, effects.known,
             tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
             frozenset(name for kind, name in second_names.keys if kind == "buffer"),
             warnings,

@@ -18,6 +18,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.cut.small_buffers import in_one_memory
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import same_bits
+from cerebro_hydra.shards.places import order_of
 
 
 class BuffersInOneMemory:
@@ -88,6 +89,12 @@ class WrittenTensors:
                     f"{tuple(tensor.shape)} after its first steps, and its memory is laid out "
                     "before; register it with that shape"
                 )
+
+    def reordered(self) -> tuple[str, ...]:
+        """Return the names of the buffers that have other strides by now."""
+        buffers = dict(self._model.named_buffers())
+        pairs = ((n, self._initial.get(f"buffer:{n}"), b) for n, b in buffers.items())
+        return tuple(n for n, a, b in pairs if a is not None and order_of(a) != order_of(b))
 
     def _is_written(self, name: str, tensor: Tensor) -> bool:
         before, version = self._before.get(name, (None, 0))

@@ -33,7 +33,7 @@ from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
 from cerebro_hydra.shards.cut.small_buffers import in_one_memory
 from cerebro_hydra.shards.cut.values import TensorKey
-from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.shards.engine.optimizer import StateEntry, StateTemplate
 from cerebro_hydra.shards.mapped_memory import mapped
 
 ALIGNMENT = 256
@@ -415,10 +415,10 @@ def _shard_layout(
     params = [p for p in cut_model.params if p.owner == shard]
     buffers = [b for b in cut_model.buffers if b.owner == shard]
     state = [
-        (f"optim:{p.name}:{key}", dtype, shape, _state_strides(p, shape))
+        (f"optim:{p.name}:{e.key}", e.dtype, e.shape, _state_strides(p, e))
         for p in params
         if not p.frozen
-        for key, dtype, shape in template.of(p.name)
+        for e in template.of(p.name)
     ]
     named = [(f"param:{p.name}", p) for p in params] + [(f"buffer:{b.name}", b) for b in buffers]
     frozen = [(n, i.dtype, i.shape, i.strides) for n, i in named if i.frozen]
@@ -430,8 +430,10 @@ def _shard_layout(
     return ShardLayout(segment_of(frozen), segment_of([*trainable, *state, *marks]))
 
 
-def _state_strides(param: TensorInfo, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return param.strides if shape == param.shape else contiguous_strides(shape)
+def _state_strides(param: TensorInfo, entry: StateEntry) -> tuple[int, ...]:
+    if entry.strides is not None:
+        return entry.strides
+    return param.strides if entry.shape == param.shape else contiguous_strides(entry.shape)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.optimizer_list import members_of
+from cerebro_hydra.shards.places import order_of
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -24,7 +25,27 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 
-StateEntry = tuple[str, torch.dtype, tuple[int, ...]]  # key, dtype, shape
+
+class StateEntry(NamedTuple):
+    """Describes a tensor that an optimizer keeps for a parameter.
+
+    Args:
+        strides: None says those of the parameter if that has the same shape, else of a new tensor.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    def to_json(self) -> list[Any]:
+        strides = [] if self.strides is None else [list(self.strides)]
+        return [self.key, str(self.dtype).removeprefix("torch."), list(self.shape), *strides]
+
+    @classmethod
+    def from_json(cls, document: Sequence[Any]) -> StateEntry:
+        key, dtype, *forms = document
+        return cls(key, _DTYPES[dtype], *map(tuple, forms))
 
 
 @dataclass(frozen=True)
@@ -38,19 +59,11 @@ class StateTemplate:
         return self.entries.get(name, ())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            name: [[key, str(dtype).removeprefix("torch."), list(shape)] for key, dtype, shape in e]
-            for name, e in self.entries.items()
-        }
+        return {name: [each.to_json() for each in e] for name, e in self.entries.items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> StateTemplate:
-        return cls(
-            {
-                name: tuple((key, _DTYPES[dtype], tuple(shape)) for key, dtype, shape in e)
-                for name, e in document.items()
-            }
-        )
+        return cls({name: tuple(map(StateEntry.from_json, e)) for name, e in document.items()})
 
     @classmethod
     def learn(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTemplate:
@@ -78,7 +91,7 @@ class StateTemplate:
                     without.append((name, parameter))
                     continue
                 entries[name] = tuple(
-                    _entry(optimizer, name, key, value)
+                    _entry(optimizer, name, parameter, key, value)
                     for key, value in state.items()
                     if value is not None
                 )
@@ -86,7 +99,10 @@ class StateTemplate:
             shape = tuple(model.get_parameter(like).shape)
             for name, parameter in without:
                 own = tuple(parameter.shape)
-                entries[name] = tuple((k, d, own if s == shape else s) for k, d, s in entries[like])
+                entries[name] = tuple(
+                    StateEntry(each.key, each.dtype, own) if each.shape == shape else each
+                    for each in entries[like]
+                )
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
 
 
@@ -111,7 +127,9 @@ def _state_after_a_step(
     return dict(clone.state[stand_in]) if stand_in.grad is not None else None
 
 
-def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) -> StateEntry:
+def _entry(
+    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, key: Any, value: Any
+) -> StateEntry:
     if not isinstance(value, Tensor) or not isinstance(key, str):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as "
@@ -124,7 +142,16 @@ def _entry(optimizer: torch.optim.Optimizer, name: str, key: Any, value: Any) ->
             "tensor, which can't hop; set sparse=False in its embedding, or choose an optimizer "
             "without such state, as SGD without momentum"
         )
-    return key, value.dtype, tuple(value.shape)
+    return StateEntry(key, value.dtype, tuple(value.shape), _strides(value, parameter))
+
+
+def _strides(state: Tensor, parameter: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a parameter's state, None where a `StateEntry` has none."""
+    alike = state.shape == parameter.shape
+    like = parameter if alike else torch.empty(state.shape, device="meta")
+    plain = torch.empty_like(like, device="meta")
+    own = torch.empty_like(state, device="meta")  # which has no gaps
+    return None if order_of(own) == order_of(plain) else own.stride()
 
 
 def check_state_keys(optimizer: torch.optim.Optimizer) -> None:

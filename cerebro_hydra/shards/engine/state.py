@@ -227,7 +227,7 @@ class ShardState:
                     on_host.append((view, value))
                 elif value is not view:
                     told = f"state {key!r} of parameter {name!r}"
-                    rebound.add(told, value, view, is_first=not self._marks[mark])
+                    rebound.add(told, value, view)
                     state[key] = view
         if given is None:
             rebound.write()

@@ -5,6 +5,7 @@ Each has memory of its own on a worker. What comes to share memory with another 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe import PlainTrainer
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
 from cerebro_hydra.shards.places import Places, Rebound, StepNotes
 from cerebro_hydra.testing.model_case import assert_same_state
 from tests.shards import plain, zoo
@@ -85,8 +87,24 @@ def begins_states_again(parameter, state, step):
         state["slow"] = state["older"] = torch.zeros_like(parameter)
 
 
-def begins_with_another_order(parameter, state, step):
-    state["basis"] = state.get("basis", torch.linalg.eigh(torch.eye(3))[1])
+def turns_a_basis(parameter, state, step):
+    """Steps in a basis of eigenvectors, of which the columns lie together, as SOAP does."""
+    gradient = parameter.grad.view(len(parameter), -1)
+    if step == 0:
+        state["squares"] = gradient @ gradient.t()
+        state["basis"] = torch.linalg.eigh(state["squares"])[1]
+    elif step % 3 == 2:
+        state["squares"].lerp_(gradient @ gradient.t(), 0.5)
+        state["basis"] = torch.linalg.qr(state["squares"] @ state["basis"])[0]
+    turned = state["basis"] @ (state["basis"].t() @ gradient).sign()
+    parameter.add_(turned.view_as(parameter), alpha=-0.01)
+
+
+def turns_another_basis(parameter, state, step):
+    if step == 0:
+        state["basis"] = torch.eye(len(parameter))
+    elif step == LATE:
+        state["basis"] = torch.linalg.qr(state["basis"] + 0.1 * step)[0]
 
 
 class Counting(zoo.Net):
@@ -213,11 +231,13 @@ def of_model(model: type[Counting]) -> Callable[[int], Make]:
 
 EXACT = {
     one.__name__: of_optimizer(one)
-    for one in (assigns_data, assigns_data_late, exchanges_states, exchanges_with_a_state)
+    for one in (
+        assigns_data, assigns_data_late, exchanges_states, exchanges_with_a_state, turns_a_basis,
+    )
 } | {
     each.__name__: of_model(each)
     for each in (Shifts, ShiftsLate, AssignsDataLate, ExchangesLate, Resets)
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("uncut", [False, True], ids=["in shards", "uncut"])
@@ -238,6 +258,14 @@ def test_what_is_put_in_the_place_of_tensors_trains_as_in_plain_pytorch(
         return
     assert uncut or trial.cut_model.num_shards == 2
     assert_same_state(trial.tensors(), reference)
+
+
+def test_the_strides_of_state_travel_as_json() -> None:
+    template = start(of_optimizer(turns_a_basis)(2)(), SUB_EPOCHS[0]).admission.template
+    found = {each.key: each for each in template.of("a.weight")}
+    assert found["basis"].strides == (1, found["basis"].shape[0])
+    assert found["squares"].strides is None
+    assert StateTemplate.from_json(json.loads(json.dumps(template.to_json()))) == template
 
 
 SHARED = {
@@ -290,6 +318,7 @@ class TransposesABufferLate(TransposesLate):
 
 REORDERED = {
     "state": (of_optimizer(transposes_a_state), "state 'slow' of parameter '[ab].weight'"),
+    "of a basis": (of_optimizer(turns_another_basis), "state 'basis' of parameter '[ab].weight'"),
     "by an optimizer": (of_optimizer(orthogonalizes), "parameter '[ab].weight'"),
     "parameter": (of_model(TransposesLate), "parameter 'b.weight'"),
     "buffer": (of_model(TransposesABufferLate), "buffer 'new'"),
@@ -309,6 +338,44 @@ def test_what_is_put_there_in_another_order_is_refused_as_kernels_round_otherwis
             train_uncut(trial, windows, recipe()) if uncut else trial.train(windows)
 
 
+class Whitens(zoo.Net):
+    def add(self):
+        self.register_buffer("basis", torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            self.basis = torch.linalg.qr(self.basis + hidden.detach().square().mean())[0]
+        return self.c(self.b(hidden @ self.basis).tanh())
+
+
+class MakesABuffer(zoo.Net):
+    def add(self):
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            before = 0 if self.mean is None else self.mean
+            self.mean = 0.9 * before + hidden.detach().mean(0)
+        return self.c(self.b(hidden - self.mean).tanh())
+
+
+REFUSED = {
+    "other strides": (Whitens, "with other strides in the place of buffer 'basis'.*contiguous()"),
+    "none before": (MakesABuffer, "buffer 'mean', .* register it in the constructor as a tensor"),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("model", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_each_step_puts_in_the_place_of_a_buffer_is_told(
+    model: type[zoo.Net], told: str, shards: int
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        start(recipe_of(model, shards=shards)(), SUB_EPOCHS[0])
+
+
 class Parts:
     """Holds tensors that lie behind each other."""
 
@@ -319,14 +386,6 @@ class Parts:
     def add_to(self, places: Places) -> None:
         for told, part in self.tensors.items():
             places.add(told, part)
-
-
-def test_state_whose_order_is_of_no_new_tensor_is_refused_before_training() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"strides .* in the place of state 'basis'"
-    ) as told:
-        start(of_optimizer(begins_with_another_order)(2)(), SUB_EPOCHS[0])
-    assert "give it .contiguous()" in str(told.value)
 
 
 class OneTensor(zoo.Net):

@@ -45,6 +45,7 @@ OF_OPTIMIZER = " of optimizer "
 OF_PARAMETER = " of parameter "
 OF_SCHEDULER = " of the lr_scheduler"
 OF_METRIC = " of metric "
+MADE = ", which training makes"
 
 THE_OPTIMIZER = ("the optimizer", "its groups", "its state")
 """What stands in readings for the optimizer of the recipe, and for what it has."""
@@ -349,7 +350,7 @@ class HeldState:
                 for attribute, value in _attributes_of(buffer):
                     reader.read(f"attribute {attribute!r} of buffer {prefix + name!r}", value)
             elif buffer is not None or prefix + name not in self._built:
-                made = "" if prefix + name in self._built else ", which training makes"
+                made = "" if prefix + name in self._built else MADE
                 reader.read(f"buffer {prefix + name!r}{made}", buffer)
 
 

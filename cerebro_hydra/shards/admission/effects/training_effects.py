@@ -16,6 +16,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, FilledCaches, crowd
 from cerebro_hydra.shards.admission.effects.held_state import (
+    MADE,
     OF_GRADIENT_HOOKS,
     OF_HOOKS,
     OF_OPTIMIZER,
@@ -496,4 +497,6 @@ def remedy(path: str, read: str = "") -> str:
         )
     if name.startswith(("the class", "the object", "parameter ")):
         return "build the model with it, and let a registered buffer say when it acts"
+    if name.startswith("buffer ") and name.endswith(MADE):
+        return f"register it in the constructor as a tensor of its shape, or {SET_ANEW}"
     return f"register it as a buffer of the model, or {SET_ANEW}"
