@@ -13,6 +13,7 @@ from cerebro_hydra.agent.device.builder import TrialBuilder
 from cerebro_hydra.agent.memory.checkpoint import write_segments
 from cerebro_hydra.agent.memory.shard_store import KEPT_TRIALS, Shard
 from cerebro_hydra.errors import TransferError
+from cerebro_hydra.plan.messages import events
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.storage.digest import digest
 from tests.agent.lone_agent import Agent
@@ -23,7 +24,9 @@ WORDS = {name: np.frombuffer(name.encode(), np.uint8) for name in ("frozen", "tr
 
 def test_a_trial_that_is_built_anew_has_the_same_bits(agent: Agent) -> None:
     for state in (1, 2):
-        assert agent.train(state).digests == agent.known(state)
+        done = agent.train(state)
+        assert isinstance(done, events.SubEpochDone), done
+        assert done.digests == agent.known(state)
         assert len(agent.built) == 2, "the factory builds the trial and a model to audit"
         agent.trainer.forget(0)
         agent.settle()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import functools
 import itertools
 import math
-from collections import OrderedDict, deque
+import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, TypeVar
+from types import MappingProxyType, MethodType, SimpleNamespace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +22,17 @@ TensorKey = tuple[Literal["parameter", "buffer"], str]
 """The kind of a tensor and its name in the model."""
 
 _ATOMS = (int, float, str, type(None))
-_CONTAINERS = (dict, OrderedDict, set, list, deque)
-_EMPTIED = (dict, OrderedDict, set, list)
+_CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _ABSENT = object()
 """Stands for an attribute that a module does not have."""
+_NONE = None, None
+
+_HEAP_TYPE = 1 << 9
+"""The flag of a class that was made by a class statement, or as by one."""
+_OF_PYTHON = sys.stdlib_module_names - {"abc", "collections", "typing"}
+"""Modules of which no class is the base of a class of plain objects."""
+_OF_COPIES = ("__reduce_ex__", "__reduce__", "__getstate__")
+_OF_OWN_COPIES = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 _SIGNALLING = {
     torch.float64: (torch.int64, 0xFFF4A5A5A5A5A5A5 - (1 << 64)),
@@ -164,8 +175,9 @@ class ParameterValues:
 class AttributeValues:
     """Holds attributes and buffers for the modules of a model, which has them while they are used.
 
-    The model runs as another worker would build it, but it is the same object. So functions that
-    refer to it, such as a hook, a lambda or a loss, refer to the model that runs.
+    The model runs as another worker would build it, but it is the same object, and so are the
+    containers and plain objects that it holds. So what refers to one of them, such as a hook, a
+    lambda, a loss or another module, refers to what the model has that runs.
     """
 
     def __init__(
@@ -180,42 +192,35 @@ class AttributeValues:
             kept: says of a tensor or an array that it is not copied, but where it is a buffer.
             of: has modules, parameters and buffers to which the model may refer.
         """
-        self._modules = list(model.modules())
+        modules = list(model.modules())
         memo = _own_memo(model)
         if of is not None:
             memo |= _own_memo(of) | {id(buffer): buffer for buffer in of.buffers()}
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-        elsewhere = memo
+        buffers = [{n: memo.get(id(b), b) for n, b in each._buffers.items()} for each in modules]
         if kept is not None:
-            leaves = tree_leaves([dict(vars(module)) for module in self._modules])
-            elsewhere = memo | {id(each): each for each in leaves if kept(each)}
-        self._values = [
-            {
-                name: _copied(value, memo if name == "_buffers" else elsewhere)
-                for name, value in vars(module).items()
-            }
-            for module in self._modules
-        ]
+            leaves = tree_leaves([dict(vars(module)) for module in modules])
+            memo |= {id(each): each for each in leaves if kept(each)}
+        copies = _Copies(memo, _Contents.of_holder)
+        own = [_Contents.of(module).mapped(copies.copied) for module in modules]
+        for module, copied in zip(modules, buffers, strict=True):
+            copies.contents[id(module._buffers)] = module._buffers, _Contents(copied)
+        self._contents = [*zip(modules, own, strict=True), *copies.contents.values()]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Give the modules these attributes, and afterwards their own."""
-        own = [dict(vars(module)) for module in self._modules]
-        swapped = _Swaps()
-        for module, values, before in zip(self._modules, self._values, own, strict=True):
-            for name, value in values.items():
-                if not swapped(before.get(name), value):
-                    vars(module)[name] = value
-            for name in before.keys() - values.keys():
-                del vars(module)[name]
+        self._exchange()
         try:
             yield
         finally:
-            swapped = _Swaps()
-            self._values = [
-                _taken_back(vars(module), before, values, swapped)
-                for module, values, before in zip(self._modules, self._values, own, strict=True)
-            ]
+            self._exchange()
+
+    def _exchange(self) -> None:
+        before = [(holder, _Contents.of(holder)) for holder, _ in self._contents]
+        for holder, contents in self._contents:
+            contents.fill(holder)
+        self._contents = before
 
 
 class BuiltAttributes:
@@ -227,33 +232,29 @@ class BuiltAttributes:
 
     def __init__(self, model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
         self._model = model
-        memo = self._memo()
+        self._places = [(vars(module), name) for module, name in places]
+        copies = _Copies(self._memo(), _Contents.of_holder)
         self._built = [
-            (
-                held,
-                name,
-                *((held[name], _copied(held[name], memo)) if name in held else (_ABSENT,) * 2),
-            )
-            for held, name in ((vars(module), name) for module, name in places)
+            copies.copied(held[name]) if name in held else _ABSENT for held, name in self._places
         ]
+        self._contents = copies.contents
 
     def give_back(self, replaced: Callable[[Any], bool] = lambda present: True) -> None:
-        """Let the attributes be as they were, and containers with their entries of then.
+        """Let the attributes be as they were, and what they refer to have what it had.
 
         Args:
             replaced: says of a present value whether it is to go.
         """
-        memo = self._memo()
-        for held, name, own, value in self._built:
+        again = _Copies(self._memo(), lambda value: self._contents.get(id(value), _NONE)[1])
+        for (held, name), value in zip(self._places, self._built, strict=True):
             if not replaced(held.get(name)):
                 continue
             if value is _ABSENT:
                 held.pop(name, None)
-                continue
-            held[name] = value = _copied(value, memo)
-            if type(own) in _CONTAINERS and type(own) is type(value):
-                _fill(own, value)  # functions may refer to it
-                held[name] = own
+            else:
+                held[name] = again.copied(value)
+        for holder, contents in again.contents.values():
+            contents.fill(holder)
 
     def _memo(self) -> dict[int, Any]:
         return _own_memo(self._model) | {id(buffer): buffer for buffer in self._model.buffers()}
@@ -264,52 +265,156 @@ def _own_memo(model: nn.Module) -> dict[int, Any]:
     return {id(each): each for each in (*model.modules(), *model.parameters())}
 
 
-def _taken_back(
-    now: dict[str, Any], own: dict[str, Any], given: dict[str, Any], swapped: _Swaps
-) -> dict[str, Any]:
-    """Bring the attributes of a module back to its own; return what they were."""
-    taken = dict(now)
-    for name, value in own.items():
-        if name in given and swapped(value, given[name]) and taken.get(name) is value:
-            taken[name] = given[name]
-        now[name] = value
-    for name in taken.keys() - own.keys():
-        del now[name]
-    return taken
+class _Contents(NamedTuple):
+    """Holds what a container or an object has: the items of the one, the attributes of the other.
+
+    An object of a class derived from dict or list has both.
+    """
+
+    items: Any = None
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    slots: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, holder: Any) -> _Contents:
+        """Return what it has."""
+        items: Any = None
+        if isinstance(holder, dict):
+            items = dict(holder)
+        elif isinstance(holder, set):
+            items = set(holder)
+        elif isinstance(holder, list | deque):
+            items = list(holder)
+        if type(holder) in _CONTAINERS:
+            return cls(items)
+        state = object.__getstate__(holder)
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        return cls(items, dict(attributes or ()), slots or {})
+
+    @classmethod
+    def of_holder(cls, value: Any) -> _Contents | None:
+        """Return what a value has, None if it is no container or plain object."""
+        is_holder = type(value) in _CONTAINERS or _is_plain(type(value))
+        return cls.of(value) if is_holder else None
+
+    def values(self) -> Iterator[Any]:
+        """Yield all that is there."""
+        items = self.items.values() if isinstance(self.items, dict) else self.items or ()
+        return itertools.chain(items, self.attributes.values(), self.slots.values())
+
+    def mapped(self, function: Callable[[Any], Any]) -> _Contents:
+        """Return the same with what a function makes of each value."""
+
+        def each_of(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: function(value) for name, value in values.items()}
+
+        items = self.items
+        if isinstance(items, dict):
+            items = each_of(items)
+        elif items is not None:
+            items = type(items)(map(function, items))
+        return _Contents(items, each_of(self.attributes), each_of(self.slots))
+
+    def fill(self, holder: Any) -> None:
+        """Let a container or an object have this; one that has it is left as it is."""
+        if isinstance(holder, dict):
+            _update(holder, self.items)
+        elif isinstance(holder, list):
+            list.__setitem__(holder, slice(None), self.items)
+        elif isinstance(holder, set | deque):
+            holder.clear()
+            (holder.update if isinstance(holder, set) else holder.extend)(self.items)
+        if type(holder) in _CONTAINERS:
+            return
+        if hasattr(holder, "__dict__"):
+            _update(vars(holder), self.attributes)
+        for name in _Contents.of(holder).slots.keys() - self.slots.keys():
+            object.__delattr__(holder, name)
+        for name, value in self.slots.items():
+            object.__setattr__(holder, name, value)
 
 
-class _Swaps:
-    """Swaps the contents of containers, once for all that refer to the same one."""
+def _update(held: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+    kind = OrderedDict if isinstance(held, OrderedDict) else dict
+    if list(held) != list(values):  # the order counts, too
+        kind.clear(held)
+        kind.update(held, values)
+        return
+    for name, value in values.items():
+        if held[name] is not value:
+            kind.__setitem__(held, name, value)
 
-    def __init__(self) -> None:
-        self._done: set[tuple[int, int]] = set()
 
-    def __call__(self, one: Any, other: Any) -> bool:
-        """Swap two values if they are containers of the same type, and tell whether they are."""
-        if one is other or type(one) is not type(other) or type(one) not in _CONTAINERS:
-            return False
-        if (one or other) and (id(one), id(other)) not in self._done:
-            self._done.add((id(one), id(other)))
-            contents = copy.copy(one)
-            _fill(one, other)
-            _fill(other, contents)
+class _Copies:
+    """Copies values, of which containers and plain objects stay the same: what they hold is copied.
+
+    Args:
+        memo: what other values are copied to, by their ids, as `copy.deepcopy` takes it.
+        contents_of: returns what a container or an object has, None of anything else.
+
+    Attributes:
+        contents: by the id of each of these, itself and copies of what it has.
+    """
+
+    def __init__(
+        self, memo: dict[int, Any], contents_of: Callable[[Any], _Contents | None]
+    ) -> None:
+        self.contents: dict[int, tuple[Any, _Contents]] = {}
+        self._memo, self._contents_of = memo, contents_of
+
+    def copied(self, value: Any) -> Any:
+        """Return a copy, or the value itself if something in it can't be copied."""
+        if isinstance(value, _ATOMS):
+            return value
+        found = self._holders(value)
+        self._memo.update((key, holder) for key, (holder, _) in found.items())
+        try:
+            copied = {key: (each, has.mapped(self._copy)) for key, (each, has) in found.items()}
+            made = self._copy(value)
+        except Exception:  # such as a lock, or a tensor with a graph
+            for key in found:
+                del self._memo[key]
+            return value
+        self.contents |= copied
+        return made
+
+    def _copy(self, value: Any) -> Any:
+        return value if isinstance(value, _ATOMS) else copy.deepcopy(value, self._memo)
+
+    def _holders(self, value: Any) -> dict[int, tuple[Any, _Contents]]:
+        """Return the containers and objects that a value refers to, itself among them."""
+        found: dict[int, tuple[Any, _Contents]] = {}
+        left = [value]
+        while left:
+            each = left.pop()
+            if isinstance(each, _ATOMS) or id(each) in self._memo or id(each) in found:
+                continue
+            if isinstance(each, tuple):
+                left += each
+            elif isinstance(each, MethodType):
+                left.append(each.__self__)
+            elif isinstance(each, functools.partial):
+                left += [each.func, *each.args, *each.keywords.values()]
+            elif (contents := self._contents_of(each)) is not None:
+                found[id(each)] = each, contents
+                left += contents.values()
+        return found
+
+
+def _is_plain(kind: type[Any]) -> bool:
+    """Return whether objects of a class have no more than items and attributes, as Python has it.
+
+    Those of Python's own library, such as threads and queues, may have more.
+    """
+    if kind is SimpleNamespace:
         return True
-
-
-def _fill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(contents)
-    else:
-        container.extend(contents)
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, _ATOMS):
-        return value
-    if type(value) in _EMPTIED and not value:  # as most dicts of hooks, which deepcopy is slow on
-        return memo.setdefault(id(value), type(value)())
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # such as a lock, or a tensor with a graph
-        return value
+    return (
+        all(
+            base in (object, dict, list)
+            or (base.__flags__ & _HEAP_TYPE and base.__module__.partition(".")[0] not in _OF_PYTHON)
+            for base in kind.__mro__
+        )
+        and all(getattr(kind, n) is getattr(object, n) for n in _OF_COPIES)
+        and not any(hasattr(kind, name) for name in _OF_OWN_COPIES)
+        and kind not in copyreg.dispatch_table
+    )

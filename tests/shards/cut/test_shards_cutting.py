@@ -228,7 +228,7 @@ def test_a_cache_is_off_in_every_config_that_the_model_has_for_a_while():
     for _ in range(2):
         with others.in_use(), recipe.precision():
             config = model.language.gpt.config
-            assert config is not own and config.use_cache is False
+            assert config is own and config.use_cache is False
         with recipe.precision():
             assert own.use_cache is False
     assert own.use_cache is config.use_cache is True

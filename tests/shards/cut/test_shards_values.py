@@ -1,0 +1,167 @@
+"""A model has other attributes for a while, in the same containers and objects."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cerebro_hydra.shards.cut.values import AttributeValues, BuiltAttributes
+
+
+class Plain:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
+
+
+class Slots:
+    __slots__ = ("one", "two")
+
+    def __init__(self) -> None:
+        self.one = [1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slots) and object.__getstate__(self) == object.__getstate__(other)
+
+    __hash__ = object.__hash__
+
+
+class Named(dict[str, Any]):
+    """Is a dict with attributes."""
+
+
+def named() -> Named:
+    made = Named(a=[1])
+    made.rank = 1  # type: ignore[attr-defined]
+    return made
+
+
+def changed_slots(value: Slots) -> None:
+    value.one.append(2)
+    value.two = 3
+
+
+def changed_named(value: Any) -> None:
+    value["b"] = value.pop("a")
+    value.rank += 1
+
+
+def changed_objects(value: Plain) -> None:
+    value.inner.text = "other"
+    value.inner.parts["late"] = value.parts.pop()
+    del value.count
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "dict": (lambda: {"a": 1, "b": 2}, lambda value: value.update(a=3, c=4)),
+    "order": (lambda: OrderedDict(a=1, b=2), lambda value: value.move_to_end("a")),
+    "default": (lambda: defaultdict(list, a=[1]), lambda value: value["b"].append(2)),
+    "list": (lambda: [1, [2]], lambda value: value[1].append(3)),
+    "set": (lambda: {1, 2}, lambda value: value.add(3)),
+    "deque": (lambda: deque([1, 2], maxlen=2), lambda value: value.append(3)),
+    "namespace": (lambda: SimpleNamespace(a=1), lambda value: vars(value).update(a=2, b=3)),
+    "slots": (Slots, changed_slots),
+    "named": (named, changed_named),
+    "objects": (
+        lambda: Plain(inner=Plain(text="", parts={}), parts=[1, 2], count=1), changed_objects,
+    ),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    """Has a value, and so have one of its modules and a function."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.value = value
+        self.inner.others = ({"all": [value]}, value)
+        self.get = partial(getattr, self, "value")
+
+
+@pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS)
+def test_what_a_value_holds_is_exchanged_and_whoever_refers_to_it_sees_that(
+    make: Callable[[], Any], change: Callable[[Any], object]
+) -> None:
+    value, later = make(), make()
+    change(later)
+    model = Model(value)
+    others = AttributeValues(model)
+    with others.in_use():
+        assert model.value is model.inner.others[1] is model.inner.others[0]["all"][0] is value
+        assert value == make()
+        change(value)
+    assert model.value is value == make()
+    with others.in_use():
+        assert model.value is value == later
+    assert value == make()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS)
+def test_what_a_value_held_is_given_back_again_and_again(
+    make: Callable[[], Any], change: Callable[[Any], object], replaced: bool
+) -> None:
+    value = make()
+    model = Model(value)
+    built = BuiltAttributes(model, [(model, "value")])
+    for _ in range(3):
+        change(value)
+        if replaced:
+            model.value = None
+        built.give_back()
+        assert model.value is model.inner.others[1] is value == make()
+
+
+def test_tensors_are_copied_once_for_all_that_refer_to_them() -> None:
+    tensor = torch.zeros(2)
+    model = Model(Plain(tensor=tensor, pair=(tensor, [tensor])))
+    others = AttributeValues(model)
+    with others.in_use():
+        copied = model.value.tensor
+        assert copied is not tensor
+        assert model.value.pair[0] is model.value.pair[1][0] is copied
+        copied += 1
+    assert model.value.tensor is tensor
+    assert not tensor.any()
+    built = BuiltAttributes(model, [(model, "value")])
+    built.give_back()
+    first = model.value.tensor
+    first += 1
+    built.give_back()
+    assert model.value.pair[1][0] is model.value.tensor is not first
+    assert not model.value.tensor.any()
+
+
+def test_what_cannot_be_copied_is_left_alone_with_all_that_holds_it() -> None:
+    value = Plain(lock=threading.Lock(), parts=[1])
+    model = Model(value)
+    with AttributeValues(model).in_use():
+        value.parts.append(2)
+    assert model.value is value
+    assert value.parts == [1, 2]
+    built = BuiltAttributes(model, [(model, "value")])
+    value.parts.append(3)
+    built.give_back()
+    assert value.parts == [1, 2, 3]
+
+
+def test_an_object_that_stands_for_something_is_itself() -> None:
+    sentinel = object()
+    model = Model([sentinel, torch.relu, Plain])
+    with AttributeValues(model).in_use():
+        assert model.value[0] is sentinel
+    assert copy.copy(model.value) == [sentinel, torch.relu, Plain]
