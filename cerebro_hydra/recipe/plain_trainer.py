@@ -25,7 +25,12 @@ from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.objective.metrics import Metric, SumOverRows, merge_metrics
 from cerebro_hydra.recipe.own_step import run_own_step
 from cerebro_hydra.recipe.placement import copy_model
-from cerebro_hydra.recipe.randomness import FORWARD, RandomKey, unit_hooks
+from cerebro_hydra.recipe.randomness import (
+    FORWARD,
+    RandomKey,
+    forget_joined_operations,
+    unit_hooks,
+)
 from cerebro_hydra.recipe.recipe import Recipe
 
 
@@ -104,6 +109,7 @@ class PlainTrainer:
     ) -> None:
         self.recipe = recipe
         self.phase = "start"
+        forget_joined_operations()
         self._trial_seed = trial_seed
         self.steps = first_step
         self.scheduler = recipe.lr_schedule.make(recipe.optimizer, steps_per_epoch)

@@ -1,7 +1,7 @@
 """Defines what the random numbers of a trial depend on, and where in a model they restart.
 
 What else decides bits is set here, too: CUDA's deterministic algorithms, mixed precision, and the
-fast path of attention.
+fast path of attention and what TorchScript joins.
 """
 
 from __future__ import annotations
@@ -341,4 +341,22 @@ def _begin_without_fast_path() -> Callable[[], object]:
 
 
 without_fast_path = SetForAll(_begin_without_fast_path)
-"""Lets torch's transformer layers compute by their parts, as they do in training."""
+
+
+@contextmanager
+def by_parts() -> Iterator[None]:
+    """Let torch's transformer layers, and functions of TorchScript, compute operation by operation.
+
+    The layers do so in training, and the functions in their first call of a process, in which
+    torch looks at what it may join; joined operations round otherwise.
+    """
+    with without_fast_path(), torch.jit.optimized_execution(False):
+        yield
+
+
+def forget_joined_operations() -> None:
+    """Let functions of TorchScript that were called before in this process compute `by_parts`."""
+    known: Any = torch.jit._state
+    for name in tuple(known._jit_caching_layer.values()):
+        if (function := known._python_cu.find_function(name)) is not None:
+            function._debug_flush_compilation_cache()

@@ -65,8 +65,8 @@ from cerebro_hydra.recipe.placement import CPU, Placement
 from cerebro_hydra.recipe.randomness import (
     RandomKey,
     autocasting,
+    by_parts,
     leave_uncompiled,
-    without_fast_path,
 )
 
 _TWO_DEVICES = re.compile(r"same device|two different devices|expected device")
@@ -490,7 +490,7 @@ class Recipe:
         for config in caching:
             config.use_cache = False
         try:
-            with without_fast_path(), autocasting(self.autocast, self.device.type), self._on_one():
+            with by_parts(), autocasting(self.autocast, self.device.type), self._on_one():
                 yield
         finally:
             for config in caching:

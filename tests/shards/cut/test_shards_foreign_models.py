@@ -13,11 +13,21 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.shards.cut.choice import UnitProfile
+from cerebro_hydra.shards.engine.differences import same_bits
 from tests.conformance import text
 from tests.shards import zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
 from tests.shards.hopping import start
-from tests.shards.trials import Make, bound, made, recipe_of, two_sub_epochs
+from tests.shards.trials import Make, bound, made, recipe_of, seeded, two_sub_epochs
+
+
+def _bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    y = x + bias
+    return y * 0.5 * (1.0 + torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y)))
+
+
+bias_gelu = torch.jit.script(_bias_gelu)
+"""As Megatron's layers have it."""
 
 
 class Position(nn.Module):
@@ -67,6 +77,22 @@ def layered(middle: Callable[[], nn.Module]):
     return lambda: nn.Sequential(
         nn.Linear(6, 6), middle(), nn.Linear(6, 6), middle(), nn.Linear(6, 3)
     )
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_scripted_function_computes_operation_by_operation_however_often_it_was_called(
+    shards: int,
+) -> None:
+    for _ in range(3):  # torch joins operations now
+        bias_gelu(torch.ones(8, 6, requires_grad=True), torch.ones(6)).sum().backward()
+    found = []
+    for function in (bias_gelu, _bias_gelu):
+        model = in_blocks(lambda x, training: function(x, x.mean(0)))  # noqa: B023
+        recipe = seeded(model, shards)
+        trial = assert_equal_to_plain(recipe, two_sub_epochs(), cut="modules")
+        found.append(trial.tensors())
+    scripted, unscripted = found
+    assert all(same_bits(scripted[name], tensor) for name, tensor in unscripted.items())
 
 
 class Sparse(nn.Module):
