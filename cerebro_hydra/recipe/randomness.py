@@ -179,7 +179,7 @@ class UnitCalls:
         self._counts: Counter[str] = Counter()
         self._again: Iterator[str] | None = None
 
-    def begin(self, module: nn.Module, args: object) -> None:
+    def begin(self) -> None:
         """Begin a forward."""
         self.made = []
         self._counts.clear()
@@ -230,7 +230,7 @@ def unit_hooks(model: nn.Module, entered: Callable[[str], object]) -> Iterator[U
     calls = UnitCalls(entered)
     modules = dict(model.named_modules())
     handles = [
-        model.register_forward_pre_hook(calls.begin),
+        model.register_forward_pre_hook(lambda *_: calls.begin()),  # deepcopy leaves it alone
         *(modules[name].register_forward_pre_hook(calls.hook(name)) for name in units(model)),
     ]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -157,8 +158,22 @@ class MakesInSlot(SetsAnew):
         return super().forward(x * self.made)
 
 
+class CopiesALayer(SetsAnew):
+    """Copies a module in each forward, with the hooks that it has by now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied, hooks = copy.deepcopy(self.layer), self.layer._forward_pre_hooks
+        assert list(copied._forward_pre_hooks.values()) == list(hooks.values())
+        return super().forward(self.layer(x) + copied(x).detach())
+
+
 ANEW = [
-    SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, KeepsByName, KeepsForALog, MakesInSlot
+    SetsAnew, TableOfLengths, LongestSoFar, KeepsByKey, KeepsByName, KeepsForALog, MakesInSlot,
+    CopiesALayer,
 ]  # fmt: skip
 
 

@@ -205,6 +205,7 @@ class CutCheck:
             for names in kept:
                 _check_second_names(recipe, names, written, largest, trial_seed, second_names.keys)
             state, optimizer = trainer.tensors(), trainer.recipe.optimizer
+        trainer.phase = "step after the first ones"
         with told_with_batch(trainer, examples[0]):
             after = AfterSteps(state, attributes, examples[0], RandomKey(trial_seed, 0, 0))
             effects.check(after)

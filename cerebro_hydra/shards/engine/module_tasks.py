@@ -10,7 +10,6 @@ A paused pass lets F and B be taken one by one, though one Python call makes the
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -221,8 +220,7 @@ class ModuleTasks:
     def _go_backward_before(self, values: Iterable[Any], shard: int) -> None:
         for value in values:
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                before = functools.partial(self._go_backward, shard)
-                value.grad_fn.register_prehook(lambda _, before=before: before())
+                value.grad_fn.register_prehook(lambda _: self._go_backward(shard))
 
     def _go_forward(self, shard: int) -> None:
         while self._forward_at < shard:
@@ -473,19 +471,22 @@ class ModulePredictor:
         cross = boundary_hooks(modules, self._shard_of, lambda shard, _: self._go_to(shard))
         with self._recipe.compiled(model), ExitStack() as stack:
             for name in self._shard_of:
-                check = functools.partial(self._check_here, name)
-                stack.callback(modules[name].register_forward_pre_hook(check).remove)
+                stack.callback(modules[name].register_forward_pre_hook(self._check_of(name)).remove)
             stack.enter_context(cross)
             yield
 
-    def _check_here(self, name: str, module: nn.Module, args: Any) -> None:
-        """Check that a unit's shard has not left; first forwards may have run it earlier."""
-        passed = self._shard_of[name] < self._at and self._reach is not _unasked
-        if passed and (away := self._bound.away(module)) is not None:
-            raise StepDiffers(
-                f"in evaluation, the forward enters {name!r} in another order than in the trial's "
-                f"first steps, when parameter {away!r} had left with its shard"
-            )
+    def _check_of(self, name: str) -> Callable[[nn.Module, Any], None]:
+        """Return a hook that checks that a unit's shard has not left; first forwards may run it."""
+
+        def check(module: nn.Module, args: Any) -> None:  # a function, which deepcopy leaves alone
+            passed = self._shard_of[name] < self._at and self._reach is not _unasked
+            if passed and (away := self._bound.away(module)) is not None:
+                raise StepDiffers(
+                    f"in evaluation, the forward enters {name!r} in another order than in the "
+                    f"trial's first steps, when parameter {away!r} had left with its shard"
+                )
+
+        return check
 
     def run(self, inputs: Sequence[Tensor], reach: Reach) -> Any:
         """Return the model's outputs, after `reach` has allowed F of each shard."""

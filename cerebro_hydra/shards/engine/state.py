@@ -13,10 +13,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers, kind_of
 from cerebro_hydra.recipe.grad_scaling import GradScaling
@@ -218,8 +219,8 @@ class ShardState:
                 if key not in views:
                     raise ConfigurationError(
                         f"optimizer {type(optimizer).__name__} made state {key!r} for parameter "
-                        f"{name!r} after its first two steps, and such state can't hop; choose "
-                        "another optimizer"
+                        f"{name!r} after its first two steps, and such state can't hop; make it in "
+                        "its first step, as zeros, or choose another optimizer"
                     )
                 view, mark = views[key]
                 marks[mark] = 1
@@ -467,14 +468,30 @@ def restore_cursor(
     for group, options in zip(optimizer.param_groups, cursor["groups"], strict=True):
         group.update(decode(options))
     if scheduler is not None:
-        scheduler.load_state_dict(decode(cursor["scheduler"]))
+        _load(scheduler, decode(cursor["scheduler"]))
         # The optimizer stepped on another worker; without this mark torch would warn.
         for each in members_of(optimizer):
             each._opt_called = True  # type: ignore[attr-defined]
 
 
+class _Inner(NamedTuple):
+    """Holds the state of a scheduler that another one has among its own."""
+
+    state: dict[str, Any]
+
+
+def _load(scheduler: Any, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, _Inner):
+            state[name] = inner = vars(scheduler)[name]
+            _load(inner, value.state)
+    scheduler.load_state_dict(state)
+
+
 def encode(value: Any, where: str) -> Any:
     """Return a plain Python value as JSON that `decode` turns back into an equal value.
+
+    A scheduler that another one has becomes its state.
 
     Raises:
         ConfigurationError: the value is not plain; the message says `where` it is.
@@ -493,6 +510,8 @@ def encode(value: Any, where: str) -> Any:
             return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
         pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
         return {_TAG: "counter" if type(value) is Counter else "dict", "of": pairs}
+    if isinstance(value, LRScheduler):
+        return {_TAG: "scheduler", "of": encode(value.state_dict(), where)}
     raise ConfigurationError(
         f"{where} is {kind_of(value)}, which can't travel as JSON; "
         "use plain numbers, strings, lists and dicts in optimizer options and LR schedulers"
@@ -512,6 +531,8 @@ def decode(value: Any) -> Any:
             return float(value["of"])
         case "tuple":
             return tuple(decode(each) for each in value["of"])
+        case "scheduler":
+            return _Inner(decode(value["of"]))
         case "counter":
             return Counter({decode(k): decode(v) for k, v in value["of"]})
         case _:

@@ -25,7 +25,29 @@ from tests.shards.trials import (
     two_sub_epochs,
 )
 
+
+class WarmsUp(lrs.LRScheduler):
+    """Steps another scheduler after its first steps, as GradualWarmupScheduler does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: lrs.LRScheduler) -> None:
+        self.after, self.is_over = after, False
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.is_over = self.last_epoch >= 3
+        return [base * (1 + self.last_epoch) / 4 for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.after.step() if self.is_over else super().step()
+
+
 SCHEDULERS = {
+    "another": lambda o: WarmsUp(
+        o,
+        lrs.SequentialLR(
+            o, [lrs.CosineAnnealingLR(o, 5), lrs.ExponentialLR(o, 0.9)], milestones=[2]
+        ),
+    ),
     "step": lambda o: lrs.StepLR(o, 2, gamma=0.5),
     "multi step": lambda o: lrs.MultiStepLR(o, [1, 3], gamma=0.3),
     "one cycle": lambda o, steps: lrs.OneCycleLR(o, max_lr=0.1, total_steps=3 * steps),
