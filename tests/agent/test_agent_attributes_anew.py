@@ -158,17 +158,16 @@ class MakesInSlot(SetsAnew):
         return super().forward(x * self.made)
 
 
-class CopiesALayer(SetsAnew):
+class CopiesALayer(nn.Sequential):
     """Copies a module in each forward, with the hooks that it has by now."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
+        super().__init__(nn.Linear(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        copied, hooks = copy.deepcopy(self.layer), self.layer._forward_pre_hooks
+        copied, hooks = copy.deepcopy(self[0]), self[0]._forward_pre_hooks
         assert list(copied._forward_pre_hooks.values()) == list(hooks.values())
-        return super().forward(self.layer(x) + copied(x).detach())
+        return self[0](x) + copied(x).detach()
 
 
 ANEW = [
