@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns
+from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
@@ -106,7 +107,9 @@ def build_recipe(
     def build() -> Recipe:
         torch.manual_seed(seed)
         with _no_hooks_for_all(), shared_settings_kept("estimator_gen_fn"):
-            return recipe_of(factory(dict(params)))
+            made = recipe_of(factory(dict(params)))
+        forget_joined_operations()  # of a model that the factory has run
+        return made
 
     recipe = build()
     if is_on_meta(recipe.model):

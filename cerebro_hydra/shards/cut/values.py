@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import array
 import copy
-import copyreg
 import functools
 import itertools
 import math
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -22,17 +23,28 @@ TensorKey = tuple[Literal["parameter", "buffer"], str]
 """The kind of a tensor and its name in the model."""
 
 _ATOMS = (int, float, str, type(None))
-_CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _ABSENT = object()
 """Stands for an attribute that a module does not have."""
 _NONE = None, None
 
+_BLOCKS = (Tensor, np.ndarray, bytearray, array.array)
+"""What is filled in place, as others may refer to it, or to its memory."""
+_LARGEST_BLOCK = 1 << 24
+"""Bytes; what is larger is copied, and whoever else refers to it has another one."""
+
 _HEAP_TYPE = 1 << 9
 """The flag of a class that was made by a class statement, or as by one."""
-_OF_PYTHON = sys.stdlib_module_names - {"abc", "collections", "typing"}
+_OF_PYTHON = sys.stdlib_module_names - {"abc", "argparse", "collections", "typing"}
 """Modules of which no class is the base of a class of plain objects."""
-_OF_COPIES = ("__reduce_ex__", "__reduce__", "__getstate__")
-_OF_OWN_COPIES = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+_READ: dict[type, Callable[[Any], Any]] = {
+    OrderedDict: lambda held: dict(OrderedDict.items(held)),
+    dict: lambda held: dict(dict.items(held)),
+    set: lambda held: set(set.__iter__(held)),
+    list: lambda held: list(list.__iter__(held)),
+    deque: lambda held: list(deque.__iter__(held)),
+    defaultdict: lambda held: dict(dict.items(held)),
+}
+"""Reads the items of each kind of container, past the methods that a class may have of its own."""
 
 _SIGNALLING = {
     torch.float64: (torch.int64, 0xFFF4A5A5A5A5A5A5 - (1 << 64)),
@@ -266,26 +278,23 @@ def _own_memo(model: nn.Module) -> dict[int, Any]:
 
 
 class _Contents(NamedTuple):
-    """Holds what a container or an object has: the items of the one, the attributes of the other.
-
-    An object of a class derived from dict or list has both.
-    """
+    """Holds what an object has: the items of a container, attributes, the content of a tensor."""
 
     items: Any = None
     attributes: Mapping[str, Any] = MappingProxyType({})
     slots: Mapping[str, Any] = MappingProxyType({})
+    block: Any = None
 
     @classmethod
     def of(cls, holder: Any) -> _Contents:
-        """Return what it has."""
-        items: Any = None
-        if isinstance(holder, dict):
-            items = dict(holder)
-        elif isinstance(holder, set):
-            items = set(holder)
-        elif isinstance(holder, list | deque):
-            items = list(holder)
-        if type(holder) in _CONTAINERS:
+        """Return what it has, past the methods that its class may have of its own."""
+        if type(holder) in _BLOCKS:
+            value = holder.detach() if isinstance(holder, Tensor) else holder
+            return cls(block=copy.deepcopy(value))
+        items = next(
+            (read(holder) for kind, read in _READ.items() if isinstance(holder, kind)), None
+        )
+        if type(holder) in _READ:
             return cls(items)
         state = object.__getstate__(holder)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
@@ -293,8 +302,9 @@ class _Contents(NamedTuple):
 
     @classmethod
     def of_holder(cls, value: Any) -> _Contents | None:
-        """Return what a value has, None if it is no container or plain object."""
-        is_holder = type(value) in _CONTAINERS or _is_plain(type(value))
+        """Return what a value has, None if it is to be copied as a whole."""
+        kind = type(value)
+        is_holder = kind in _READ or (_is_block(value) if kind in _BLOCKS else _is_plain(kind))
         return cls.of(value) if is_holder else None
 
     def values(self) -> Iterator[Any]:
@@ -313,18 +323,24 @@ class _Contents(NamedTuple):
             items = each_of(items)
         elif items is not None:
             items = type(items)(map(function, items))
-        return _Contents(items, each_of(self.attributes), each_of(self.slots))
+        return _Contents(items, each_of(self.attributes), each_of(self.slots), self.block)
 
     def fill(self, holder: Any) -> None:
-        """Let a container or an object have this; one that has it is left as it is."""
+        """Let an object have this; what it has already is left as it is."""
+        if self.block is not None:
+            _fill_block(holder, self.block)
+            return
         if isinstance(holder, dict):
             _update(holder, self.items)
         elif isinstance(holder, list):
             list.__setitem__(holder, slice(None), self.items)
-        elif isinstance(holder, set | deque):
-            holder.clear()
-            (holder.update if isinstance(holder, set) else holder.extend)(self.items)
-        if type(holder) in _CONTAINERS:
+        elif isinstance(holder, set):
+            set.clear(holder)
+            set.update(holder, self.items)
+        elif isinstance(holder, deque):
+            deque.clear(holder)
+            deque.extend(holder, self.items)
+        if type(holder) in _READ:
             return
         if hasattr(holder, "__dict__"):
             _update(vars(holder), self.attributes)
@@ -334,19 +350,38 @@ class _Contents(NamedTuple):
             object.__setattr__(holder, name, value)
 
 
+def _is_block(value: Any) -> bool:
+    """Return whether a tensor or an array can be filled, and is small enough for that."""
+    if isinstance(value, Tensor):
+        is_plain = value.layout is torch.strided and not value.is_inference() and value.is_leaf
+        return is_plain and 0 not in value.stride() and value.nbytes <= _LARGEST_BLOCK
+    if isinstance(value, np.ndarray):
+        return (
+            value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _LARGEST_BLOCK
+        )
+    return len(value) <= _LARGEST_BLOCK
+
+
+def _fill_block(holder: Any, block: Any) -> None:
+    if not isinstance(holder, Tensor):
+        holder[... if isinstance(holder, np.ndarray) else slice(None)] = block
+    elif (holder.shape, holder.dtype) == (block.shape, block.dtype):
+        holder.detach().copy_(block)
+    else:
+        holder.data = block.clone()
+
+
 def _update(held: dict[Any, Any], values: Mapping[Any, Any]) -> None:
     kind = OrderedDict if isinstance(held, OrderedDict) else dict
-    if list(held) != list(values):  # the order counts, too
+    if list(kind.keys(held)) != list(values):  # the order counts, too
         kind.clear(held)
-        kind.update(held, values)
-        return
     for name, value in values.items():
-        if held[name] is not value:
+        if dict.get(held, name, _ABSENT) is not value:
             kind.__setitem__(held, name, value)
 
 
 class _Copies:
-    """Copies values, of which containers and plain objects stay the same: what they hold is copied.
+    """Copies values, of which containers and objects stay the same: what they hold is copied.
 
     Args:
         memo: what other values are copied to, by their ids, as `copy.deepcopy` takes it.
@@ -363,23 +398,25 @@ class _Copies:
         self._memo, self._contents_of = memo, contents_of
 
     def copied(self, value: Any) -> Any:
-        """Return a copy, or the value itself if something in it can't be copied."""
+        """Return a copy, or the value itself if it can't be copied."""
         if isinstance(value, _ATOMS):
             return value
         found = self._holders(value)
         self._memo.update((key, holder) for key, (holder, _) in found.items())
-        try:
-            copied = {key: (each, has.mapped(self._copy)) for key, (each, has) in found.items()}
-            made = self._copy(value)
-        except Exception:  # such as a lock, or a tensor with a graph
-            for key in found:
-                del self._memo[key]
-            return value
-        self.contents |= copied
-        return made
+        for key, (holder, has) in found.items():
+            self.contents[key] = holder, has.mapped(self._copy)
+        return self._copy(value)
 
     def _copy(self, value: Any) -> Any:
-        return value if isinstance(value, _ATOMS) else copy.deepcopy(value, self._memo)
+        if isinstance(value, _ATOMS):
+            return value
+        known = len(self._memo)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:  # such as a lock, or a tensor with a graph
+            while len(self._memo) > known:  # copies that are made by half
+                self._memo.popitem()
+            return value
 
     def _holders(self, value: Any) -> dict[int, tuple[Any, _Contents]]:
         """Return the containers and objects that a value refers to, itself among them."""
@@ -402,19 +439,17 @@ class _Copies:
 
 
 def _is_plain(kind: type[Any]) -> bool:
-    """Return whether objects of a class have no more than items and attributes, as Python has it.
+    """Return whether objects of a class have items and attributes that others may exchange.
 
-    Those of Python's own library, such as threads and queues, may have more.
+    Those of most of Python's own library, such as threads and queues, may have more, and an
+    optimizer has what is copied with its parameters.
     """
-    if kind is SimpleNamespace:
-        return True
-    return (
-        all(
-            base in (object, dict, list)
+    return kind is SimpleNamespace or (
+        not issubclass(kind, torch.optim.Optimizer)
+        and all(
+            base in _READ
+            or base is object
             or (base.__flags__ & _HEAP_TYPE and base.__module__.partition(".")[0] not in _OF_PYTHON)
             for base in kind.__mro__
         )
-        and all(getattr(kind, n) is getattr(object, n) for n in _OF_COPIES)
-        and not any(hasattr(kind, name) for name in _OF_OWN_COPIES)
-        and kind not in copyreg.dispatch_table
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import copy
+import queue
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,37 +129,83 @@ def test_what_a_value_held_is_given_back_again_and_again(
         assert model.value is model.inner.others[1] is value == make()
 
 
-def test_tensors_are_copied_once_for_all_that_refer_to_them() -> None:
-    tensor = torch.zeros(2)
-    model = Model(Plain(tensor=tensor, pair=(tensor, [tensor])))
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.zeros(2, 3).t(),
+    "of one": lambda: torch.zeros(()),
+    "array": lambda: np.zeros(3),
+    "of Python": lambda: array.array("d", [0.0, 0.0]),
+    "bytes": lambda: bytearray(3),
+}
+
+
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+def test_a_tensor_or_array_is_filled_so_that_whoever_refers_to_it_sees_that(
+    make: Callable[[], Any],
+) -> None:
+    value = make()
+    shown = memoryview(value) if not isinstance(value, torch.Tensor) else value.view(value.shape)
+
+    def change() -> None:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            value[...] = value + 1
+        else:
+            value[0] += 1
+
+    model = Model(Plain(value=value, pair=(value, [value])))
     others = AttributeValues(model)
     with others.in_use():
-        copied = model.value.tensor
-        assert copied is not tensor
-        assert model.value.pair[0] is model.value.pair[1][0] is copied
-        copied += 1
-    assert model.value.tensor is tensor
-    assert not tensor.any()
+        assert model.value.value is model.value.pair[1][0] is value
+        change()
+        changed = copy.deepcopy(value)
+    assert np.array_equal(value, make())
+    assert np.array_equal(shown, value)
+    with others.in_use():
+        assert np.array_equal(value, changed)
     built = BuiltAttributes(model, [(model, "value")])
-    built.give_back()
-    first = model.value.tensor
-    first += 1
-    built.give_back()
-    assert model.value.pair[1][0] is model.value.tensor is not first
-    assert not model.value.tensor.any()
+    for _ in range(2):
+        change()
+        built.give_back()
+        assert model.value.value is value
+        assert np.array_equal(shown, make())
 
 
-def test_what_cannot_be_copied_is_left_alone_with_all_that_holds_it() -> None:
-    value = Plain(lock=threading.Lock(), parts=[1])
+def test_a_tensor_of_another_shape_by_now_has_the_shape_that_it_had() -> None:
+    tensor = torch.zeros(2)
+    model = Model(tensor)
+    built = BuiltAttributes(model, [(model, "value")])
+    tensor.resize_(3).fill_(1)
+    built.give_back()
+    assert model.value is tensor
+    assert tensor.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(1 << 23), lambda: torch.zeros(1).expand(2), partial(iter, [1])]
+)
+def test_what_is_large_or_repeats_or_is_no_plain_object_is_copied(make: Callable[[], Any]) -> None:
+    value = make()
+    model = Model(value)
+    with AttributeValues(model).in_use():
+        assert model.value is model.inner.others[1] is not value
+    assert model.value is value
+
+
+def test_what_cannot_be_copied_is_itself() -> None:
+    lock, tensor = threading.Lock(), torch.zeros(2)
+    value = Plain(parts=[tensor, 1], lock=lock, waiting=queue.Queue(), logged=[lock, tensor])
     model = Model(value)
     with AttributeValues(model).in_use():
         value.parts.append(2)
+        assert value.lock is value.logged[0] is lock
+        tensor += 1
+    assert not tensor.any()
     assert model.value is value
-    assert value.parts == [1, 2]
-    built = BuiltAttributes(model, [(model, "value")])
+    assert value.parts == [tensor, 1]
+    waiting, built = value.waiting, BuiltAttributes(model, [(model, "value")])
     value.parts.append(3)
     built.give_back()
-    assert value.parts == [1, 2, 3]
+    assert len(value.parts) == 2
+    assert value.waiting is waiting
 
 
 def test_an_object_that_stands_for_something_is_itself() -> None:
