@@ -7,11 +7,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cerebro_hydra import __version__
 from cerebro_hydra.errors import CerebroHydraError, StoreError
 from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.kernels import KERNELS
+
+if TYPE_CHECKING:
+    from cerebro_hydra.storage.run_document import RunDocument
 
 _WIDEST = 10_000  # characters of a line
 
@@ -21,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Heavy imports are in the commands, so that --help and mistakes answer at once.
     try:
-        with _factory_folder(arguments):
-            status: int = arguments.command(arguments)
+        status: int = arguments.command(arguments)
     except CerebroHydraError as error:
         notes: list[str] = getattr(error, "__notes__", [])
         print(visible("\n".join([f"cerebro-hydra: {error}", *notes])), file=sys.stderr)
@@ -31,18 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cerebro-hydra: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     return status
-
-
-def _factory_folder(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Let a factory that was named lie in the current folder.
-
-    That may be the run's own, so that nothing else is taken from there.
-    """
-    if not (getattr(arguments, "factory", None) or getattr(arguments, "trust", False)):
-        return nullcontext()
-    from cerebro_hydra.worker_imports import importing_from_current_folder
-
-    return importing_from_current_folder()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,36 +195,56 @@ def _resume(arguments: argparse.Namespace) -> int:
     from cerebro_hydra.tune.running import Surroundings, interruptible
 
     run = RunToResume(RunFolder.open(arguments.run))
-    factory = run.find_factory(arguments.factory, arguments.trust)
-    workers = arguments.workers or run.document.num_partitions
-    spark = new_session(arguments.master, dict(arguments.conf), workers)
-    try:
-        with interruptible():
-            backend = SparkBackend(
-                spark,
-                workers,
-                numerics=run.document.numerics,
-                threads_per_worker=run.document.threads,
-            )
-            print(run.go_on(Surroundings(backend, factory)))
-    finally:
-        spark.stop()
+    with _factory_folder(arguments, run.document):
+        factory = run.find_factory(arguments.factory, arguments.trust)
+        workers = arguments.workers or run.document.num_partitions
+        spark = new_session(arguments.master, dict(arguments.conf), workers)
+        try:
+            with interruptible():
+                backend = SparkBackend(
+                    spark,
+                    workers,
+                    numerics=run.document.numerics,
+                    threads_per_worker=run.document.threads,
+                )
+                print(run.go_on(Surroundings(backend, factory)))
+        finally:
+            spark.stop()
     return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from cerebro_hydra.storage import RunFolder
+    from cerebro_hydra.storage.run_folder import read_document
     from cerebro_hydra.tune.result import print_replays
 
-    identical = print_replays(
-        Console(),
-        arguments.run,
-        trial_id=arguments.trial,
-        factory=arguments.factory,
-        trust=arguments.trust,
-    )
+    with _factory_folder(arguments, read_document(RunFolder.open(arguments.run))):
+        identical = print_replays(
+            Console(),
+            arguments.run,
+            trial_id=arguments.trial,
+            factory=arguments.factory,
+            trust=arguments.trust,
+        )
     return 0 if identical else 1
+
+
+def _factory_folder(
+    arguments: argparse.Namespace, document: RunDocument
+) -> AbstractContextManager[None]:
+    """Let the factory that was named or is trusted lie in the current folder.
+
+    That may be the run's own, so that nothing else is taken from there.
+    """
+    name = document.factory if arguments.trust else arguments.factory
+    if name is None:
+        return nullcontext()
+    from cerebro_hydra.storage.estimator_factories import parts_of
+    from cerebro_hydra.worker_imports import importing_from_current_folder
+
+    return importing_from_current_folder(parts_of(name)[0])
 
 
 def _verify(arguments: argparse.Namespace) -> int:

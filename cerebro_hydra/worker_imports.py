@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -58,14 +60,40 @@ def safe_path() -> Iterator[None]:
 
 
 @contextmanager
-def importing_from_current_folder() -> Iterator[None]:
-    """Import from the current folder, after all else; Python processes begun meanwhile don't.
+def importing_from_current_folder(module: str) -> Iterator[None]:
+    """Import a module from the current folder if it lies there alone, with what it needs.
 
-    Such as those in which torch tries what this CPU can.
+    That folder comes after all else. Otherwise it is no place to import from, for whoever writes
+    there may name files as packages that aren't installed and that others try to import. Python
+    processes begun meanwhile don't look there, such as those in which torch tries what this CPU
+    can.
+
+    Args:
+        module: its name, with dots.
     """
-    sys.path += [_no_customization(), os.getcwd()]
+    if not _is_found(module):
+        current = os.getcwd()
+        if PathFinder.find_spec(module.partition(".")[0], [current]) is not None:
+            sys.path += [_no_customization(), current]
     with safe_path():
         yield
+
+
+def _is_found(module: str) -> bool:
+    """Say whether the path has a module, or the package that it would be in; imports nothing."""
+    root, *inner = module.split(".")
+    try:
+        spec = find_spec(root)
+    except ValueError:  # it is imported, and without a spec, as __main__ is
+        return True
+    while inner and spec is not None and _is_namespace(spec):
+        spec = PathFinder.find_spec(inner.pop(0), spec.submodule_search_locations)
+    return spec is not None and not _is_namespace(spec)
+
+
+def _is_namespace(spec: ModuleSpec) -> bool:
+    """Say whether this is a mere folder, to which another part of the path may add."""
+    return spec.origin is None and spec.submodule_search_locations is not None
 
 
 @functools.cache

@@ -57,11 +57,11 @@ def importable_name(
     return recorded if trust else None
 
 
-def import_factory(name: str) -> Factory:
-    """Import a factory by `module:qualname`.
+def parts_of(name: str) -> tuple[str, str]:
+    """Return the module and the qualname of a factory's `module:qualname`.
 
     Raises:
-        ReplayError: the name has another form, or it can't be imported, or is not callable.
+        ReplayError: the name has another form.
     """
     module, _, qualname = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *qualname.split(".")]):
@@ -69,6 +69,16 @@ def import_factory(name: str) -> Factory:
             f"factory {name!r} has another form than module:name, such as "
             "'my_models:estimator_gen_fn'"
         )
+    return module, qualname
+
+
+def import_factory(name: str) -> Factory:
+    """Import a factory by `module:qualname`.
+
+    Raises:
+        ReplayError: the name has another form, or it can't be imported, or is not callable.
+    """
+    module, qualname = parts_of(name)
     try:
         found: Any = import_module(module)
     except ImportError as error:

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 import cerebro_hydra
+from tests.end_to_end.runs import classes, search
+from tests.processes import run_python
+from tests.tune import tune_models
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +132,7 @@ CHILD = """
 import os, subprocess, sys
 from cerebro_hydra.worker_imports import importing_from_current_folder
 
-with importing_from_current_folder():
+with importing_from_current_folder("my_models"):
     import my_models
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", "import ctypes, socket"], env=path, check=True)
@@ -153,6 +156,59 @@ def test_a_command_that_named_a_factory_starts_nothing_that_imports_from_the_cur
     script = planted.parent / "child.py"
     script.write_text(CHILD)
     run_in(planted, sys.executable, str(script))
+
+
+# What the packages that we need import if it is there, of which some are not installed.
+OPTIONAL = (
+    "bottleneck", "cuda", "gmpy2", "monkeytype", "numexpr", "opt_einsum", "pydot", "snappy",
+    "tabulate", "triton", "zstandard",
+)  # fmt: skip
+
+
+def test_a_factory_that_is_found_elsewhere_lets_nothing_be_imported_from_the_current_folder(
+    tmp_path: Path,
+) -> None:
+    run = search(tmp_path, tune_models.small, {"width": [8]}, classes(80), num_epochs=1).run_path
+    code = f"open({str(tmp_path / RAN)!r}, 'a').write(__name__ + ' ')\n"
+    for name in (*(each for each in OPTIONAL if importlib.util.find_spec(each) is None), "tests"):
+        Path(run, f"{name}.py").write_text(code)
+    assert Path(run, "opt_einsum.py").exists()
+    program = "import sys; from cerebro_hydra.cli import main; sys.exit(main())"
+    for given in (["--factory", "tests.tune.tune_models:small"], ["--trust"]):
+        done = run_python("-P", "-c", program, "replay", run, *given, cwd=Path(run))
+        assert "1 of 1 replayed trials are identical" in done.stdout
+    assert not (tmp_path / RAN).exists(), (tmp_path / RAN).read_text()
+
+
+# What the path has after it, by a module's name; nothing was imported to find that out.
+ADDED = """
+import os, sys
+from cerebro_hydra.worker_imports import importing_from_current_folder
+
+sys.path.append(sys.argv[1])
+for name in sys.argv[2:]:
+    known = set(sys.modules)
+    with importing_from_current_folder(name):
+        print(name, os.getcwd() in sys.path)
+        sys.path[:] = [place for place in sys.path if place != os.getcwd()]
+    assert name not in set(sys.modules) - known
+"""
+
+
+def test_the_current_folder_counts_only_for_a_module_that_is_nowhere_else(tmp_path: Path) -> None:
+    here, installed = tmp_path / "here", tmp_path / "installed"
+    for file in ("mine.py", "shared/mine.py", "shared/theirs.py", "json.py", "theirs.py"):
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).write_text("raise SystemExit('planted')")
+    for file in ("theirs.py", "shared/theirs.py"):
+        (installed / file).parent.mkdir(parents=True, exist_ok=True)
+        (installed / file).touch()
+    expected = {
+        "mine": True, "shared.mine": True, "shared.theirs": False, "theirs": False, "json": False,
+        "json.mine": False, "nowhere": False, "__main__": False,
+    }  # fmt: skip
+    printed = run_python("-P", "-c", ADDED, installed, *expected, cwd=here).stdout
+    assert printed == "".join(f"{name} {added}\n" for name, added in expected.items())
 
 
 @pytest.mark.long
