@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,10 +24,6 @@ from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
-_HOOKS_FOR_ALL = (
-    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)  # fmt: skip
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
@@ -106,7 +100,7 @@ def build_recipe(
 
     def build() -> Recipe:
         torch.manual_seed(seed)
-        with _no_hooks_for_all(), shared_settings_kept("estimator_gen_fn"):
+        with shared_settings_kept("estimator_gen_fn"):
             made = recipe_of(factory(dict(params)))
         forget_joined_operations()  # of a model that the factory has run
         return made
@@ -117,28 +111,6 @@ def build_recipe(
             recipe = build()
         give_memory(recipe, operations)
     return recipe.bind(columns)
-
-
-@contextmanager
-def _no_hooks_for_all() -> Iterator[None]:
-    """Refuse hooks for all modules of a process: its other trials would have them, too.
-
-    Raises:
-        ConfigurationError: the body registers one, which is taken out again.
-    """
-    hooks = {name: getattr(torch_module, name) for name in _HOOKS_FOR_ALL}
-    before = {name: set(each) for name, each in hooks.items()}
-    yield
-    added = [name for name, each in hooks.items() if set(each) - before[name]]
-    for name in added:
-        for key in set(hooks[name]) - before[name]:
-            del hooks[name][key]
-    if added:
-        kind = added[0].removeprefix("_global_").removesuffix("s").replace("_", " ")
-        raise ConfigurationError(
-            f"estimator_gen_fn registers a {kind} for all modules of the process, which other "
-            "trials would have, too; register it on the modules of its model"
-        )
 
 
 def build_keeping_random_state(

@@ -1,4 +1,7 @@
-"""Keeps what all trials of a process share: settings of torch on which bits depend, and limits."""
+"""Keeps what all trials of a process share.
+
+That is settings of torch on which bits depend, hooks for all modules, and limits.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module as torch_module
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 
@@ -74,9 +78,22 @@ _LIMITS = {
 """What the process may have, which a trial must not take from others."""
 
 
+_HOOKS: dict[str, dict[int, Any]] = {
+    name: each
+    for name, each in vars(torch_module).items()
+    if name.startswith("_global_") and isinstance(each, dict)
+}
+"""What torch knows of hooks for all modules, by the number of a hook."""
+
+_HOOKS_ARE_FULL = "_global_is_full_backward_hook"
+"""Where torch notes of which kind the first backward hook was, for it allows no other."""
+
+
 def _read_all() -> dict[str, Any]:
     limits = {name: resource.getrlimit(kind) for name, kind in _LIMITS.items()}
-    return {name: read() for name, (read, _) in _SETTINGS.items()} | limits
+    hooks = {name: dict(each) for name, each in _HOOKS.items()}
+    hooks[_HOOKS_ARE_FULL] = getattr(torch_module, _HOOKS_ARE_FULL)
+    return {name: read() for name, (read, _) in _SETTINGS.items()} | limits | hooks
 
 
 def _is_lower(limit: int, than: int) -> bool:
@@ -135,12 +152,33 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
             with suppress(ValueError):  # a hard limit comes back for administrators alone
                 resource.setrlimit(kind, before[name])
             changes.append(f"resource.{name} (from {was} to {now})")
-    if not changes:
-        return None
-    return (
-        f"{who} changes {', '.join(changes)}, which other trials of the process would have, too; "
-        f"{instead}"
-    )
+    told = []
+    if changes:
+        told.append(
+            f"{who} changes {', '.join(changes)}, which other trials of the process would have, "
+            f"too; {instead}"
+        )
+    if hooks := _give_hooks_back(before):
+        told.append(
+            f"{who} {' and '.join(hooks)} for all modules of the process, which other trials would "
+            "have, too; register it on the modules of its model"
+        )
+    return "; ".join(told) or None
+
+
+def _give_hooks_back(before: dict[str, Any]) -> list[str]:
+    changes = []
+    for name, each in _HOOKS.items():
+        if each.keys() == before[name].keys():
+            continue
+        verb = "registers" if each.keys() - before[name].keys() else "takes away"
+        each.clear()
+        each.update(before[name])
+        if name.endswith("_hooks"):  # else it says more of one of them
+            kind = name.removeprefix("_global_").removesuffix("s").replace("_", " ")
+            changes.append(f"{verb} a {kind}")
+    setattr(torch_module, _HOOKS_ARE_FULL, before[_HOOKS_ARE_FULL])
+    return changes
 
 
 class SetForAll:

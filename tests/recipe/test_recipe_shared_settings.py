@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -64,6 +67,51 @@ def test_an_error_of_code_that_changes_a_setting_has_a_note_of_it() -> None:
         torch.set_default_dtype(torch.float64)
         raise Cancelled("in the middle")
     assert seen() == before
+
+
+def hooks() -> dict[str, Any]:
+    """Return what torch knows of hooks for all modules."""
+    known = {name: vars(torch_module)[name] for name in dir(torch_module) if "_global_" in name}
+    return {name: copy(each) for name, each in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "register"),
+    [
+        ("forward pre hook", torch_module.register_module_forward_pre_hook),
+        (
+            "forward hook",
+            partial(torch_module.register_module_forward_hook, with_kwargs=True, always_call=True),
+        ),
+        ("backward hook", torch_module.register_module_backward_hook),
+        ("backward hook", torch_module.register_module_full_backward_hook),
+        ("backward pre hook", torch_module.register_module_full_backward_pre_hook),
+        ("module registration hook", torch_module.register_module_module_registration_hook),
+        ("parameter registration hook", torch_module.register_module_parameter_registration_hook),
+    ],
+)
+def test_code_that_registers_hooks_for_all_modules_is_told_so_and_others_have_none(
+    kind: str, register: Callable[[Any], Any]
+) -> None:
+    before = hooks()
+    told = f"code of the trial registers a {kind} for all modules of the process"
+    with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
+        register(lambda *_: None)
+    assert hooks() == before
+
+
+def test_hooks_for_all_modules_that_others_registered_stay() -> None:
+    mine = torch_module.register_module_forward_hook(lambda *_: None, with_kwargs=True)
+    try:
+        before = hooks()
+        with shared_settings_kept():  # as what counts operations does, for a while
+            torch_module.register_module_forward_hook(lambda *_: None).remove()
+        told = "takes away a forward hook for all modules"
+        with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
+            mine.remove()
+        assert hooks() == before
+    finally:
+        mine.remove()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from cerebro_hydra.observe import OutputLine
 from cerebro_hydra.recipe import Recipe
@@ -124,7 +125,7 @@ class Depends(nn.Module):
 
 
 class Changes(Counted):
-    """Changes a setting late, or in evaluation."""
+    """Changes a setting late, or in evaluation, or registers a hook for all modules."""
 
     what = "nothing"
 
@@ -135,7 +136,14 @@ class Changes(Counted):
                 torch.set_flush_denormal(True)
             elif self.what == "double" or (self.what == "evaluates" and not self.training):
                 torch.set_default_dtype(torch.float64)
+            elif self.what == "hooks":
+                register_module_forward_hook(halve)
         return x
+
+
+def halve(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Give half of what a module gives."""
+    return output / 2 if isinstance(output, Tensor) else output
 
 
 def settings(params: dict[str, Any]) -> Recipe:

@@ -241,6 +241,7 @@ CHANGES_OF_SETTINGS = {
     "double": "code of the trial changes torch.set_default_dtype",
     "flushes": "code of the trial changes torch.set_flush_denormal",
     "evaluates": "code of the trial changes torch.set_default_dtype",
+    "hooks": "code of the trial registers a forward hook for all modules of the process",
 }
 
 
