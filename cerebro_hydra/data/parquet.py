@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -45,7 +46,7 @@ def list_files(root: str) -> list[str]:
     are not data; every other file is.
 
     Raises:
-        DataError: there are none, or a file is there twice, by a symbolic link.
+        DataError: there are none, or a file is there twice, by a link of any kind.
     """
     found: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -54,14 +55,23 @@ def list_files(root: str) -> list[str]:
         found += [os.path.join(folder, name) for name in shown]
     if not found:
         raise DataError(f"there are no Parquet files in {root!r}: check the path")
-    known: dict[str, str] = {}
+    known: dict[str | tuple[int, int], str] = {}
     for path in sorted(found):  # a folder that links to itself has its files first without it
-        if (first := known.setdefault(os.path.realpath(path), path)) != path:
+        if (first := known.setdefault(_identity(path), path)) != path:
             raise DataError(
                 f"{first!r} and {path!r} are one file, of which a link makes two, so that its rows "
                 "would count twice: delete the link"
             )
     return [*known.values()]
+
+
+def _identity(path: str) -> str | tuple[int, int]:
+    """Return what all names of a file have in common."""
+    with suppress(OSError):  # nothing is there any more, which its reader tells
+        there = os.stat(path)
+        if there.st_nlink > 1:  # else numbers may be made up, as for object stores
+            return there.st_dev, there.st_ino
+    return os.path.realpath(path)
 
 
 def metadata_of(path: str, file: BinaryIO | None = None) -> pq.FileMetaData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -369,12 +370,20 @@ def test_a_table_whose_log_says_which_rows_count_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("target", "link"), [("part-00000.parquet", "z.parquet"), ("a", "b"), (".", "a/loop")]
+    ("target", "link", "make"),
+    [
+        ("part-00000.parquet", "z.parquet", os.symlink),
+        ("a", "b", os.symlink),
+        (".", "a/loop", os.symlink),
+        ("part-00000.parquet", "a/z.parquet", os.link),
+    ],
 )
-def test_a_file_that_a_link_makes_two_of_is_refused(tmp_path: Path, target: str, link: str) -> None:
+def test_a_file_that_a_link_makes_two_of_is_refused(
+    tmp_path: Path, target: str, link: str, make: Callable[[Path, Path], None]
+) -> None:
     root = write_plain(tmp_path / "rows", TABLE)
     write_plain(root / "a", TABLE)
-    (root / link).symlink_to(root / target)
+    make(root / target, root / link)
     with pytest.raises(DataError, match=r"are one file, .* would count twice: delete the link"):
         describe(open_store(tmp_path, root), ["id"], 2, None)
     (root / link).unlink()
