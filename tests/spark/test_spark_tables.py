@@ -162,7 +162,17 @@ def test_a_query_over_files_of_a_table_whose_log_was_not_asked_is_refused(
         spark.createDataFrame([(1.5, "a")], "x double, name string").createOrReplaceTempView(
             "names"
         )
+        read.createOrReplaceTempView("files")
+        of_subqueries = [
+            "x <= (select max(x) from files)",
+            "x in (select x from files)",
+            "exists (select 1 from files where files.x = names.x)",
+            "name = (select 'a' from range(1) where id in (select y from files))",
+            "x <= (with found as (select x from files) select max(x) from found)",
+        ]
         queries = [
+            *(spark.sql(f"select * from names where {each}") for each in of_subqueries),
+            spark.sql("select * from names, lateral (select y from files where x = names.x)"),
             read,
             spark.read.parquet(f"{tmp_path}/t/*/*.parquet"),
             spark.sql(f"select * from parquet.`{file}` where x > 0"),

@@ -33,7 +33,7 @@ _STREAMED = (*_OPERATORS, *_SOURCES, "LogicalRDD", "InMemoryRelation", "GlobalLi
 """What gives its first rows at once."""
 _UNSTEADY = re.compile(
     r"^Current|^Now$|^LocalTimestamp|UDF|Udf|^Rand|^Uuid|^Shuffle|Query|Subquery|InputFile"
-    r"|^MonotonicallyIncreasingID$|^SparkPartitionID$|Invoke|^CallMethodViaReflection$"
+    r"|^Exists$|^MonotonicallyIncreasingID$|^SparkPartitionID$|Invoke|^CallMethodViaReflection$"
 )
 _OWN_SETTINGS = (
     "spark.sql.warehouse.dir",

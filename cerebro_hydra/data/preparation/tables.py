@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -114,8 +114,9 @@ def _indexed(df: DataFrame) -> list[tuple[list[str], str | None]]:
 
     found: list[tuple[list[str], str | None]] = []
     try:
-        leaves = df._jdf.queryExecution().analyzed().collectLeaves()
-        for leaf in map(leaves.apply, range(leaves.size())):
+        plan = df._jdf.queryExecution().analyzed()
+        plans = [plan, *_all(plan.subqueriesAll())]
+        for leaf in (leaf for each in plans for leaf in _all(each.collectLeaves())):
             index, form = _files_of(leaf) or (None, "")
             kind = "" if index is None else index.getClass().getName()
             if index is None or not kind.startswith(_OF_SPARK):
@@ -128,6 +129,11 @@ def _indexed(df: DataFrame) -> list[tuple[list[str], str | None]]:
     except Py4JError:
         return []
     return found
+
+
+def _all(found: Any) -> Iterator[Any]:
+    """Yield what is in a sequence of Java."""
+    return map(found.apply, range(found.size()))
 
 
 def _files_of(leaf: Any) -> tuple[Any, str] | None:

@@ -129,6 +129,12 @@ def test_only_queries_that_give_the_same_again_count(spark: SparkSession, tmp_pa
     assert reads_files_only(spark.range(5))
     assert source_files(spark.range(5)) is None  # there is no file
     identity = F.udf(lambda value: value, "float")
+    rows.createOrReplaceTempView("rows")
+    of_subqueries = [
+        "exists (select 1 from rows)",  # whose files Spark doesn't name among those of the query
+        "x in (select x from rows)",
+        "x = (select max(x) from rows)",
+    ]
     unsteady = [
         rows.withColumn("x", F.rand()),
         rows.withColumn("x", F.current_timestamp()),
@@ -138,6 +144,7 @@ def test_only_queries_that_give_the_same_again_count(spark: SparkSession, tmp_pa
         rows.join(rows, "x"),
         rows.withColumn("x", F.monotonically_increasing_id()),
         spark.createDataFrame([(1.0,)], ["x"]),
+        *(spark.sql(f"select * from rows where {each}") for each in of_subqueries),
     ]
     assert [reads_files_only(df) for df in unsteady] == [False] * len(unsteady)
     cached = spark.read.parquet(str(tmp_path / "rows")).where("y < 100").persist()
