@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
     watch = commands.add_parser("watch", help="show a run's report in a browser while it goes on")
     watch.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
-    watch.add_argument("--port", type=int, default=0, help="of this machine; default: a free one")
+    watch.add_argument("--port", type=_port, default=0, help="of this machine; default: a free one")
     watch.set_defaults(command=_watch)
 
     runs = commands.add_parser("runs", help="list the runs and the data of a store")
@@ -167,6 +167,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if number not in range(1 << 16):
+        raise argparse.ArgumentTypeError(f"{number} is not between 0 and 65535")
     return number
 
 

@@ -51,6 +51,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--epochs", "0"], "0 is less than 1"),
         (["demo", "--epochs", "many"], "many"),
         (["doctor", "--workers", "0"], "0 is less than 1"),
+        (["watch", "run", "--port", "65536"], "65536 is not between 0 and 65535"),
+        (["watch", "run", "--port", "-1"], "-1 is not between 0 and 65535"),
         (["doctor", "--conf", "spark.ui.enabled"], "is not of the form spark.NAME=VALUE"),
         (["doctor", "--conf", "ui.enabled=false"], "is not of the form spark.NAME=VALUE"),
     ],

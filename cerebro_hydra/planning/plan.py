@@ -36,6 +36,9 @@ HEAD = (
     "device <-> DRAM", "disk", "device peak", "DRAM peak",
 )  # fmt: skip
 
+_MOST = {"workers": 10_000, "devices": 256}
+"""Of so many of each a plan is made in about a minute."""
+
 _GOLDEN = 0.6180339887498949
 
 
@@ -103,6 +106,10 @@ def _counts(name: str, value: Any, usual: int) -> Sequence[int]:
     if not given or any(type(each) is not int or each < 1 for each in given):
         raise ConfigurationError(
             f"{name} is {value!r}; give whole numbers from 1, such as {name}=[2, 8]"
+        )
+    if (most := max(given)) > _MOST[name]:
+        raise ConfigurationError(
+            f"{name} has {most}, and a plan is made for {_MOST[name]} at most; give fewer"
         )
     return tuple(dict.fromkeys(given))
 

@@ -182,6 +182,8 @@ GPUS = WorkerResources(devices=2, device_memory=1 << 30, device_kind="cuda")
         (CPU, ([2, 0], None, None, None), r"workers is \[2, 0\]; give whole numbers"),
         (CPU, ([], None, None, None), r"workers is \[\]; give whole numbers"),
         (CPU, (None, [True], None, None), r"devices is \[True\]; give whole numbers"),
+        (CPU, ([2, 10_001], None, None, None), "workers has 10001, .* for 10000 at most"),
+        (CPU, (None, 10**20, None, None), r"devices has 10{20}, .* for 256 at most"),
         (CPU, (None, None, "much", None), "device_memory is 'much'; give a number of bytes"),
         (CPU, (None, None, None, "dear"), "price_per_hour is 'dear'; give what an hour"),
         (CPU, (None, None, None, float("nan")), "price_per_hour is nan; give what an hour"),
