@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
+from cerebro_hydra.recipe.objective.doubles import Doubles
 from cerebro_hydra.recipe.objective.likelihoods import (
     OfEitherScale,
     Scale,
@@ -59,7 +60,8 @@ class TorchMetric:
     """Keeps what a metric of torchmetrics has seen as JSON, its tensors in double precision.
 
     A state has a part for each partition. As torchmetrics does with those of processes, they are
-    stacked, in partition order, and reduced by the function that the metric has for each.
+    stacked, in partition order, and reduced by the function that the metric has for each. Its value
+    is computed in double precision, too, in which equal counts of other classes are equal figures.
 
     Args:
         metric: one of torchmetrics, or a function that makes it for a number of classes, of which
@@ -101,7 +103,8 @@ class TorchMetric:
         metric = self._made(classes)
         if state["parts"]:
             _set_states(metric, state["parts"])
-        metric.update(scores, target)
+        with Doubles():
+            metric.update(scores, target)
         return {"classes": classes, "parts": [_states(metric)]}
 
     def merge(self, state: Any, other: Any) -> Any:
@@ -120,7 +123,8 @@ class TorchMetric:
         metric = self._made(state["classes"])
         _set_states(metric, state["parts"])
         metric._update_count = len(state["parts"])  # else it warns that nothing was measured
-        value = metric.compute()
+        with Doubles():
+            value = metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             form = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
             raise NoNumber(
@@ -134,13 +138,13 @@ class TorchMetric:
         return not is_torchmetric(self._metric) or type(self._metric).__name__.startswith("Binary")
 
     def _made(self, classes: int) -> Any:
-        """Return the metric before any batch, with states in double precision."""
+        """Return the metric before any batch, with all that it holds in double precision."""
         made = self._metric if is_torchmetric(self._metric) else self._metric(classes)
         metric = copy.deepcopy(made)
         metric.reset()
-        for name in metric._defaults:
-            value = getattr(metric, name)
-            setattr(metric, name, value.double() if value.is_floating_point() else value)
+        for name, value in {**vars(metric), **metric._buffers}.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(metric, name, value.double())
         return metric
 
 
