@@ -24,13 +24,20 @@ Send = Callable[[dict[str, Any]], object]
 
 _trial: int | None = None  # one at a time: that of the thread which computes is the process's
 
+_streams: tuple[()] | tuple[LineStream, LineStream] = ()  # user code may replace those of `sys`
+
 
 def attribute_to(trial: int | None) -> None:
-    """Attribute whatever this process prints and logs from now on to a trial, or to none."""
+    """Attribute whatever this process prints and logs from now on to a trial, or to none.
+
+    What the code of the trial before has put in the place of the process's streams is taken away.
+    """
     global _trial
     if trial != _trial:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in _streams:
             stream.flush()
+        if _streams:
+            sys.stdout, sys.stderr = _streams
         _trial = trial
 
 
@@ -121,17 +128,20 @@ class _Handler(logging.Handler):
 @contextmanager
 def forwarded(send: Send) -> Iterator[None]:
     """Send what this process prints and logs, in place of writing it to the executor's files."""
+    global _streams
     streams = sys.stdout, sys.stderr
     limited = LineLimit(send)
     handler = _Handler(limited)
-    sys.stdout, sys.stderr = LineStream("stdout", limited), LineStream("stderr", limited)
+    _streams = LineStream("stdout", limited), LineStream("stderr", limited)
+    sys.stdout, sys.stderr = _streams
     logging.getLogger().addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        for stream in (sys.stdout, sys.stderr):
+        for stream in _streams:
             stream.flush()
         attribute_to(None)  # this process may be the agent of another run next
+        _streams = ()
         limited.close()
         sys.stdout, sys.stderr = streams

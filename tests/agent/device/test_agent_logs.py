@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from typing import Any
+
+import pytest
 
 from cerebro_hydra.agent.device.logs import (
     LINES_PER_SECOND,
@@ -65,3 +69,30 @@ def test_a_process_that_serves_another_run_attributes_nothing_to_a_trial_of_the_
                 attribute_to(trial)
             print("a line")
     assert [(each["trial"], each["line"]) for each in sent] == [(3, "a line"), (None, "a line")]
+
+
+class Broken(io.StringIO):
+    def flush(self) -> None:
+        raise ValueError("a user's own stream")
+
+
+@pytest.mark.parametrize("put", [None, Broken(), 7, "closed"])
+def test_a_trial_that_takes_the_streams_away_harms_neither_us_nor_other_trials(put: Any) -> None:
+    sent: list[Any] = []
+    before = sys.stdout, sys.stderr
+    with forwarded(lambda message: sent.append(message["output"])):
+        attribute_to(1)
+        sys.stdout.write("one without an end")
+        if put == "closed":
+            sys.stdout.close()
+            sys.stderr.close()
+        else:
+            sys.stdout = sys.stderr = put
+        attribute_to(2)
+        print("two")
+        print("error", file=sys.stderr)
+        if put != "closed":
+            sys.stdout = sys.stderr = put
+    assert (sys.stdout, sys.stderr) == before
+    said = [(each["trial"], each["line"]) for each in sent]
+    assert said == [(1, "one without an end"), (2, "two"), (2, "error")]
