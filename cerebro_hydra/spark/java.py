@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -375,6 +376,33 @@ def has_ended(gateway: Any, seconds: float = 0.0) -> bool:
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.returncode is not None
+
+
+@contextmanager
+def ended_if_unconnected() -> Iterator[None]:
+    """End a Java that pyspark starts in the body if an interrupt comes before it is connected.
+
+    It ignores Ctrl-C, and pyspark forgets it then: it would stay for good.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # In `launch_gateway`, or in the Popen that it makes, whose errors keep its frame.
+            for process in map(frame.f_locals.get, ("proc", "self")):
+                if isinstance(process, subprocess.Popen) and process.pid:
+                    _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.terminate()
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        process.kill()
 
 
 def _ended(

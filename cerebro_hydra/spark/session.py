@@ -29,6 +29,7 @@ from cerebro_hydra.spark.findings import Finding, raise_findings
 from cerebro_hydra.spark.java import (
     COMPILER_OPTIONS,
     archive_options,
+    ended_if_unconnected,
     explained_java,
     has_ended,
 )
@@ -218,7 +219,8 @@ def _started(settings: Mapping[str, str]) -> SparkSession:
             builder = builder.config(name, value)
         if java_options:
             builder = builder.config("spark.driver.extraJavaOptions", f"{java_options} {own}")
-        session = builder.getOrCreate()
+        with ended_if_unconnected():
+            session = builder.getOrCreate()
     session.sparkContext.setLogLevel(settings.get("spark.log.level", "ERROR"))
     return session
 
