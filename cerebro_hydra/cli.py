@@ -98,8 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write a run's report.html from its folder")
     report.add_argument("run", metavar="RUN", help="a run's folder: <store>/runs/<run id>")
-    report.add_argument("--output", metavar="PATH", help="default: report.html in RUN")
-    report.add_argument("--trace", metavar="PATH", help="write a trace for Perfetto or Chrome, too")
+    report.add_argument("--output", type=_file, metavar="PATH", help="default: report.html in RUN")
+    report.add_argument(
+        "--trace", type=_file, metavar="PATH", help="write a trace for Perfetto or Chrome, too"
+    )
     report.set_defaults(command=_report)
 
     plan = commands.add_parser(
@@ -117,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices", metavar="N", type=_counts, help=f"of a worker; {counts}")
     plan.add_argument("--device-memory", metavar="SIZE", help="such as 2GiB; default: the run's")
     plan.add_argument("--price-per-hour", metavar="PRICE", type=float, help="of a worker")
-    plan.add_argument("--report", metavar="PATH", help="write the first row's timeline as a page")
+    plan.add_argument(
+        "--report", type=_file, metavar="PATH", help="write the first row's timeline as a page"
+    )
     plan.set_defaults(command=_plan)
 
     watch = commands.add_parser("watch", help="show a run's report in a browser while it goes on")
@@ -186,6 +190,12 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not name.startswith("spark."):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form spark.NAME=VALUE")
     return name, value
+
+
+def _file(path: str) -> str:
+    if not path:
+        raise argparse.ArgumentTypeError("it is empty; give a file's path")
+    return path
 
 
 def _demo(arguments: argparse.Namespace) -> int:

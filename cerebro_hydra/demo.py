@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 HELD_OUT_ROWS = 360
 SPLIT_SEED = 0
 LEAST_ACCURACY = 0.95
+EPOCHS = 5
+"""After as many the winner must have that accuracy."""
 
 
 def estimator_gen_fn(params: dict[str, Any]) -> SparkEstimator:
@@ -61,7 +63,7 @@ def halved_each_epoch(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler
     return ExponentialLR(optimizer, gamma=0.5 ** (1 / steps_per_epoch))
 
 
-def run(epochs: int = 5, workers: int = 2, keep: str | None = None) -> int:
+def run(epochs: int = EPOCHS, workers: int = 2, keep: str | None = None) -> int:
     """Run the demo; return 0 if the winner is good enough and every replay is identical.
 
     Args:
@@ -116,7 +118,7 @@ def _play(console: Console, folder: str, epochs: int, workers: int) -> bool:
             "bytes already: frozen layers, which all trials share."
         )
         _title(console, "4. The winner")
-        good = _tell_winner(console, result, held_out)
+        good = _tell_winner(console, result, held_out, epochs)
     finally:
         spark.stop()
     _title(console, "5. The proof")
@@ -155,19 +157,21 @@ def _train(
     return search.fit(train)
 
 
-def _tell_winner(console: Console, result: SearchResult, held_out: DataFrame) -> bool:
+def _tell_winner(console: Console, result: SearchResult, held_out: DataFrame, epochs: int) -> bool:
+    """Tell how good the winner is; return whether that is enough for so many epochs."""
     best = result.best_trial
     validated = best.result_metrics["val_accuracy"]
     accuracy = accuracy_of(result.set_output_columns(["prediction"]).transform(held_out))
     console.print(
         f"{best.trial_id} ({parameters(best.params)}): accuracy {validated:.1%} on validation rows."
     )
-    enough = accuracy >= LEAST_ACCURACY
-    console.print(
-        f"On the {HELD_OUT_ROWS} held-out rows, through result.transform(df): {accuracy:.1%}"
-        + ("" if enough else f", and it should be at least {LEAST_ACCURACY:.0%}"),
-        style="bold green" if enough else "bold red",
-    )
+    reached, enough = accuracy >= LEAST_ACCURACY, True
+    told = f"On the {HELD_OUT_ROWS} held-out rows, through result.transform(df): {accuracy:.1%}"
+    if not reached and epochs < EPOCHS:
+        told += f"; {LEAST_ACCURACY:.0%} is asked for only after {EPOCHS} epochs or more"
+    elif not reached:
+        told, enough = f"{told}, and it should be at least {LEAST_ACCURACY:.0%}", False
+    console.print(told, style="bold green" if enough else "bold red")
     return enough
 
 

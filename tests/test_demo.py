@@ -66,9 +66,12 @@ class Winner:
         return SimpleNamespace(select=lambda *names: SimpleNamespace(collect=lambda: table))
 
 
-@pytest.mark.parametrize(("least", "status"), [(0.9, 0), (0.91, 1)])
+@pytest.mark.parametrize(
+    ("least", "epochs", "status"), [(0.9, 5, 0), (0.91, 5, 1), (0.91, 4, 0), (0.91, 6, 1)]
+)
 def test_demo_fails_if_it_trained_too_little_and_clears_up(
     least: float,
+    epochs: int,
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,10 +82,13 @@ def test_demo_fails_if_it_trained_too_little_and_clears_up(
     monkeypatch.setattr(module, "LEAST_ACCURACY", least)
     winner: Any = Winner()
     monkeypatch.setattr(
-        module, "_play", lambda console, *_: module._tell_winner(console, winner, winner)
+        module,
+        "_play",
+        lambda console, _, epochs, *rest: module._tell_winner(console, winner, winner, epochs),
     )
-    assert module.run() == status
+    assert module.run(epochs) == status
     printed = capsys.readouterr().out
     assert ("it should be at least 91%" in printed) == bool(status)
+    assert ("91% is asked for only after 5 epochs or more" in printed) == (epochs < 5)
     assert ("FAILED in" in printed) == bool(status)
     assert not list(tmp_path.iterdir()), "the temporary store was left behind"

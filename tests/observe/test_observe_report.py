@@ -229,3 +229,13 @@ def test_report_that_can_not_be_is_an_error(
     given = [each.format(tmp=tmp_path, run=result.run_path) for each in arguments]
     assert cli.main(["report", *given]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_an_empty_path_is_refused_before_a_report_is_written(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "a-run", option, ""])
+    assert ended.value.code == 2
+    assert f"argument {option}: it is empty; give a file's path" in capsys.readouterr().err
