@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_any, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 
 class Doubles(TorchFunctionMode):
@@ -22,25 +22,30 @@ class Doubles(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        given = tree_map(_wide, (tuple(args), kwargs or {}))
-        found = func(*given[0], **given[1])
-        if not tree_any(_is_single, found):
+        given, named = _wide(args), {name: _wide(each) for name, each in (kwargs or {}).items()}
+        found = func(*given, **named)
+        if not _has_single(found):
             return found
         if func in _device_constructors():  # these take a type, too
-            return func(*given[0], **{**given[1], "dtype": torch.float64})
-        given = tree_map_only(Tensor, _as_fractions, given)  # as of a division of whole numbers
-        return tree_map(_wide, func(*given[0], **given[1]))
+            return func(*given, **{**named, "dtype": torch.float64})
+        given, named = tree_map_only(Tensor, _as_fraction, (given, named))  # a division, for one
+        return tree_map(_wide, func(*given, **named))
 
 
-def _is_single(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.float32
-
-
+# Called for each operation, so without `tree_map`, which takes longer than most of them.
 def _wide(value: Any) -> Any:
-    if value is torch.float32:
-        return torch.float64
-    return value.double() if _is_single(value) else value
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype is torch.float32 else value
+    if type(value) is tuple or type(value) is list:
+        return type(value)(map(_wide, value))
+    return torch.float64 if value is torch.float32 else value
 
 
-def _as_fractions(value: Tensor) -> Tensor:
+def _has_single(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype is torch.float32
+    return isinstance(value, tuple | list) and any(map(_has_single, value))
+
+
+def _as_fraction(value: Tensor) -> Tensor:
     return value if value.is_floating_point() or value.is_complex() else value.double()
