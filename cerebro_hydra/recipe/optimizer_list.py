@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,21 @@ def _refuse_whole_state(optimizer: Optimizer, *_: Any) -> None:
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers of a list, or the one that is no list."""
     return optimizer.members if isinstance(optimizer, OptimizerList) else [optimizer]
+
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The type in which a checkpoint has each kind of number that an optimizer keeps."""
+
+
+def kept_of(name: str, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what an optimizer keeps of a parameter, named as a checkpoint names it."""
+    found = {}
+    for key, value in state.items():
+        if type(value) in NUMBERS:
+            found[f"number:{name}:{key}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+        elif value is not None:
+            found[f"optim:{name}:{key}"] = value
+    return found
 
 
 def let_go(optimizer: Optimizer) -> None:

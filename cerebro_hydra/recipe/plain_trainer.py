@@ -23,6 +23,7 @@ from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.grad_scaling import take_step
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.objective.metrics import Metric, SumOverRows, merge_metrics
+from cerebro_hydra.recipe.optimizer_list import kept_of
 from cerebro_hydra.recipe.own_step import run_own_step
 from cerebro_hydra.recipe.placement import copy_model
 from cerebro_hydra.recipe.randomness import (
@@ -299,9 +300,7 @@ def state_tensors(recipe: Recipe) -> dict[str, Tensor]:
     found |= {f"buffer:{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:  # Adagrad makes state for whatever it is given
-            for key, value in recipe.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    found[f"optim:{name}:{key}"] = value
+            found |= kept_of(name, recipe.optimizer.state.get(parameter, {}))
     return found
 
 

@@ -163,7 +163,7 @@ def _group_differences(
     if len(saved) != len(replayed):
         yield f"shard {shard} has {len(saved)} param groups, the replay {len(replayed)}"
     for number, (run, replay) in enumerate(zip(saved, replayed, strict=False)):
-        if "lr" in run and run["lr"] != float(replay["lr"]):
+        if "lr" in run and run["lr"] != replay["lr"]:
             yield (
                 f"lr of param group {number} in shard {shard}: "
                 f"the run has {run['lr']}, the replay {replay['lr']}"

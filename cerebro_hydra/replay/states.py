@@ -21,7 +21,10 @@ class SavedState:
     """All that a checkpoint holds of a trial."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`, and `optim:NAME:KEY` where it exists."""
+    """By name: `param:NAME`, `buffer:NAME`, `ema:NAME`.
+
+    Where they exist, `optim:NAME:KEY` and `number:NAME:KEY`, too.
+    """
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     """Options of the param groups, of each shard that was trained."""
     shards: dict[str, int] = field(default_factory=dict)
@@ -84,7 +87,7 @@ def _absent(tensors: dict[str, Tensor], header: dict[str, Any]) -> set[str]:
     They stand in the order of that state in the file.
     """
     marks = tensors.pop("exists", torch.empty(0, dtype=torch.uint8)).tolist()
-    names = [name for name in header if name.startswith("optim:")]
+    names = [name for name in header if name.startswith(("optim:", "number:"))]
     names.sort(key=lambda name: header[name]["data_offsets"])
     return {name for name, mark in zip(names, marks, strict=True) if not mark}
 
@@ -135,9 +138,9 @@ def go_on(
     averages = {} if trainer.ema is None else dict(trainer.ema.module.named_parameters())
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(":")
-        if kind == "optim":
+        if kind in ("optim", "number"):
             parameter, _, key = rest.rpartition(":")
-            state[parameters[parameter]][key] = tensor
+            state[parameters[parameter]][key] = tensor if kind == "optim" else tensor.item()
         elif kind == "ema":
             averages[rest].data.copy_(tensor)
 

@@ -31,6 +31,7 @@ from cerebro_hydra.shards.engine.layout import (
     ShardLayout,
     TrialLayout,
     in_place,
+    is_optimizer_state,
     on_host,
 )
 from cerebro_hydra.shards.engine.optimizer import clone_optimizer
@@ -99,9 +100,8 @@ def first_difference(
     """
     optimizer_state: dict[str, dict[str, TensorContent]] = defaultdict(dict)
     for full_name, content in trained.items():
-        kind, _, rest = full_name.partition(":")
-        if kind == "optim":
-            name, _, key = rest.rpartition(":")
+        if is_optimizer_state(full_name):
+            name, _, key = full_name.partition(":")[2].rpartition(":")
             optimizer_state[name][key] = content
     for shard, segments in zip(layout.shards, shards, strict=True):
         state = ShardState(shard, on_host(in_place(segments)))
@@ -317,7 +317,7 @@ class StepResult:
 
 def _described(name: str) -> str:
     kind, _, rest = name.partition(":")
-    if kind == "optim":
+    if is_optimizer_state(name):
         parameter, _, key = rest.rpartition(":")
         return f"optimizer state {key!r} of {parameter!r}"
     return "which optimizer state exists" if name == EXISTS else f"{_KINDS[kind]} {rest!r}"

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from cerebro_hydra.documents import parse, unreadable
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.optimizer_list import kept_of
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.cut.model import CutModel, TensorInfo
 from cerebro_hydra.shards.cut.small_buffers import in_one_memory
@@ -60,7 +61,7 @@ DTYPE_NAMES = {
 
 _KINDS = {
     "param": "parameter", "buffer": "buffer", "ema": "the moving average of parameter",
-    "optim": "the optimizer's state",
+    "optim": "the optimizer's state", "number": "the optimizer's number",
 }  # fmt: skip
 _REMEDIES = {torch.complex128: "use complex64, or keep its torch.view_as_real"}
 
@@ -85,14 +86,14 @@ class LayoutEntry:
 
     @cached_property
     def kind(self) -> str:
-        """Return what it is: a parameter, a buffer, an average or optimizer state."""
+        """Return what it is: a parameter, a buffer, an average, or a tensor or number of state."""
         return self.name.partition(":")[0]
 
     @cached_property
     def of(self) -> str:
         """Return whose it is: the name of a parameter or buffer."""
         rest = self.name.partition(":")[2]
-        return rest.rpartition(":")[0] if self.kind == "optim" else rest
+        return rest.rpartition(":")[0] if is_optimizer_state(self.name) else rest
 
     @cached_property
     def key(self) -> str:
@@ -270,8 +271,7 @@ def _initial_tensors(recipe: Recipe) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in recipe.model.named_parameters():
         tensors[f"param:{name}"] = tensors[f"ema:{name}"] = parameter
-        for key, value in recipe.optimizer.state.get(parameter, {}).items():
-            tensors[f"optim:{name}:{key}"] = value
+        tensors |= kept_of(name, recipe.optimizer.state.get(parameter, {}))
     return tensors | {f"buffer:{n}": b for n, b in recipe.model.named_buffers()}
 
 
@@ -297,7 +297,7 @@ def is_padding(name: str) -> bool:
 
 def is_optimizer_state(name: str) -> bool:
     """Return whether a tensor of this name in a segment has a mark in `exists`."""
-    return name.startswith("optim:")
+    return name.startswith(("optim:", "number:"))
 
 
 def is_updates_own(name: str) -> bool:
@@ -415,7 +415,7 @@ def _shard_layout(
     params = [p for p in cut_model.params if p.owner == shard]
     buffers = [b for b in cut_model.buffers if b.owner == shard]
     state = [
-        (f"optim:{p.name}:{e.key}", e.dtype, e.shape, _state_strides(p, e))
+        (f"{e.kind}:{p.name}:{e.key}", e.dtype, e.shape, _state_strides(p, e))
         for p in params
         if not p.frozen
         for e in template.of(p.name)

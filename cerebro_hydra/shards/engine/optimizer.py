@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
-from cerebro_hydra.recipe.optimizer_list import members_of
+from cerebro_hydra.recipe.optimizer_list import NUMBERS, members_of
 from cerebro_hydra.shards.places import order_of
 
 _DTYPES = {
@@ -27,25 +27,28 @@ _DTYPES = {
 
 
 class StateEntry(NamedTuple):
-    """Describes a tensor that an optimizer keeps for a parameter.
+    """Describes a tensor or a number that an optimizer keeps for a parameter.
 
     Args:
         strides: None says those of the parameter if that has the same shape, else of a new tensor.
+        kind: "optim" of a tensor, "number" of one of Python's numbers.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
+    kind: str = "optim"
 
     def to_json(self) -> list[Any]:
-        strides = [] if self.strides is None else [list(self.strides)]
-        return [self.key, str(self.dtype).removeprefix("torch."), list(self.shape), *strides]
+        strides = None if self.strides is None else list(self.strides)
+        told = [self.key, str(self.dtype).removeprefix("torch."), list(self.shape)]
+        return told if self == (*self[:3], None, "optim") else [*told, strides, self.kind]
 
     @classmethod
     def from_json(cls, document: Sequence[Any]) -> StateEntry:
-        key, dtype, *forms = document
-        return cls(key, _DTYPES[dtype], *map(tuple, forms))
+        key, dtype, shape, strides, kind = [*document, None, "optim"][:5]
+        return cls(key, _DTYPES[dtype], tuple(shape), strides and tuple(strides), kind)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class StateTemplate:
         the optimizer keeps will be as for another parameter.
 
         Raises:
-            ConfigurationError: the optimizer's state has a value that is no tensor and not None, or
-                a key that is no parameter.
+            ConfigurationError: the optimizer's state has a value that is no tensor, number or None,
+                or a key that is no parameter.
         """
         check_state_keys(optimizer)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -100,7 +103,7 @@ class StateTemplate:
             for name, parameter in without:
                 own = tuple(parameter.shape)
                 entries[name] = tuple(
-                    StateEntry(each.key, each.dtype, own) if each.shape == shape else each
+                    each._replace(shape=own, strides=None) if each.shape == shape else each
                     for each in entries[like]
                 )
         return cls({name: entries[name] for name in names.values() if entries.get(name)})
@@ -130,11 +133,13 @@ def _state_after_a_step(
 def _entry(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, key: Any, value: Any
 ) -> StateEntry:
+    if type(value) in NUMBERS and isinstance(key, str):
+        return StateEntry(key, NUMBERS[type(value)], (), kind="number")
     if not isinstance(value, Tensor) or not isinstance(key, str):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as "
-            f"{kind_of(value)}; only tensors with a string for their name hop there, so keep "
-            "a tensor in place of it, or what is the same for all parameters in their group"
+            f"{kind_of(value)}; only tensors and numbers with a string for their name hop there, "
+            "so keep a tensor in place of it, or what is the same for all parameters in their group"
         )
     if value.layout is not torch.strided:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cerebro_hydra.errors import ConfigurationError, StepDiffers, kind_of
 from cerebro_hydra.recipe.grad_scaling import GradScaling
 from cerebro_hydra.recipe.lr_schedule import LRSchedule, SchedulerList, schedulers_of
-from cerebro_hydra.recipe.optimizer_list import members_of
+from cerebro_hydra.recipe.optimizer_list import NUMBERS, members_of
 from cerebro_hydra.recipe.placement import CPU, stays_on_host
 from cerebro_hydra.shards.engine.layout import (
     EXISTS,
@@ -31,6 +31,7 @@ from cerebro_hydra.shards.engine.layout import (
     Segments,
     ShardLayout,
     TrialLayout,
+    is_optimizer_state,
 )
 from cerebro_hydra.shards.engine.optimizer import check_state_keys
 from cerebro_hydra.shards.places import Places, Rebound, is_moved
@@ -84,6 +85,7 @@ class ShardState:
         self.ema: dict[str, Tensor] = {}
         self._state: dict[str, dict[str, tuple[Tensor, int]]] = {}
         self._num_states = 0
+        self._numbers: dict[tuple[str, str], Any] = {}  # as they are in the memory, once known
         self._exists = torch.zeros(0, dtype=torch.uint8)
         self._device = trainable.device
         self._add(layout.frozen.entries, frozen, is_frozen=True)
@@ -125,9 +127,11 @@ class ShardState:
                 self.buffers[name] = view
             elif kind == "ema":
                 self.ema[name] = view
-            elif kind == "optim":
+            elif is_optimizer_state(entry.name):
                 self._state.setdefault(name, {})[entry.key] = view, self._num_states
                 self._num_states += 1
+                if kind == "number":
+                    self._numbers[name, entry.key] = None
             elif entry.name == EXISTS:
                 self._exists = view
 
@@ -165,22 +169,28 @@ class ShardState:
         }
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer's state be the views of the state that exists.
+        """Let the optimizer's state be the views of the state that exists, and numbers.
 
-        What torch keeps on the host is copied there from another device, all at once.
+        What is kept on the host is copied there from another device, all at once.
         """
         names = {parameter: name for name, parameter in self.params.items()}
-        existing = self.existing_optimizer_state()
-        on_host: list[tuple[dict[str, Tensor], str]] = []
+        existing: dict[str, dict[str, Any]] = dict(self.existing_optimizer_state())
+        numbers = [(n, k) for n, k in self._numbers if k in existing.get(n, {})]
+        on_host: list[tuple[dict[str, Any], str]] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if (state := existing.get(names.get(parameter, ""))) is not None:
                     optimizer.state[parameter] = state
                     if self._device != CPU:
                         on_host += [(state, key) for key in state if stays_on_host(group, key)]
-        copies = _together([state[key] for state, key in on_host], CPU)
-        for (state, key), copy in zip(on_host, copies, strict=True):
-            state[key] = copy
+        if self._device != CPU:
+            on_host += [(existing[name], key) for name, key in numbers]
+            copies = _together([state[key] for state, key in on_host], CPU)
+            for (state, key), copy in zip(on_host, copies, strict=True):
+                state[key] = copy
+        for name, key in numbers:
+            number = self._numbers[name, key] = existing[name][key].item()
+            existing[name][key] = number
 
     def keep_optimizer(
         self, optimizer: torch.optim.Optimizer, rebound: Rebound | None = None
@@ -224,7 +234,12 @@ class ShardState:
                     )
                 view, mark = views[key]
                 marks[mark] = 1
-                if value.device != view.device:
+                self._check_kind(name, key, value, view)
+                if (name, key) in self._numbers:
+                    if value is not self._numbers[name, key]:
+                        view.fill_(value)
+                        self._numbers[name, key] = value
+                elif value.device != view.device:
                     on_host.append((view, value))
                 elif value is not view:
                     told = f"state {key!r} of parameter {name!r}"
@@ -238,6 +253,16 @@ class ShardState:
         if marks != self._marks:
             self._marks = marks
             self._exists.copy_(torch.tensor(marks, dtype=torch.uint8))
+
+    def _check_kind(self, name: str, key: str, value: Any, view: Tensor) -> None:
+        is_number = (name, key) in self._numbers
+        fits = NUMBERS.get(type(value)) == view.dtype if is_number else isinstance(value, Tensor)
+        if not fits:
+            raise ConfigurationError(
+                f"the optimizer keeps {key!r} of parameter {name!r} as {kind_of(value)}, and kept "
+                f"{kind_of(view.item() if is_number else view)} in its first two steps, for which "
+                "memory is laid out; keep it as that"
+            )
 
 
 class WeightVersions:

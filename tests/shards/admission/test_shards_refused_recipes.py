@@ -278,7 +278,7 @@ class Counting(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for p in self.param_groups[0]["params"]:
-            self.state[p]["steps"] = 1
+            self.state[p]["steps"] = [1]
 
 
 class KeepsRows(zoo.Net):
@@ -424,7 +424,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         by(HalvesNowAndThen),
         r"attribute 'calls' of optimizer HalvesNowAndThen.*as group\['calls'\]",
     ),
-    "optimizer state that is no tensor": (by(Counting), r"Counting keeps 'steps' of .*'0\.weight'"),
+    "optimizer state that is a list": (by(Counting), r"Counting keeps 'steps' of .*'0\.weight'"),
     **{
         f"shards={shards} by {cut}": (mlp_recipe(shards=shards, cut=cut), message)
         for shards, cut, message in [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
-from cerebro_hydra.recipe import Recipe, grad_scaling
+from cerebro_hydra.recipe import PlainTrainer, Recipe, grad_scaling
+from cerebro_hydra.replay.states import go_on
 from cerebro_hydra.shards.engine.differences import other_gradients_matter
-from tests.shards import zoo
+from cerebro_hydra.shards.engine.optimizer import StateTemplate
+from cerebro_hydra.testing.model_case import assert_same_state
+from tests.shards import plain, zoo
 from tests.shards.executors.executor_case import assert_equal_to_plain
-from tests.shards.hopping import start
+from tests.shards.hopping import STEPS_PER_EPOCH, start, train_uncut
 from tests.shards.trials import mlp_recipe, recipe_of, two_sub_epochs
 
 # Each is tried with its defaults and with these settings, some of which make more state.
@@ -94,6 +98,70 @@ def test_two_groups_with_different_settings_train_to_the_same_bits(name, setting
 )
 def test_an_optimizer_may_have_parameters_by_name_or_some_of_them(optimizer):
     assert_equal_to_plain(mlp_recipe(optimizer), two_sub_epochs())
+
+
+class KeepsNumbers(torch.optim.Optimizer):
+    """Keeps numbers of each parameter, as optimizers of many libraries keep their steps.
+
+    Args:
+        late: returns what the number is in the fifth step.
+    """
+
+    def __init__(self, params: Any, late: Any = int) -> None:
+        super().__init__(params, {"lr": 0.02})
+        self.late = late
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, norm=0.0, large=False, mean=torch.zeros_like(parameter))
+            state["step"] += 1
+            state["norm"] = 0.9 * state["norm"] + 0.1 * parameter.norm().item()
+            state["large"] = state["norm"] > 0.5
+            state["mean"].lerp_(parameter.grad, 0.2)
+            rate = (0.5 if state["large"] else 1.0) / (1 - 0.9 ** state["step"])
+            parameter.add_(state["mean"], alpha=-0.02 * rate)
+            if state["step"] == 5:
+                state["step"] = self.late(5)
+
+
+@pytest.mark.parametrize("ways", ["in shards", "uncut"])
+def test_numbers_that_an_optimizer_keeps_of_a_parameter_hop_as_what_they_are(ways: str) -> None:
+    sub_epochs = [zoo.singly(zoo.vectors(*[8] * 4, seed=seed)) for seed in range(2)]
+    make = mlp_recipe(optimizer=lambda model: KeepsNumbers(model.parameters()))
+    if ways == "in shards":
+        trial = assert_equal_to_plain(make, sub_epochs, "modules")
+    else:
+        trial = start(make(), [window for windows in sub_epochs for window in windows])
+        reference = PlainTrainer(make(), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+        for windows in sub_epochs:
+            reference.train(windows)
+            train_uncut(trial, windows, make())
+        assert_same_state(trial.tensors(), reference)
+    found = trial.tensors()
+    assert found["number:0.weight:step"].tolist() == 8
+    assert found["number:0.weight:norm"].dtype == torch.float64
+    template = trial.admission.template
+    assert StateTemplate.from_json(json.loads(json.dumps(template.to_json()))) == template
+    twin = make()
+    go_on(PlainTrainer(twin, 0, STEPS_PER_EPOCH), found, [], "the state")
+    state = twin.optimizer.state[twin.model.get_parameter("0.weight")]
+    assert {key: type(value) for key, value in state.items()} == {
+        "step": int, "norm": float, "large": bool, "mean": torch.Tensor,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [float, torch.tensor])
+def test_a_number_that_becomes_another_kind_of_value_is_refused_by_name(late: Any) -> None:
+    sub_epochs = [zoo.singly(zoo.vectors(*[8] * 6))]
+    make = mlp_recipe(optimizer=lambda model: KeepsNumbers(model.parameters(), late))
+    trial = start(make(), sub_epochs[0])
+    with pytest.raises(ConfigurationError, match=r"'step' of parameter '.*' as a .*kept an int"):
+        trial.train(sub_epochs[0])
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
