@@ -226,7 +226,7 @@ class PlainTrainer:
         key.reseed(FORWARD)
         named, schedulers = recipe.named(features, targets), schedulers_of(self.scheduler)
         model = recipe.model.train()
-        with recipe.compiled(model):
+        with recipe.compiled(model), torch.jit.optimized_execution(False):
             return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
 
     def _loss(self, batch: BatchTensors, key: RandomKey) -> tuple[Tensor, Any]:

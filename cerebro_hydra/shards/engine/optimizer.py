@@ -147,6 +147,11 @@ def _entry(
             "tensor, which can't hop; set sparse=False in its embedding, or choose an optimizer "
             "without such state, as SGD without momentum"
         )
+    if value.is_conj() or value.is_neg():
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} keeps {key!r} of parameter {name!r} as a "
+            "conjugated or negated view, which can't hop; keep its resolve_conj().resolve_neg()"
+        )
     return StateEntry(key, value.dtype, tuple(value.shape), _strides(value, parameter))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe import Columns
+from cerebro_hydra.recipe import Columns, Recipe
 from cerebro_hydra.shards.cut.choice import UnitProfile
 from cerebro_hydra.shards.engine.differences import same_bits
 from tests.conformance import text
@@ -90,6 +90,30 @@ def test_a_scripted_function_computes_operation_by_operation_however_often_it_wa
         model = in_blocks(lambda x, training: function(x, x.mean(0)))  # noqa: B023
         recipe = seeded(model, shards)
         trial = assert_equal_to_plain(recipe, two_sub_epochs(), cut="modules")
+        found.append(trial.tensors())
+    scripted, unscripted = found
+    assert all(same_bits(scripted[name], tensor) for name, tensor in unscripted.items())
+
+
+def test_a_scripted_function_of_a_training_step_computes_operation_by_operation() -> None:
+    windows = zoo.singly(zoo.vectors(*[8] * 6))
+    found = []
+    for function in (bias_gelu, _bias_gelu):
+
+        def step(model, batch, optimizers):
+            optimizers[0].zero_grad()
+            outputs = model(batch["x"])
+            loss = function(outputs, outputs.mean(0)).square().mean()  # noqa: B023
+            loss.backward()
+            optimizers[0].step()
+            return loss
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), training_step=step)
+        trial = start(recipe.bind(Columns(("x",), ("y",))), windows)
+        trial.train(windows)
         found.append(trial.tensors())
     scripted, unscripted = found
     assert all(same_bits(scripted[name], tensor) for name, tensor in unscripted.items())
