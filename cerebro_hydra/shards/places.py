@@ -262,7 +262,10 @@ def _kept_elsewhere(told: str) -> str:
 def made_anew(told: str, before: Tensor, now: Tensor) -> ConfigurationError:
     """Return the error of a tensor that was registered anew or assigned in another form."""
     forms = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (before, now))
+    instead = "register it in the constructor as large as it is ever needed"
+    if told.startswith("state "):
+        instead = "give it in its first two steps the shape and type that it is ever to have"
     return ConfigurationError(
         f"training made {told} anew, from {' to '.join(forms)}, which other workers would not "
-        "have; register it in the constructor as large as it is ever needed"
+        f"have; {instead}"
     )

@@ -23,6 +23,9 @@ TensorKey = tuple[Literal["parameter", "buffer"], str]
 """The kind of a tensor and its name in the model."""
 
 _ATOMS = (int, float, str, type(None))
+_OF_TORCH = vars(nn.Module()).keys()
+_Place = tuple[dict[str, Any], str]
+"""The attributes of a module, and the name of one of them."""
 _ABSENT = object()
 """Stands for an attribute that a module does not have."""
 _NONE = None, None
@@ -244,7 +247,7 @@ class BuiltAttributes:
 
     def __init__(self, model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
         self._model = model
-        self._places = [(vars(module), name) for module, name in places]
+        self._places = self._with_sharers([(vars(module), name) for module, name in places])
         copies = _Copies(self._memo(), _Contents.of_holder)
         self._built = [
             copies.copied(held[name]) if name in held else _ABSENT for held, name in self._places
@@ -267,6 +270,19 @@ class BuiltAttributes:
                 held[name] = again.copied(value)
         for holder, contents in again.contents.values():
             contents.fill(holder)
+
+    def _with_sharers(self, places: list[_Place]) -> list[_Place]:
+        """Return places, and those that refer to what is there, for training may part them."""
+        there = {id(held.get(name)) for held, name in places}
+        known = {(id(held), name) for held, name in places}
+        copies = _Copies(self._memo(), _Contents.of_holder)
+        return places + [
+            (held, name)
+            for held in map(vars, self._model.modules())
+            for name, value in held.items()
+            if name not in _OF_TORCH and (id(held), name) not in known
+            if not there.isdisjoint(copies.reached(value))
+        ]
 
     def _memo(self) -> dict[int, Any]:
         return _own_memo(self._model) | {id(buffer): buffer for buffer in self._model.buffers()}
@@ -401,7 +417,7 @@ class _Copies:
         """Return a copy, or the value itself if it can't be copied."""
         if isinstance(value, _ATOMS):
             return value
-        found = self._holders(value)
+        found = self.reached(value)
         self._memo.update((key, holder) for key, (holder, _) in found.items())
         for key, (holder, has) in found.items():
             self.contents[key] = holder, has.mapped(self._copy)
@@ -418,7 +434,7 @@ class _Copies:
                 self._memo.popitem()
             return value
 
-    def _holders(self, value: Any) -> dict[int, tuple[Any, _Contents]]:
+    def reached(self, value: Any) -> dict[int, tuple[Any, _Contents]]:
         """Return the containers and objects that a value refers to, itself among them."""
         found: dict[int, tuple[Any, _Contents]] = {}
         left = [value]

@@ -139,7 +139,23 @@ def by_hook() -> tuple[nn.Module, nn.Module | None]:
     return Model(shared, Hooked(shared), nn.Linear(16, 16), by_closure(shared)), None
 
 
+class HandsOut(Model):
+    """Gives its modules a new object in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared = Plain()
+        self.layers[0].shared = self.shared
+        self.layers[2].others = defaultdict(list, {"all": [self.shared]})
+        return super().forward(x)
+
+
+def by_new_object() -> tuple[nn.Module, nn.Module | None]:
+    shared = Plain()
+    return HandsOut(shared, Writer(shared), nn.Linear(16, 16), ReaderOf(shared)), None
+
+
 SHARED = {
+    "new object": by_new_object,
     "attributes": read_by(ReaderOf),
     "closure": read_by(by_closure),
     "method": read_by(lambda shared: Reader(shared.get)),

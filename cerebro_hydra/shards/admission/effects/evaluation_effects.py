@@ -30,9 +30,11 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 from cerebro_hydra.shards.admission.effects.late_effects import FREE_SECONDS, EarlierReadings
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.readings import (
+    AS,
     KnownChanges,
     Reading,
     changed,
+    containers_of,
     have_grown,
     is_of_process,
     name_of,
@@ -297,7 +299,14 @@ class LateEvaluation:
         # Another trial of the process may have trained meanwhile.
         found -= {p for p in found if is_of_process(p) and self._trained.covers(p)}
         grown = have_grown(found, before, after)
-        return found - {path for path in grown if self._may_grow(path, before)}
+        found -= {path for path in grown if self._may_grow(path, before)}
+        return {path for path in found if not self._follows(path, after)}
+
+    def _follows(self, path: str, after: Reading) -> bool:
+        """Return whether it is what each evaluation sets anew, by another name."""
+        texts = (after.get(each, "") for each in containers_of(path))
+        others = (text.removeprefix(AS) for text in texts if text.startswith(AS))
+        return any(name_of(other) in self._known for other in others)
 
     def _may_grow(self, path: str, before: Reading) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""

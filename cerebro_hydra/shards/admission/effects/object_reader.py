@@ -55,6 +55,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     names_where_written,
 )
 from cerebro_hydra.shards.admission.effects.readings import (
+    AS,
     CACHED,
     CONTAINER,
     GENERATOR,
@@ -156,7 +157,7 @@ class ObjectReader:
         elif self._depth > _DEEPEST or len(self.found) > _MOST:
             self.found[path] = f"{_name(kind)}, not read"
         elif kind is not tuple and id(value) in self._seen:
-            self.found[path] = _short(f"as {self._seen[id(value)][1]}")
+            self.found[path] = _short(AS + self._seen[id(value)][1])
         else:
             self._seen[id(value)] = value, path
             self._depth += 1

@@ -75,6 +75,10 @@ def containers_of(path: str) -> Iterator[str]:
     yield path
 
 
+AS = "as "
+"""Begins what a reading has of an object that it has met by another path, which follows."""
+
+
 def name_of(path: str) -> str:
     """Return the name that a path begins with."""
     return path.partition(PART)[0]
