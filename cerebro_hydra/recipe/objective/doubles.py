@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Doubles(TorchFunctionMode):
     """Makes a tensor of 64 bits wherever one of 32 would come up, in this thread and its block.
 
-    The default type of torch would reach all threads, and leaves `Tensor.float` as it is.
+    One of 32 bits that is there is written to as it is, and so are views of it. The default type of
+    torch would reach all threads, and leaves `Tensor.float` as it is.
     """
 
     def __torch_function__(
@@ -22,22 +23,33 @@ class Doubles(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        given, named = _wide(args), {name: _wide(each) for name, each in (kwargs or {}).items()}
-        found = func(*given, **named)
-        if not _has_single(found):
+        given, named = _of_doubles(args), {n: _of_doubles(v) for n, v in (kwargs or {}).items()}
+        try:
+            found = func(*given, **named)
+        except RuntimeError:  # such as of a product of 32 bits and 64
+            given, named = tree_map(widened, (given, named))
+            return func(*given, **named)
+        if not _has_single(found) or _is_of(found, (given, named)):
             return found
         if func in _device_constructors():  # these take a type, too
             return func(*given, **{**named, "dtype": torch.float64})
-        given, named = tree_map_only(Tensor, _as_fraction, (given, named))  # a division, for one
-        return tree_map(_wide, func(*given, **named))
+        for wider in (widened, _as_fraction):  # the second for a quotient of integers
+            given, named = tree_map(wider, (given, named))
+            if not _has_single(found := func(*given, **named)):
+                return found
+        return tree_map(widened, found)
+
+
+def widened(value: Any) -> Any:
+    """Return a tensor of 64 bits in place of one of 32; anything else is itself."""
+    is_single = isinstance(value, Tensor) and value.dtype is torch.float32
+    return value.double() if is_single else value
 
 
 # Called for each operation, so without `tree_map`, which takes longer than most of them.
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.dtype is torch.float32 else value
+def _of_doubles(value: Any) -> Any:
     if type(value) is tuple or type(value) is list:
-        return type(value)(map(_wide, value))
+        return type(value)(map(_of_doubles, value))
     return torch.float64 if value is torch.float32 else value
 
 
@@ -47,5 +59,16 @@ def _has_single(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(map(_has_single, value))
 
 
-def _as_fraction(value: Tensor) -> Tensor:
-    return value if value.is_floating_point() or value.is_complex() else value.double()
+def _is_of(found: Any, given: Any) -> bool:
+    """Return whether a result is an argument, or a view of one, to which code may write."""
+    return not _memory_of(found).isdisjoint(_memory_of(given))
+
+
+def _memory_of(values: Any) -> set[int]:
+    dense = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided)
+    return {t.untyped_storage().data_ptr() for t in dense} - {0}
+
+
+def _as_fraction(value: Any) -> Any:
+    is_integer = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return value.double() if is_integer else value

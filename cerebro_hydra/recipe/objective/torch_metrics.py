@@ -8,6 +8,7 @@ import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
-from cerebro_hydra.recipe.objective.doubles import Doubles
+from cerebro_hydra.recipe.objective.doubles import Doubles, widened
 from cerebro_hydra.recipe.objective.likelihoods import (
     OfEitherScale,
     Scale,
@@ -103,7 +104,10 @@ class TorchMetric:
         metric = self._made(classes)
         if state["parts"]:
             _set_states(metric, state["parts"])
-        with Doubles():
+        if _is_of_library(metric):
+            with Doubles():
+                metric.update(widened(scores), widened(target))
+        else:
             metric.update(scores, target)
         return {"classes": classes, "parts": [_states(metric)]}
 
@@ -123,7 +127,7 @@ class TorchMetric:
         metric = self._made(state["classes"])
         _set_states(metric, state["parts"])
         metric._update_count = len(state["parts"])  # else it warns that nothing was measured
-        with Doubles():
+        with Doubles() if _is_of_library(metric) else nullcontext():
             value = metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             form = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
@@ -138,11 +142,16 @@ class TorchMetric:
         return not is_torchmetric(self._metric) or type(self._metric).__name__.startswith("Binary")
 
     def _made(self, classes: int) -> Any:
-        """Return the metric before any batch, with all that it holds in double precision."""
+        """Return the metric before any batch, with states in double precision.
+
+        So is all else that a metric of torchmetrics holds, which computes in it.
+        """
         made = self._metric if is_torchmetric(self._metric) else self._metric(classes)
         metric = copy.deepcopy(made)
         metric.reset()
-        for name, value in {**vars(metric), **metric._buffers}.items():
+        held = {**vars(metric), **metric._buffers}
+        for name in held if _is_of_library(metric) else metric._defaults:
+            value = held[name]
             if isinstance(value, Tensor) and value.is_floating_point():
                 setattr(metric, name, value.double())
         return metric
@@ -245,6 +254,11 @@ def _states(metric: Any) -> dict[str, Any]:
             "bytes": base64.b64encode(array.tobytes()).decode("ascii"),
         }
     return states
+
+
+def _is_of_library(metric: Any) -> bool:
+    """Return whether a metric's class is one of torchmetrics; others compute as they say."""
+    return type(metric).__module__.partition(".")[0] == "torchmetrics"
 
 
 def _set_states(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:

@@ -306,7 +306,9 @@ class _Contents(NamedTuple):
         """Return what it has, past the methods that its class may have of its own."""
         if type(holder) in _BLOCKS:
             value = holder.detach() if isinstance(holder, Tensor) else holder
-            return cls(block=copy.deepcopy(value))
+            return cls(
+                block=copy.copy(value) if isinstance(value, np.ndarray) else copy.deepcopy(value)
+            )
         items = next(
             (read(holder) for kind, read in _READ.items() if isinstance(holder, kind)), None
         )
@@ -372,9 +374,7 @@ def _is_block(value: Any) -> bool:
         is_plain = value.layout is torch.strided and not value.is_inference() and value.is_leaf
         return is_plain and 0 not in value.stride() and value.nbytes <= _LARGEST_BLOCK
     if isinstance(value, np.ndarray):
-        return (
-            value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _LARGEST_BLOCK
-        )
+        return value.flags.writeable and value.nbytes <= _LARGEST_BLOCK
     return len(value) <= _LARGEST_BLOCK
 
 

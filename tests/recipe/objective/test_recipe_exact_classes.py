@@ -55,6 +55,36 @@ def measured(metric: Any, counts: Counts, batch: int = 10_000, partitions: int =
     return value
 
 
+class OfScratch(torchmetrics.Metric):
+    """Counts classes in tensors of single precision that are no states of its own."""
+
+    higher_is_better, full_state_update = True, False
+    counted = torch.zeros(CLASSES)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.others = {"weights": [torch.ones(CLASSES)]}
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.counted.zero_().scatter_add_(0, target, torch.ones(len(target)))
+        shares = torch.from_numpy(self.counted.numpy().astype(np.float32))
+        shares[shares == 0] = 0.5
+        shares /= len(target)
+        weights = self.others["weights"][0]
+        weights[0] = 2.0
+        self.total += (shares * weights).sum() * len(target)
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+def test_a_metric_of_a_users_own_class_writes_to_tensors_of_its_own() -> None:
+    counts = COUNTS[0]
+    expected = float(counts.sum() + counts[0].sum())
+    assert measured({"of scratch": OfScratch()}, counts) == pytest.approx(expected, rel=1e-6)
+
+
 def ones(counts: Counts) -> tuple[Counts, Counts, Counts, Counts]:
     """Return the true and false positives and negatives of each class."""
     hit = counts.diagonal().astype(np.float64)

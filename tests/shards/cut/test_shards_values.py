@@ -133,6 +133,7 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.zeros(2, 3).t(),
     "of one": lambda: torch.zeros(()),
     "array": lambda: np.zeros(3),
+    "of objects": lambda: np.array([None, 0.0, 1.0], dtype=object),
     "of Python": lambda: array.array("d", [0.0, 0.0]),
     "bytes": lambda: bytearray(3),
 }
@@ -143,13 +144,15 @@ def test_a_tensor_or_array_is_filled_so_that_whoever_refers_to_it_sees_that(
     make: Callable[[], Any],
 ) -> None:
     value = make()
-    shown = memoryview(value) if not isinstance(value, torch.Tensor) else value.view(value.shape)
+    shown = value.view(value.shape) if isinstance(value, torch.Tensor) else value[:]
+    if isinstance(value, array.array | bytearray):
+        shown = memoryview(value)  # type: ignore[assignment]
 
     def change() -> None:
-        if isinstance(value, torch.Tensor | np.ndarray):
-            value[...] = value + 1
+        if isinstance(value, torch.Tensor):
+            value.add_(1)
         else:
-            value[0] += 1
+            value[1] += 1
 
     model = Model(Plain(value=value, pair=(value, [value])))
     others = AttributeValues(model)

@@ -156,6 +156,8 @@ class ObjectReader:
                 self.meet(value)
         elif self._depth > _DEEPEST or len(self.found) > _MOST:
             self.found[path] = f"{_name(kind)}, not read"
+        elif kind is object:  # it stands for something, such as that nothing is there yet
+            self.found[path] = OBJECT
         elif kind is not tuple and id(value) in self._seen:
             self.found[path] = _short(AS + self._seen[id(value)][1])
         else:
