@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 
@@ -80,10 +81,10 @@ _LIMITS = {
 
 _HOOKS: dict[str, dict[int, Any]] = {
     name: each
-    for name, each in vars(torch_module).items()
+    for name, each in {**vars(torch_module), **vars(torch_optimizer)}.items()
     if name.startswith("_global_") and isinstance(each, dict)
 }
-"""What torch knows of hooks for all modules, by the number of a hook."""
+"""What torch knows of hooks for all modules, and for all optimizers, by the number of a hook."""
 
 _HOOKS_ARE_FULL = "_global_is_full_backward_hook"
 """Where torch notes of which kind the first backward hook was, for it allows no other."""
@@ -160,8 +161,8 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
         )
     if hooks := _give_hooks_back(before):
         told.append(
-            f"{who} {' and '.join(hooks)} for all modules of the process, which other trials would "
-            "have, too; register it on the modules of its model"
+            f"{who} {' and '.join(hooks)} of the process, which other trials would have, too; "
+            "register it on the modules of its model, or on its optimizer"
         )
     return "; ".join(told) or None
 
@@ -176,7 +177,8 @@ def _give_hooks_back(before: dict[str, Any]) -> list[str]:
         each.update(before[name])
         if name.endswith("_hooks"):  # else it says more of one of them
             kind = name.removeprefix("_global_").removesuffix("s").replace("_", " ")
-            changes.append(f"{verb} a {kind}")
+            of = "optimizers" if name in vars(torch_optimizer) else "modules"
+            changes.append(f"{verb} a {kind.removeprefix('optimizer ')} for all {of}")
     setattr(torch_module, _HOOKS_ARE_FULL, before[_HOOKS_ARE_FULL])
     return changes
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -70,14 +71,17 @@ def test_an_error_of_code_that_changes_a_setting_has_a_note_of_it() -> None:
 
 
 def hooks() -> dict[str, Any]:
-    """Return what torch knows of hooks for all modules."""
-    known = {name: vars(torch_module)[name] for name in dir(torch_module) if "_global_" in name}
+    """Return what torch knows of hooks for all modules and all optimizers."""
+    both = {**vars(torch_module), **vars(torch_optimizer)}
+    known = {name: value for name, value in both.items() if "_global_" in name}
     return {name: copy(each) for name, each in known.items()}
 
 
 @pytest.mark.parametrize(
     ("kind", "register"),
     [
+        ("pre hook for all optimizers", torch_optimizer.register_optimizer_step_pre_hook),
+        ("post hook for all optimizers", torch_optimizer.register_optimizer_step_post_hook),
         ("forward pre hook", torch_module.register_module_forward_pre_hook),
         (
             "forward hook",
@@ -94,7 +98,8 @@ def test_code_that_registers_hooks_for_all_modules_is_told_so_and_others_have_no
     kind: str, register: Callable[[Any], Any]
 ) -> None:
     before = hooks()
-    told = f"code of the trial registers a {kind} for all modules of the process"
+    whose = "" if "for all" in kind else " for all modules"
+    told = f"code of the trial registers a {kind}{whose} of the process"
     with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
         register(lambda *_: None)
     assert hooks() == before
