@@ -178,12 +178,13 @@ def interrupted(number: int, sent: int) -> Tape:
 
 @contextmanager
 def a_device_killed(backend: LocalBackend) -> Iterator[Tape]:
-    """Kill a device of worker 0 when the first sub-epoch is committed; the body's run is taped."""
+    """Kill a device of worker 0 once a sub-epoch is committed; the body's run is taped."""
     killed: list[int] = []
 
     def kill(tape: Tape) -> None:
-        if tape.commits and not killed:
-            killed.append(devices_of(agent_of(backend))[0])
+        devices = [] if killed or not tape.commits else devices_of(agent_of(backend))
+        if devices:  # else it is not there yet, and the sub-epoch was another worker's
+            killed.append(devices[0])
             os.kill(killed[0], signal.SIGKILL)
 
     yield Tape(kill)
