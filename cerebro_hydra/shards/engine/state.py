@@ -257,6 +257,11 @@ class ShardState:
     def _check_kind(self, name: str, key: str, value: Any, view: Tensor) -> None:
         is_number = (name, key) in self._numbers
         fits = NUMBERS.get(type(value)) == view.dtype if is_number else isinstance(value, Tensor)
+        if fits and type(value) is int and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigurationError(
+                f"the optimizer keeps {key!r} of parameter {name!r} as {value}, which has no room "
+                "in 64 bits; keep a float"
+            )
         if not fits:
             raise ConfigurationError(
                 f"the optimizer keeps {key!r} of parameter {name!r} as {kind_of(value)}, and kept "

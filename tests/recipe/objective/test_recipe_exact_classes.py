@@ -212,3 +212,13 @@ def test_doubles_come_of_whatever_makes_single_precision_and_only_in_the_block()
         assert whole.sum().dtype is torch.int64 and (whole > 1).dtype is torch.bool
     assert {each.dtype for each in made} == {torch.float64}
     assert (whole / 3).dtype is torch.float32
+
+
+def test_what_is_written_to_is_no_copy_in_double_precision() -> None:
+    single, places = torch.zeros(2), torch.tensor([0, 1])
+    with Doubles():
+        single.add_(torch.ones(2))
+        single[0] = 3.0
+        with pytest.raises(RuntimeError, match="same scalar type"):
+            single.index_add_(0, places, torch.ones(2))
+    assert single.tolist() == [3.0, 1.0]

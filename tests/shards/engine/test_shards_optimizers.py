@@ -164,6 +164,16 @@ def test_a_number_that_becomes_another_kind_of_value_is_refused_by_name(late: An
         trial.train(sub_epochs[0])
 
 
+def test_a_number_without_room_in_a_checkpoint_is_refused_by_name() -> None:
+    sub_epochs = [zoo.singly(zoo.vectors(*[8] * 6))]
+    make = mlp_recipe(optimizer=lambda m: KeepsNumbers(m.parameters(), lambda _: 1 << 63))
+    trial = start(make(), sub_epochs[0])
+    with pytest.raises(
+        ConfigurationError, match=r"'step' of parameter '.*' as 9223372036854775808"
+    ):
+        trial.train(sub_epochs[0])
+
+
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
 def test_a_frozen_parameter_in_a_group_has_no_state(name):
     trial = assert_equal_to_plain(made(name, {}, frozen=True), two_sub_epochs())
