@@ -28,7 +28,6 @@ _Place = tuple[dict[str, Any], str]
 """The attributes of a module, and the name of one of them."""
 _ABSENT = object()
 """Stands for an attribute that a module does not have."""
-_NONE = None, None
 
 _BLOCKS = (Tensor, np.ndarray, bytearray, array.array)
 """What is filled in place, as others may refer to it, or to its memory."""
@@ -217,10 +216,14 @@ class AttributeValues:
             leaves = tree_leaves([dict(vars(module)) for module in modules])
             memo |= {id(each): each for each in leaves if kept(each)}
         copies = _Copies(memo, _Contents.of_holder)
-        own = [_Contents.of(module).mapped(copies.copied) for module in modules]
+        present = [_Contents.of(module) for module in modules]
+        copies.take(itertools.chain.from_iterable(each.values() for each in present))
+        own = [each.mapped(copies.copied) for each in present]
         for module, copied in zip(modules, buffers, strict=True):
-            copies.contents[id(module._buffers)] = module._buffers, _Contents(copied)
-        self._contents = [*zip(modules, own, strict=True), *copies.contents.values()]
+            if copied:
+                copies.contents[id(module._buffers)] = _Contents(copied)
+        self._contents = [*zip(modules, own, strict=True), *copies.filled()]
+        self._empty = copies.empty()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -232,6 +235,10 @@ class AttributeValues:
             self._exchange()
 
     def _exchange(self) -> None:
+        filled = [holder for holder in self._empty if holder]  # such as hooks of a module
+        if filled:
+            self._empty = [holder for holder in self._empty if not holder]
+            self._contents += [(holder, _EMPTY[type(holder)]) for holder in filled]
         before = [(holder, _Contents.of(holder)) for holder, _ in self._contents]
         for holder, contents in self._contents:
             contents.fill(holder)
@@ -249,6 +256,7 @@ class BuiltAttributes:
         self._model = model
         self._places = self._with_sharers([(vars(module), name) for module, name in places])
         copies = _Copies(self._memo(), _Contents.of_holder)
+        copies.take(held.get(name) for held, name in self._places)
         self._built = [
             copies.copied(held[name]) if name in held else _ABSENT for held, name in self._places
         ]
@@ -260,16 +268,19 @@ class BuiltAttributes:
         Args:
             replaced: says of a present value whether it is to go.
         """
-        again = _Copies(self._memo(), lambda value: self._contents.get(id(value), _NONE)[1])
-        for (held, name), value in zip(self._places, self._built, strict=True):
-            if not replaced(held.get(name)):
-                continue
+        again = _Copies(self._memo(), lambda value: self._contents.get(id(value)))
+        built = zip(self._places, self._built, strict=True)
+        given = [(*place, value) for place, value in built if replaced(place[0].get(place[1]))]
+        again.take(value for *_, value in given)
+        for held, name, value in given:
             if value is _ABSENT:
                 held.pop(name, None)
             else:
                 held[name] = again.copied(value)
-        for holder, contents in again.contents.values():
+        for holder, contents in again.filled():
             contents.fill(holder)
+        for holder in again.empty():
+            _EMPTY[type(holder)].fill(holder)
 
     def _with_sharers(self, places: list[_Place]) -> list[_Place]:
         """Return places, and those that refer to what is there, for training may part them."""
@@ -281,7 +292,7 @@ class BuiltAttributes:
             for held in map(vars, self._model.modules())
             for name, value in held.items()
             if name not in _OF_TORCH and (id(held), name) not in known
-            if not there.isdisjoint(copies.reached(value))
+            if not there.isdisjoint(copies.reached([value])[0])
         ]
 
     def _memo(self) -> dict[int, Any]:
@@ -309,11 +320,11 @@ class _Contents(NamedTuple):
             return cls(
                 block=copy.copy(value) if isinstance(value, np.ndarray) else copy.deepcopy(value)
             )
+        if (read := _READ.get(type(holder))) is not None:
+            return cls(read(holder))
         items = next(
             (read(holder) for kind, read in _READ.items() if isinstance(holder, kind)), None
         )
-        if type(holder) in _READ:
-            return cls(items)
         state = object.__getstate__(holder)
         attributes, slots = state if isinstance(state, tuple) else (state, None)
         return cls(items, dict(attributes or ()), slots or {})
@@ -322,8 +333,14 @@ class _Contents(NamedTuple):
     def of_holder(cls, value: Any) -> _Contents | None:
         """Return what a value has, None if it is to be copied as a whole."""
         kind = type(value)
-        is_holder = kind in _READ or (_is_block(value) if kind in _BLOCKS else _is_plain(kind))
+        if kind in _READ:
+            return cls.of(value) if value else _EMPTY[kind]
+        is_holder = _is_block(value) if kind in _BLOCKS else _is_plain(kind)
         return cls.of(value) if is_holder else None
+
+    def is_empty_of(self, holder: Any) -> bool:
+        """Return whether a container has nothing, as most have in modules, such as hooks."""
+        return self is _EMPTY.get(type(holder))
 
     def values(self) -> Iterator[Any]:
         """Yield all that is there."""
@@ -334,12 +351,12 @@ class _Contents(NamedTuple):
         """Return the same with what a function makes of each value."""
 
         def each_of(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: function(value) for name, value in values.items()}
+            return {name: function(value) for name, value in values.items()} if values else {}
 
         items = self.items
         if isinstance(items, dict):
             items = each_of(items)
-        elif items is not None:
+        elif items:
             items = type(items)(map(function, items))
         return _Contents(items, each_of(self.attributes), each_of(self.slots), self.block)
 
@@ -366,6 +383,10 @@ class _Contents(NamedTuple):
             object.__delattr__(holder, name)
         for name, value in self.slots.items():
             object.__setattr__(holder, name, value)
+
+
+_EMPTY = {kind: _Contents(read(kind())) for kind, read in _READ.items()}
+"""What containers have that have nothing, by their kinds."""
 
 
 def _is_block(value: Any) -> bool:
@@ -404,27 +425,40 @@ class _Copies:
         contents_of: returns what a container or an object has, None of anything else.
 
     Attributes:
-        contents: by the id of each of these, itself and copies of what it has.
+        holders: these containers and objects, by their ids.
+        contents: copies of what each has.
     """
 
     def __init__(
         self, memo: dict[int, Any], contents_of: Callable[[Any], _Contents | None]
     ) -> None:
-        self.contents: dict[int, tuple[Any, _Contents]] = {}
+        self.holders: dict[int, Any] = {}
+        self.contents: dict[int, _Contents] = {}
         self._memo, self._contents_of = memo, contents_of
 
-    def copied(self, value: Any) -> Any:
-        """Return a copy, or the value itself if it can't be copied."""
-        if isinstance(value, _ATOMS):
-            return value
-        found = self.reached(value)
-        self._memo.update((key, holder) for key, (holder, _) in found.items())
-        for key, (holder, has) in found.items():
-            self.contents[key] = holder, has.mapped(self._copy)
-        return self._copy(value)
+    def take(self, values: Iterable[Any]) -> None:
+        """Copy what containers and objects have that values refer to, which stay the same."""
+        holders, contents = self.reached(values)
+        self.holders |= holders
+        self._memo |= holders
+        self.contents |= contents
+        for key, has in contents.items():
+            if not has.is_empty_of(holders[key]):
+                self.contents[key] = has.mapped(self.copied)
 
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, _ATOMS):
+    def filled(self) -> list[tuple[Any, _Contents]]:
+        """Return those that have anything, with copies of it."""
+        pairs = ((self.holders[key], has) for key, has in self.contents.items())
+        return [(holder, has) for holder, has in pairs if not has.is_empty_of(holder)]
+
+    def empty(self) -> list[Any]:
+        """Return the containers that have nothing."""
+        pairs = ((self.holders[key], has) for key, has in self.contents.items())
+        return [holder for holder, has in pairs if has.is_empty_of(holder)]
+
+    def copied(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it was taken or can't be copied."""
+        if isinstance(value, _ATOMS) or id(value) in self.contents:
             return value
         known = len(self._memo)
         try:
@@ -434,10 +468,11 @@ class _Copies:
                 self._memo.popitem()
             return value
 
-    def reached(self, value: Any) -> dict[int, tuple[Any, _Contents]]:
-        """Return the containers and objects that a value refers to, itself among them."""
-        found: dict[int, tuple[Any, _Contents]] = {}
-        left = [value]
+    def reached(self, values: Iterable[Any]) -> tuple[dict[int, Any], dict[int, _Contents]]:
+        """Return the containers and objects that values refer to, or are, and what they have."""
+        holders: dict[int, Any] = {}
+        found: dict[int, _Contents] = {}
+        left = list(values)
         while left:
             each = left.pop()
             if isinstance(each, _ATOMS) or id(each) in self._memo or id(each) in found:
@@ -449,9 +484,10 @@ class _Copies:
             elif isinstance(each, functools.partial):
                 left += [each.func, *each.args, *each.keywords.values()]
             elif (contents := self._contents_of(each)) is not None:
-                found[id(each)] = each, contents
-                left += contents.values()
-        return found
+                holders[id(each)], found[id(each)] = each, contents
+                if not contents.is_empty_of(each):
+                    left += contents.values()
+        return holders, found
 
 
 def _is_plain(kind: type[Any]) -> bool:
