@@ -58,11 +58,13 @@ class NoNumber(ConfigurationError):
 
 
 class TorchMetric:
-    """Keeps what a metric of torchmetrics has seen as JSON, its tensors in double precision.
+    """Keeps what a metric of torchmetrics has seen as JSON.
 
     A state has a part for each partition. As torchmetrics does with those of processes, they are
-    stacked, in partition order, and reduced by the function that the metric has for each. Its value
-    is computed in double precision, too, in which equal counts of other classes are equal figures.
+    stacked, in partition order, and reduced by the function that the metric has for each. A metric
+    of torchmetrics itself computes in double precision, in which equal counts of other classes are
+    equal figures. One whose code is the user's computes in the types that it has, with outputs and
+    labels in theirs.
 
     Args:
         metric: one of torchmetrics, or a function that makes it for a number of classes, of which
@@ -108,7 +110,8 @@ class TorchMetric:
             with Doubles():
                 metric.update(widened(scores), widened(target))
         else:
-            metric.update(scores, target)
+            reals = labels[0] if labels[0].is_floating_point() else outputs
+            metric.update(_as(outputs, scores), _as(reals, target))
         return {"classes": classes, "parts": [_states(metric)]}
 
     def merge(self, state: Any, other: Any) -> Any:
@@ -142,16 +145,12 @@ class TorchMetric:
         return not is_torchmetric(self._metric) or type(self._metric).__name__.startswith("Binary")
 
     def _made(self, classes: int) -> Any:
-        """Return the metric before any batch, with states in double precision.
-
-        So is all else that a metric of torchmetrics holds, which computes in it.
-        """
+        """Return the metric before any batch, in double precision if it computes in it."""
         made = self._metric if is_torchmetric(self._metric) else self._metric(classes)
         metric = copy.deepcopy(made)
         metric.reset()
-        held = {**vars(metric), **metric._buffers}
-        for name in held if _is_of_library(metric) else metric._defaults:
-            value = held[name]
+        held = {**vars(metric), **metric._buffers} if _is_of_library(metric) else {}
+        for name, value in held.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 setattr(metric, name, value.double())
         return metric
@@ -247,18 +246,26 @@ def _states(metric: Any) -> dict[str, Any]:
     """Return each state of a metric by its bytes, which JSON keeps exactly, NaN too."""
     states = {}
     for name in metric._defaults:
-        array = getattr(metric, name).detach().contiguous().numpy()
+        tensor = getattr(metric, name).detach()
+        array = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
         states[name] = {
-            "type": str(array.dtype),
-            "shape": list(array.shape),
+            "type": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
             "bytes": base64.b64encode(array.tobytes()).decode("ascii"),
         }
     return states
 
 
 def _is_of_library(metric: Any) -> bool:
-    """Return whether a metric's class is one of torchmetrics; others compute as they say."""
-    return type(metric).__module__.partition(".")[0] == "torchmetrics"
+    """Return whether a metric computes by code of torchmetrics alone."""
+    code = (getattr(type(metric), name).__module__ for name in ("update", "compute"))
+    return all(module.partition(".")[0] == "torchmetrics" for module in code)
+
+
+def _as(other: Tensor, value: Tensor) -> Tensor:
+    """Return a value in the type of another tensor, if both are of real numbers."""
+    of_reals = other.is_floating_point() and value.is_floating_point()
+    return value.to(other.dtype) if of_reals else value
 
 
 def _set_states(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -272,5 +279,5 @@ def _set_states(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _tensor(state: Mapping[str, Any]) -> Tensor:
-    array = np.frombuffer(base64.b64decode(state["bytes"]), state["type"])
-    return torch.from_numpy(array.reshape(state["shape"]).copy())
+    array = np.frombuffer(base64.b64decode(state["bytes"]), np.uint8).copy()
+    return torch.from_numpy(array).view(getattr(torch, state["type"])).reshape(state["shape"])

@@ -55,15 +55,26 @@ def measured(metric: Any, counts: Counts, batch: int = 10_000, partitions: int =
     return value
 
 
-class OfScratch(torchmetrics.Metric):
-    """Counts classes in tensors of single precision that are no states of its own."""
+class Own(torchmetrics.Metric):
+    """Is a metric whose code is a user's, with states in single precision."""
 
     higher_is_better, full_state_update = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(CLASSES), dist_reduce_fx="sum")
+
+    def compute(self) -> torch.Tensor:
+        return self.total.sum()
+
+
+class OfScratch(Own):
+    """Counts classes in tensors that are no states of its own, and writes to them."""
+
     counted = torch.zeros(CLASSES)
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
         self.others = {"weights": [torch.ones(CLASSES)]}
 
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
@@ -73,16 +84,59 @@ class OfScratch(torchmetrics.Metric):
         shares /= len(target)
         weights = self.others["weights"][0]
         weights[0] = 2.0
-        self.total += (shares * weights).sum() * len(target)
+        self.total += shares * weights * len(target)
+
+
+class OfBuffers(Own):
+    """Multiplies outputs and states with a buffer, and adds to a state by its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("costs", torch.arange(9.0).reshape(CLASSES, CLASSES))
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.total.index_add_(0, target, (preds @ self.costs).amax(1))
 
     def compute(self) -> torch.Tensor:
-        return self.total
+        return (self.costs @ self.total).sum()
 
 
-def test_a_metric_of_a_users_own_class_writes_to_tensors_of_its_own() -> None:
-    counts = COUNTS[0]
-    expected = float(counts.sum() + counts[0].sum())
-    assert measured({"of scratch": OfScratch()}, counts) == pytest.approx(expected, rel=1e-6)
+class OfHalves(torchmetrics.Metric):
+    """Keeps a state of 16 bits."""
+
+    higher_is_better, full_state_update = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        zero = torch.zeros((), dtype=torch.bfloat16)
+        self.add_state("most", zero, dist_reduce_fx="max")
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        assert preds.dtype is torch.float32 and self.most.dtype is torch.bfloat16
+        self.most = torch.maximum(self.most, preds.sum(0).amax().bfloat16())
+
+    def compute(self) -> torch.Tensor:
+        return self.most
+
+
+@pytest.mark.parametrize("kind", [OfScratch, OfBuffers, OfHalves])
+def test_a_metric_with_code_of_the_users_gives_what_torchmetrics_gives(kind: type[Any]) -> None:
+    labels, guesses = rows_of(COUNTS[0])
+    alone = kind()
+    alone.update(nn.functional.one_hot(guesses, CLASSES).float(), labels)
+    assert measured({"own": kind()}, COUNTS[0]) == pytest.approx(float(alone.compute()), rel=1e-6)
+    assert math.isfinite(measured({"own": kind()}, COUNTS[0], batch=7, partitions=3))
+
+
+class Renamed(classification.MulticlassF1Score):
+    """Has no code of its own that computes."""
+
+
+def test_a_class_that_only_has_another_name_computes_as_its_base_does() -> None:
+    options: dict[str, Any] = {"num_classes": CLASSES, "average": "macro"}
+    for counts in COUNTS:
+        own, base = Renamed(**options), classification.MulticlassF1Score(**options)
+        assert measured({"f": own}, counts) == measured({"f": base}, counts)
 
 
 def ones(counts: Counts) -> tuple[Counts, Counts, Counts, Counts]:
