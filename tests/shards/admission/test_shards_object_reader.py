@@ -211,6 +211,44 @@ class Computes:
         return 3
 
 
+NOTHING_YET, FINISHED = object(), object()
+
+
+class Marked:
+    """Says by an object how far it is."""
+
+    def __init__(self, mark: object, own: object = None) -> None:
+        self.mark, self.own = mark, own
+
+    def is_finished(self) -> bool:
+        return self.mark is FINISHED and self.mark is not NOTHING_YET
+
+
+def read_with_code(value: Any) -> Reading:
+    reader = ObjectReader({}, ["tests"])
+    reader.read("it", value)
+    reader.read_code()
+    return reader.found
+
+
+def test_an_attribute_that_becomes_another_sentinel_is_told_and_neither_sentinel_is() -> None:
+    before, after = (read_with_code(Marked(mark)) for mark in (NOTHING_YET, FINISHED))
+    assert words(before, after) == {"it at .mark"}
+    assert words(before, read_with_code(Marked(1.0))) == {"it at .mark"}
+    assert words(before, read_with_code(Marked(object()))) == {"it at .mark"}
+    assert not words(before, read_with_code(Marked(NOTHING_YET)))
+
+
+def test_a_sentinel_of_a_model_is_the_same_in_one_that_is_built_anew() -> None:
+    def built() -> tuple[object, object]:
+        one, other = object(), object()
+        return one, other
+
+    (one, other), (later, _) = built(), built()
+    assert not words(read_with_code(Marked(one, one)), read_with_code(Marked(later, later)))
+    assert words(read_with_code(Marked(one, one)), read_with_code(Marked(other, one)))
+
+
 def test_what_a_class_of_ones_own_computes_once_and_keeps_is_a_change() -> None:
     held = Computes()
     before = read(held)

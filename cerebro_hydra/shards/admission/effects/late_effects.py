@@ -209,8 +209,7 @@ class LateEffects:
         found = {path for path in found if not self._known.covers(path, keys)}
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
-        # What another module holds in a module's place follows from its class.
-        if late := sorted(found, key=lambda path: (not path.startswith("the class"), path)):
+        if late := sorted(found, key=_by_cause):
             instead = remedy(late[0], after.get(late[0], ""))
             if late[0].startswith("attribute ") and instead.endswith(SET_ANEW):
                 instead += ", with None before the first one"  # else these steps do not change it
@@ -271,6 +270,15 @@ class LateEffects:
         seconds = self._earlier.seconds = time.thread_time() - begun
         self._budget.spent += max(0.0, seconds - FREE_SECONDS)
         return found
+
+
+def _by_cause(path: str) -> tuple[bool, bool, str]:
+    """Return what sorts changed values, so that the first one tells what was done.
+
+    What another module holds in a module's place follows from its class. An object that one of a
+    trial's attributes has no more is read where the process has it.
+    """
+    return not path.startswith("the class"), is_of_process(path), path
 
 
 def _own(reading: Reading) -> Reading:

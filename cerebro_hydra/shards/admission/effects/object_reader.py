@@ -68,6 +68,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     Reading,
     attribute_of,
     entry_of,
+    is_of_process,
     is_shared,
 )
 from cerebro_hydra.shards.digest import tensor_digest
@@ -130,6 +131,7 @@ class ObjectReader:
         self._addresses = addresses or {}
         self._packages = packages
         self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
+        self._sentinels: dict[int, tuple[Any, list[str]]] = {}  # each `object()`, with its paths
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
         self._depth = 0
         self._strict = 0
@@ -158,6 +160,7 @@ class ObjectReader:
             self.found[path] = f"{_name(kind)}, not read"
         elif kind is object:  # it stands for something, such as that nothing is there yet
             self.found[path] = OBJECT
+            self._sentinels.setdefault(id(value), (value, []))[1].append(path)
         elif kind is not tuple and id(value) in self._seen:
             self.found[path] = _short(AS + self._seen[id(value)][1])
         else:
@@ -198,6 +201,9 @@ class ObjectReader:
                     path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
                     self.found[path] = _short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
+        for _, paths in self._sentinels.values():  # code compares with what it names
+            first = next(filter(is_of_process, paths), paths[0])
+            self.found |= {path: _short(AS + first) for path in paths if path != first}
 
     def texts_in_code(self) -> frozenset[str]:
         """Return the texts that stand in the user's code that was met, as keys of a dict may."""
