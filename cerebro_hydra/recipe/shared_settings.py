@@ -1,11 +1,12 @@
 """Keeps what all trials of a process share.
 
-That is settings of torch on which bits depend, hooks for all modules, and limits.
+That is settings of torch on which bits depend, its modes, hooks for all modules, and limits.
 """
 
 from __future__ import annotations
 
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
+from cerebro_hydra.recipe.entered_modes import EnteredModes
 
 _SUBNORMAL, _ONE = np.float32(1e-39), np.float32(1.0)
 _IN_OLDER_WORDS: dict[tuple[str, ...], str] = {
@@ -86,6 +88,9 @@ _HOOKS: dict[str, dict[int, Any]] = {
 }
 """What torch knows of hooks for all modules, and for all optimizers, by the number of a hook."""
 
+_MODES = "modes"
+_DEPTH = "sys.setrecursionlimit"
+
 _HOOKS_ARE_FULL = "_global_is_full_backward_hook"
 """Where torch notes of which kind the first backward hook was, for it allows no other."""
 
@@ -94,7 +99,8 @@ def _read_all() -> dict[str, Any]:
     limits = {name: resource.getrlimit(kind) for name, kind in _LIMITS.items()}
     hooks = {name: dict(each) for name, each in _HOOKS.items()}
     hooks[_HOOKS_ARE_FULL] = getattr(torch_module, _HOOKS_ARE_FULL)
-    return {name: read() for name, (read, _) in _SETTINGS.items()} | limits | hooks
+    others = {_MODES: EnteredModes.now(), _DEPTH: sys.getrecursionlimit()}
+    return {name: read() for name, (read, _) in _SETTINGS.items()} | limits | hooks | others
 
 
 def _is_lower(limit: int, than: int) -> bool:
@@ -153,6 +159,9 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
             with suppress(ValueError):  # a hard limit comes back for administrators alone
                 resource.setrlimit(kind, before[name])
             changes.append(f"resource.{name} (from {was} to {now})")
+    if (deepest := sys.getrecursionlimit()) < before[_DEPTH]:
+        sys.setrecursionlimit(before[_DEPTH])
+        changes.append(f"{_DEPTH} (from {before[_DEPTH]} to {deepest})")
     told = []
     if changes:
         told.append(
@@ -163,6 +172,11 @@ def _give_back(before: dict[str, Any], who: str) -> str | None:
         told.append(
             f"{who} {' and '.join(hooks)} of the process, which other trials would have, too; "
             "register it on the modules of its model, or on its optimizer"
+        )
+    if modes := before[_MODES].give_back():
+        told.append(
+            f"{who} enters {' and '.join(modes)} and does not leave it, so that other trials in "
+            "its thread would compute within it; enter it in a with statement"
         )
     return "; ".join(told) or None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
@@ -103,6 +107,66 @@ def test_code_that_registers_hooks_for_all_modules_is_told_so_and_others_have_no
     with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
         register(lambda *_: None)
     assert hooks() == before
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.relu else found
+
+
+class Thrice(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 3 if func is torch.ops.aten.relu.default else found
+
+
+def saved_tensors_hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x * 5, lambda x: x)
+
+
+def computed() -> tuple[Any, ...]:
+    """Return what comes of an operation, its backward, and where a tensor is made."""
+    x = torch.full((1,), 1.5, requires_grad=True)
+    loss = torch.relu(x) * x
+    loss.backward()
+    return loss.item(), x.grad.item() if x.grad is not None else None, torch.ones(1).device
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "Twice": Twice,
+    "Thrice": Thrice,
+    "saved_tensors_hooks": saved_tensors_hooks,
+    "DeviceContext": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("outer", [None, Twice, Thrice, saved_tensors_hooks])
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_that_code_does_not_leave_is_left_and_told(
+    name: str, outer: Callable[[], Any] | None
+) -> None:
+    told = f"code of the trial enters {name} and does not leave it"
+    with outer() if outer else nullcontext():
+        before = computed()
+        with shared_settings_kept(), MODES[name]():
+            torch.ones(1)
+        with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
+            MODES[name]().__enter__()
+        assert computed() == before
+        with pytest.raises(Cancelled), shared_settings_kept():
+            MODES[name]().__enter__()
+            MODES[name]().__enter__()
+            raise Cancelled("in the middle")
+        assert computed() == before
+
+
+def test_who_lowers_the_depth_of_calls_is_told_and_it_is_given_back() -> None:
+    before = sys.getrecursionlimit()
+    told = f"changes sys.setrecursionlimit .from {before} to {before - 1}.,"
+    with pytest.raises(ConfigurationError, match=told), shared_settings_kept():
+        sys.setrecursionlimit(before - 1)
+    assert sys.getrecursionlimit() == before
 
 
 def test_hooks_for_all_modules_that_others_registered_stay() -> None:

@@ -246,7 +246,7 @@ def _admit(
     tried: set[CutSpec] = set()
     refused: ConfigurationError | None = None
     rows = tuple(sorted({*check.rows, *evaluated_rows}, reverse=True))
-    first = [] if given is None else [choose_given(given)]
+    first = [] if given is None or check.shared else [choose_given(given)]
     others = _candidates(recipe, sample, check, rows, by_number, cache, attempts)
     for choice in itertools.chain(first, others):
         if choice.spec in tried:
@@ -395,6 +395,16 @@ def _candidates(
     written = check.written + small
     between_units = CutPoints("modules", starts, profile.order, overwritten, written)
     if recipe.shards == 1 or (recipe.shards in ([], [[]]) and not recipe.cuts_graph):
+        yield choose_whole(between_units)
+        return
+    if check.shared:
+        reason = (
+            f"each step sets {check.shared[0]}, which the trials of a process share, so that none "
+            "may come between its shards; keep it in an attribute of the model"
+        )
+        if is_pipelined(recipe.schedule):
+            raise ConfigurationError(f"schedule is {recipe.schedule!r}, and {reason}")
+        attempts.append(FailedAttempt("into shards", reason))
         yield choose_whole(between_units)
         return
 

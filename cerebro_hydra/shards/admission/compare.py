@@ -151,6 +151,8 @@ class CutCheck:
     """The buffers to which something else than the model refers, too."""
     warnings: Mapping[str, str]
     """What the user should know of metrics, by their names; see `metric_warnings`."""
+    shared: Sequence[str]
+    """What these steps set that the trials of a process share, in words."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -214,6 +216,7 @@ class CutCheck:
             effects.find_set_anew(after)  # which are not made for good
             effects.find_made(after)
             effects.check_references()
+            shared = effects.find_shared(after, of_evaluation.evaluate)
         try:
             with AttributeValues(model).in_use():  # hooks of its steps may write to buffers
                 template = StateTemplate.learn(model, optimizer)
@@ -234,7 +237,7 @@ class CutCheck:
             reordered, effects.known,
             tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
             frozenset(name for kind, name in second_names.keys if kind == "buffer"),
-            warnings,
+            warnings, shared,
         )  # fmt: skip
 
     @property

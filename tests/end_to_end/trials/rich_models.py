@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,3 +132,44 @@ def without_padding(batch: dict[str, Tensor], training: bool) -> dict[str, Tenso
     length = max(2, int(batch["attention_mask"].sum(1).max()))
     cut = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask")}
     return batch | cut
+
+
+SHARED = SimpleNamespace(losses=[])
+"""Is where all layers of all trials leave what the loss adds up."""
+
+
+class Leaves(nn.Module):
+    """Leaves a loss of its outputs in a place that the trials of a process share."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(16, 16), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        SHARED.losses.append(self.weight * x.pow(2).mean())
+        return x
+
+
+class LeavesAll(nn.Module):
+    """Empties that place before its layers compute."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Leaves(weight) for _ in range(3)), nn.Linear(16, 4))
+
+    def forward(self, features: Tensor) -> Tensor:
+        SHARED.losses = []
+        return self.layers(features)  # type: ignore[no-any-return]
+
+
+def all_losses(outputs: Tensor, label: Tensor) -> Tensor:
+    """What all layers have left, and the cross-entropy."""
+    return nn.functional.cross_entropy(outputs, label) + sum(SHARED.losses)
+
+
+def leaving(params: dict[str, Any]) -> Recipe:
+    """Trials that leave their losses in one place."""
+    model = LeavesAll(params["weight"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Recipe(model, optimizer, all_losses, batch_size=16, shards=3)

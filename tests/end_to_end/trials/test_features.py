@@ -11,6 +11,7 @@ import torch
 
 import cerebro_hydra
 from cerebro_hydra.errors import AllTrialsFailed, ReplayError
+from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.replay.record import read_trial
 from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.testing.local_backend import Arrays
@@ -157,3 +158,22 @@ def test_a_model_on_the_meta_device_trains_from_a_file(
 def test_a_model_on_the_meta_device_needs_a_file(tmp_path: Path) -> None:
     with pytest.raises(AllTrialsFailed, match="on the meta device, where tensors have no values"):
         search(tmp_path, meta_models.on_meta, {"cut": ["modules"]}, rows(), **OPTIONS)
+
+
+@pytest.mark.parametrize("resources", [{}, {"device_memory": 36_000}], ids=["alone", "queues"])
+def test_what_the_trials_of_a_process_share_and_each_step_sets_anew_mixes_no_two(
+    tmp_path: Path, resources: dict[str, int]
+) -> None:
+    result = search(
+        tmp_path,
+        rich_models.leaving,
+        {"weight": [0.01, 1.0]},
+        classes(200),
+        resources=resources,
+        evaluation_metric="loss",
+    )
+    assert_replays(result)
+    for trial in result.trials:
+        assert trial.status == "finished"
+    view = RunView.of_run(RunFolder.open(result.run_path))
+    assert {trial.shards for trial in view.trials.values()} == {1}

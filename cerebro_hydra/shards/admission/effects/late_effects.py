@@ -33,7 +33,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.training_effects import SET_ANEW, remedy
+from cerebro_hydra.shards.admission.effects.training_effects import IN_ATTRIBUTE, SET_ANEW, remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import BuiltAttributes
@@ -211,7 +211,9 @@ class LateEffects:
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         if late := sorted(found, key=_by_cause):
             instead = remedy(late[0], after.get(late[0], ""))
-            if late[0].startswith("attribute ") and instead.endswith(SET_ANEW):
+            if PART in late[0]:
+                instead = instead.replace(SET_ANEW, IN_ATTRIBUTE)
+            if late[0].startswith("attribute ") and instead.endswith((SET_ANEW, IN_ATTRIBUTE)):
                 instead += ", with None before the first one"  # else these steps do not change it
             raise ConfigurationError(
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "

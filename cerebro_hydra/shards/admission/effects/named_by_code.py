@@ -20,6 +20,7 @@ _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unseten
 _SETS = {dis.opmap["STORE_SUBSCR"]}
 _ADDS = frozenset({"setdefault", "update"})
 _STORE = dis.opmap["STORE_ATTR"]
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
@@ -103,6 +104,15 @@ def attributes_set(code: types.CodeType) -> frozenset[str]:
     found = frozenset(code.co_names[n] for operation, n in _operations(code) if operation == _STORE)
     texts = frozenset() if _SETTERS.isdisjoint(code.co_names) else constant_texts(code)
     return found.union(texts, *map(attributes_set, inner))
+
+
+@functools.lru_cache(4096)
+def globals_set(code: types.CodeType) -> frozenset[str]:
+    """Return the names of global variables that code sets, also in inner code."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    operations = _operations(code)
+    found = frozenset(code.co_names[n] for each, n in operations if each == _STORE_GLOBAL)
+    return found.union(*map(globals_set, inner))
 
 
 @functools.lru_cache(4096)

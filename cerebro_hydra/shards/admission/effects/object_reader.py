@@ -49,6 +49,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     environment_names,
     functions_of,
     global_names,
+    globals_set,
     is_installed,
     is_ours,
     is_own,
@@ -98,6 +99,17 @@ _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "
 
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
+_BY_ROWS = ("crow_indices", "col_indices", "values")
+_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+    torch._mkldnn: ("to_dense",),  # type: ignore[attr-defined]
+}
+"""What tensors consist of that are not strided, by their layout."""
 _SHOWN = 64
 """Characters of what is read of a value; of a longer text it is the digest."""
 _DEEPEST = 100
@@ -139,6 +151,7 @@ class ObjectReader:
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
         self.growing: dict[str, Growing] = {}  # dicts and sets, by path
+        self.containers: dict[str, dict[Any, Any] | list[Any] | deque[Any]] = {}  # shared ones
         self.variables: dict[str, Variable] = {}  # that trials share, by path
 
     def read(self, path: str, value: Any) -> None:
@@ -162,7 +175,7 @@ class ObjectReader:
             self.found[path] = OBJECT
             self._sentinels.setdefault(id(value), (value, []))[1].append(path)
         elif kind is not tuple and id(value) in self._seen:
-            self.found[path] = _short(AS + self._seen[id(value)][1])
+            self.found[path] = AS + self._seen[id(value)][1]
         else:
             self._seen[id(value)] = value, path
             self._depth += 1
@@ -203,7 +216,7 @@ class ObjectReader:
             left.extend(itertools.islice(self._code.values(), known, None))
         for _, paths in self._sentinels.values():  # code compares with what it names
             first = next(filter(is_of_process, paths), paths[0])
-            self.found |= {path: _short(AS + first) for path in paths if path != first}
+            self.found |= {path: AS + first for path in paths if path != first}
 
     def texts_in_code(self) -> frozenset[str]:
         """Return the texts that stand in the user's code that was met, as keys of a dict may."""
@@ -219,6 +232,13 @@ class ObjectReader:
         attributes = {p for p in self.found if attribute_of(p) in names and is_shared(p)}
         entries = {p for p in self.found if entry_of(p) in texts and is_shared(p)}
         return attributes | {p for p in entries if self.is_written(p.rpartition(PART)[0])}
+
+    def set_by_code(self) -> set[str]:
+        """Return the values of the process that the user's code may set once all is built."""
+        names = frozenset[str]().union(*map(globals_set, self._own_code()))
+        names = names.union(*map(attributes_set, self._own_code()))  # those of modules
+        own = {p for p in self.variables if PART not in p and p.split("'")[1] in names}
+        return {path for path in self.made_by_code() | own if is_of_process(path)}
 
     def is_written(self, path: str) -> bool:
         """Return whether the user's code that was met sets entries of what a path names."""
@@ -292,6 +312,8 @@ class ObjectReader:
                         self.variables[f"{path}{PART}.{name}"] = Variable(attributes, name)
 
     def _read_object(self, path: str, value: Any) -> None:
+        if isinstance(value, dict | list | deque) and is_of_process(path):
+            self.containers[path] = value
         if (state := _generator_state(value)) is not None:
             self.found[path] = f"{GENERATOR}{state}"
         elif isinstance(value, dict | types.MappingProxyType):
@@ -517,9 +539,10 @@ def _name(kind: type) -> str:
 
 
 def _tensor_text(value: Tensor) -> str:
+    parts = (getattr(value, name)() for name in _PARTS.get(value.layout, ()))
     try:
-        content = tensor_digest(value)
-    except (RuntimeError, NotImplementedError):  # it is sparse or has no values
+        content = " ".join(map(tensor_digest, parts)) or tensor_digest(value)
+    except (RuntimeError, NotImplementedError):  # it has no values, as on the meta device
         content = ""
     return f"tensor {value.dtype} {tuple(value.shape)} {content}"
 
@@ -541,6 +564,8 @@ def _plain_text(value: Any) -> str | None:
     ):
         flat = np.ascontiguousarray(value).reshape(-1)
         content = digest(flat.view(np.uint8) if flat.dtype.itemsize else b"")
+        if isinstance(value, np.ma.MaskedArray):
+            content += digest(np.ma.getmaskarray(value).tobytes())
         return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
     if isinstance(value, _CTYPES):
         return f"{_name(type(value))} {digest(bytes(value))}"

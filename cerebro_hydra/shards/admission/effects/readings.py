@@ -143,7 +143,8 @@ class KnownChanges:
 
     Args:
         marks: a path that changed; with `MADE` as its last part, one that the first step made for
-            good; with `ANEW`, one that each step sets before it computes with it; with `ANY`, a
+            good; with `ANEW`, one that each step sets before it computes with it, and what it then
+            holds; with `ANY`, a
             container for all that is below; with `ONCE`, a list that the first step made or
             lengthened and no other changed; with `SAME`, a value there that did not change; with
             `EMPTY`, what is shared and was empty to the end; with `FILLED`, what is shared and was
@@ -173,7 +174,7 @@ class KnownChanges:
         self.made = {mark.removesuffix(self.MADE) for mark in marks if mark.endswith(self.MADE)}
         """The values that the first step made, and no later one changed."""
         self.anew = {mark.removesuffix(self.ANEW) for mark in marks if mark.endswith(self.ANEW)}
-        """The attributes that each step sets before it computes with them."""
+        """What each step sets before it computes with it: attributes, and what trials share."""
         self._open = {mark.removesuffix(self.ANY) for mark in marks if mark.endswith(self.ANY)}
         self._once = {mark.removesuffix(self.ONCE) for mark in marks if mark.endswith(self.ONCE)}
         self._empty = {mark.removesuffix(self.EMPTY) for mark in marks if mark.endswith(self.EMPTY)}
@@ -240,7 +241,7 @@ class KnownChanges:
         Args:
             texts: of entries by these keys nothing is known but what was seen.
         """
-        if path in self._marks or name_of(path) in self.anew:
+        if path in self._marks or not self.anew.isdisjoint(containers_of(path)):
             return True
         if not self._open or path + self.SAME in self._marks:
             return False

@@ -29,19 +29,23 @@ from cerebro_hydra.shards.admission.effects.held_state import (
     not_computed_with,
 )
 from cerebro_hydra.shards.admission.effects.readings import (
+    AS,
     CACHED,
     GENERATOR,
     PART,
     KnownChanges,
     Reading,
     changed,
+    containers_of,
     is_key,
+    is_of_process,
     is_shared,
     made_for_good,
     moved_on,
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.effects.shared_values import set_anew
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
@@ -53,6 +57,8 @@ _PROBES = (True, False, 0.5, "", torch.tensor(0.5))
 
 SET_ANEW = "let every forward set it anew"
 """Ends what to do in place of changing an attribute."""
+IN_ATTRIBUTE = "keep it in an attribute of a module that every forward sets anew"
+"""Ends what to do in place of changing what is in a container, or what trials share."""
 _SIZES = (0.5, 2.0)
 """What weights are multiplied by so that the largest or smallest value so far is not the last."""
 
@@ -84,6 +90,7 @@ class SideEffects:
         self._made: set[str] = set()  # by the first step, for good
         self._looked_at: set[str] = set()  # by later steps, which may ask for their types
         self._anew: set[str] = set()  # in each step, before it computes with them
+        self._shared: set[str] = set()  # likewise, but of what trials share
 
     def before_steps(self, scheduler: Any | None) -> None:
         """Read an LR scheduler that was made for these steps."""
@@ -106,7 +113,7 @@ class SideEffects:
     def known(self) -> tuple[str, ...]:
         """Return these marks, and those of what is shared, after evaluations as well."""
         made = sorted(path + KnownChanges.MADE for path in self._made)
-        anew = sorted(name + KnownChanges.ANEW for name in self._anew)
+        anew = sorted(name + KnownChanges.ANEW for name in self._anew | self._shared)
         return (
             *self.changes,
             *made,
@@ -288,6 +295,33 @@ class SideEffects:
         names = not_computed_with(names, SetBefore, bits) - left
         self._looked_at = self._find_looked_at(after, names)
         self._anew = names - self._looked_at
+
+    def find_shared(self, after: AfterSteps, evaluate: Callable[[Example], list[str]]) -> list[str]:
+        """Find what trials share and each step sets anew; return in words what steps change of it.
+
+        Args:
+            evaluate: evaluates an example; it returns what that gave.
+        """
+        model, (_, first, second) = self._recipe.model, self._readings[:3]
+        differs = {
+            p for p in changed(first, second) if CACHED not in p and p in first and p in second
+        }
+        moved = {path for path in differs if is_of_process(path)}
+        holders = set(itertools.chain.from_iterable(map(containers_of, differs)))
+        aliases = {p: text.removeprefix(AS) for p, text in second.items() if text.startswith(AS)}
+        moved |= {p for p, other in aliases.items() if is_of_process(p) and other in holders}
+
+        def run() -> list[str]:
+            found = list[str]()
+            with suppress(Exception), after.in_use(model, self._fresh()):
+                found = bits_of_step(self._recipe, after)
+            with suppress(Exception), after.in_use(model, AttributeValues(model)):
+                after.key.reseed("evaluation")
+                return found + evaluate(after.example)
+            return []
+
+        self._shared = set_anew(self._held.read_all(), changed(first, second), run)
+        return sorted(map(told, moved | self._shared))
 
     def _find_looked_at(self, after: AfterSteps, names: Collection[str]) -> set[str]:
         """Return the attributes that a later step uses, or of which one asks what they are.
@@ -499,4 +533,6 @@ def remedy(path: str, read: str = "") -> str:
         return "build the model with it, and let a registered buffer say when it acts"
     if name.startswith("buffer ") and name.endswith(MADE):
         return f"register it in the constructor as a tensor of its shape, or {SET_ANEW}"
+    if is_of_process(name):
+        return f"register it as a buffer of the model, or {IN_ATTRIBUTE}"
     return f"register it as a buffer of the model, or {SET_ANEW}"

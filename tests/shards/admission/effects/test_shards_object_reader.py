@@ -211,6 +211,29 @@ class Computes:
         return 3
 
 
+ADJACENT = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "coo": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "csc": lambda t: t.to_sparse_csc(),
+    "bsr": lambda t: t.to_sparse_bsr((1, 1)),
+    "bsc": lambda t: t.to_sparse_bsc((1, 1)),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "mask": lambda t: np.ma.masked_equal(np.ones((2, 2)) * 9, 9 if t[1, 0] == 2 else 8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", TENSORS)
+def test_values_and_places_of_tensors_of_every_layout_are_read(layout: str) -> None:
+    of = TENSORS[layout]
+    before = read(of(ADJACENT))
+    assert not words(before, read(of(ADJACENT.clone())))
+    assert words(before, read(of(ADJACENT * 3))) == {"it"}
+    if layout != "mask":
+        assert words(before, read(of(ADJACENT.T.contiguous()))) == {"it"}
+
+
 NOTHING_YET, FINISHED = object(), object()
 
 
