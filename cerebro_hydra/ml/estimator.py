@@ -5,13 +5,13 @@ The factory of its search builds copies of the recipe.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.keywords import named_init
 from cerebro_hydra.ml.factory_estimator import FactoryEstimator, TrialEstimator
@@ -232,7 +232,7 @@ class RecipeCopier:
         # All with one memo, so that the optimizer's parameters stay the model's.
         memo: dict[int, Any] = {}
         copy_model(self._recipe.model, memo)
-        recipe, attributes = copy.deepcopy((self._recipe, self._attributes), memo)
+        recipe, attributes = deep_copy((self._recipe, self._attributes), memo)
         vars(recipe.optimizer).update(attributes)
         options = {name: value for name, value in params.items() if name in GRID_OPTIONS}
         for group in (recipe.optimizer.defaults, *recipe.optimizer.param_groups):

@@ -26,7 +26,7 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import is_error, named_error_text
 from cerebro_hydra.recipe.randomness import units
-from cerebro_hydra.recipe.shared_settings import SetForAll
+from cerebro_hydra.threads import SetForAll
 from cerebro_hydra.worker_imports import safe_path
 
 MOST_FORMS = 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cerebro_hydra.copies import deep_copy
 
 CPU = torch.device("cpu")
 
@@ -138,7 +139,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-    copied = copy.deepcopy(model, memo)
+    copied = deep_copy(model, memo)
     for module in copied.modules():
         attributes = vars(module)
         for kept in (attributes, *attributes.values()):

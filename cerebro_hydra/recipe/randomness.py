@@ -26,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.recipe.shared_settings import SetForAll
+from cerebro_hydra.threads import SetForAll
 
 FORWARD = ""
 """Stands, in place of a unit's name, for a forward pass before its first unit."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -195,32 +194,3 @@ def _give_hooks_back(before: dict[str, Any]) -> list[str]:
             changes.append(f"{verb} a {kind.removeprefix('optimizer ')} for all {of}")
     setattr(torch_module, _HOOKS_ARE_FULL, before[_HOOKS_ARE_FULL])
     return changes
-
-
-class SetForAll:
-    """Has something set for all threads of a process, from its first user's begin to the last end.
-
-    Args:
-        begin: sets it, and returns what gives it back.
-    """
-
-    def __init__(self, begin: Callable[[], Callable[[], object]]) -> None:
-        self._begin = begin
-        self._lock = threading.Lock()
-        self._users = 0
-        self._end: Callable[[], object] | None = None
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Use it for a while."""
-        with self._lock:
-            if self._users == 0:
-                self._end = self._begin()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:  # users end in any order
-                self._users -= 1
-                if self._users == 0 and self._end is not None:
-                    self._end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from cerebro_hydra.errors import ConfigurationError
-from cerebro_hydra.recipe.placement import Placement, stays_on_host
+from cerebro_hydra.recipe.placement import Placement, copy_model, stays_on_host
 from tests.recipe.small_recipes import recipe_of
 
 META = torch.device("meta")
@@ -73,3 +74,23 @@ def test_an_average_on_the_host_of_what_a_replay_averages_elsewhere_is_refused()
     assert recipe.to(torch.device("cpu")) is recipe
     with pytest.raises(ConfigurationError, match=r"optimizer_on is 'host' and ema is 0\.9"):
         recipe.to(META)
+
+
+UNSET = object()
+
+
+class Awaits(nn.Linear):
+    """Compares what it holds with what stands for nothing, by identity."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.held, self.others = UNSET, {"all": [UNSET]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.held is self.others["all"][0] is UNSET
+        return super().forward(x)
+
+
+def test_what_stands_for_nothing_does_so_in_a_copy_of_a_model() -> None:
+    copy_model(Awaits())(torch.ones(1, 2))
+    assert object not in copy._deepcopy_dispatch, "copies of others are as they were"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
@@ -122,7 +122,7 @@ def as_made(function: MetricFunction | StateMetric, model: nn.Module) -> Any:
     own = function.parameters() if isinstance(function, nn.Module) else ()
     shared = itertools.chain(model.modules(), model.parameters(), own)
     try:
-        return copy.deepcopy(function, {id(each): each for each in shared})
+        return deep_copy(function, {id(each): each for each in shared})
     except Exception:  # such as a lock; then evaluations look at what it holds, as of a function
         return function
 

@@ -5,7 +5,6 @@ They are known by their methods, so that Lightning need not be installed; no Tra
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import re
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.batch.columns import Columns, ForwardCall
 from cerebro_hydra.recipe.objective.by_hand import helpers_by_hand
@@ -419,7 +419,7 @@ class ConfiguredSchedule:
         LambdaLR(optimizer, lambda _: 1.0)  # for its mark on `step`, which a copy does not make
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        return copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
+        return deep_copy(self._scheduler, {id(self._optimizer): optimizer})
 
 
 def configured(module: nn.Module) -> Configured:

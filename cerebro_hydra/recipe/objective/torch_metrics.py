@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import functools
 import math
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.objective.doubles import Doubles, widened
 from cerebro_hydra.recipe.objective.likelihoods import (
@@ -147,7 +147,7 @@ class TorchMetric:
     def _made(self, classes: int) -> Any:
         """Return the metric before any batch, in double precision if it computes in it."""
         made = self._metric if is_torchmetric(self._metric) else self._metric(classes)
-        metric = copy.deepcopy(made)
+        metric = deep_copy(made)
         metric.reset()
         held = {**vars(metric), **metric._buffers} if _is_of_library(metric) else {}
         for name, value in held.items():

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cerebro_hydra.copies import deep_copy
+
 TensorKey = tuple[Literal["parameter", "buffer"], str]
 """The kind of a tensor and its name in the model."""
 
@@ -318,7 +320,7 @@ class _Contents(NamedTuple):
         if type(holder) in _BLOCKS:
             value = holder.detach() if isinstance(holder, Tensor) else holder
             return cls(
-                block=copy.copy(value) if isinstance(value, np.ndarray) else copy.deepcopy(value)
+                block=copy.copy(value) if isinstance(value, np.ndarray) else deep_copy(value)
             )
         if (read := _READ.get(type(holder))) is not None:
             return cls(read(holder))
@@ -462,7 +464,7 @@ class _Copies:
             return value
         known = len(self._memo)
         try:
-            return copy.deepcopy(value, self._memo)
+            return deep_copy(value, self._memo)
         except Exception:  # such as a lock, or a tensor with a graph
             while len(self._memo) > known:  # copies that are made by half
                 self._memo.popitem()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import StepDiffers
 from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe.grad_scaling import take_step
@@ -412,7 +413,7 @@ def _updates(
             other.data.copy_(mine.data)
             other.grad = torch.full_like(mine.grad, min(LARGE, largest))
             if mine in clone.state:
-                clone.state[other] = copy.deepcopy(clone.state[mine])
+                clone.state[other] = deep_copy(clone.state[mine])
         try:
             take_step(clone, None, 0, on_host)
         except Exception:

@@ -23,13 +23,13 @@ from cerebro_hydra.plan.human_units import bytes_text
 from cerebro_hydra.plan.messages.actions import Action
 from cerebro_hydra.recipe import RandomKey, Recipe, Window
 from cerebro_hydra.recipe.plain_trainer import not_finite
-from cerebro_hydra.recipe.shared_settings import SetForAll
 from cerebro_hydra.shards.cut.model import CutModel
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.torch_cond import Watch, plain_branches
 from cerebro_hydra.shards.cut.values import ParameterValues
 from cerebro_hydra.shards.engine.differences import tensor_used_elsewhere
 from cerebro_hydra.shards.places import Places
+from cerebro_hydra.threads import SetForAll
 
 Reach = Callable[[Literal["F", "B"], int], object]
 """Is called before F or B of a shard begins, and may block until it may."""

@@ -5,7 +5,6 @@ A clone is made without calling the optimizer's constructor.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.copies import deep_copy
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.optimizer_list import NUMBERS, members_of
@@ -216,7 +216,7 @@ def clone_optimizer(
     for parameter, state in optimizer.state.items():
         # Adagrad makes state for every parameter it is given, but a frozen one needs none.
         if parameter.requires_grad and id(parameter) in params:
-            clone.state[params[id(parameter)]] = copy.deepcopy(state)
+            clone.state[params[id(parameter)]] = deep_copy(state)
     clone.param_groups = []
     for group in optimizer.param_groups:
         indices = [i for i, p in enumerate(group["params"]) if id(p) in params]
@@ -224,5 +224,5 @@ def clone_optimizer(
         if "param_names" in group:
             chosen["param_names"] = [group["param_names"][i] for i in indices]
         options = {name: value for name, value in group.items() if name not in chosen}
-        clone.param_groups.append(chosen | copy.deepcopy(options))
+        clone.param_groups.append(chosen | deep_copy(options))
     return clone

@@ -119,7 +119,22 @@ class OfHalves(torchmetrics.Metric):
         return self.most
 
 
-@pytest.mark.parametrize("kind", [OfScratch, OfBuffers, OfHalves])
+UNSET = object()
+
+
+class OfASentinel(Own):
+    """Weighs rows only once somebody has said how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.others = UNSET, {"all": [UNSET]}
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        assert self.weight is self.others["all"][0] is UNSET
+        self.total += preds.sum(0)
+
+
+@pytest.mark.parametrize("kind", [OfScratch, OfBuffers, OfHalves, OfASentinel])
 def test_a_metric_with_code_of_the_users_gives_what_torchmetrics_gives(kind: type[Any]) -> None:
     labels, guesses = rows_of(COUNTS[0])
     alone = kind()
