@@ -11,10 +11,8 @@ The user's own classes and functions that are met can be read as well: what thei
 
 from __future__ import annotations
 
-import array
 import builtins
 import contextvars
-import ctypes
 import functools
 import itertools
 import multiprocessing.sharedctypes
@@ -26,10 +24,9 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,18 +69,22 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
     is_shared,
 )
+from cerebro_hydra.shards.admission.effects.value_texts import (
+    ATOMS,
+    NAMED,
+    are_plain,
+    digest_of,
+    function_text,
+    name_of_type,
+    plain_text,
+    short,
+    tensor_text,
+)
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
 T = TypeVar("T")
 
-_NUMBERS = {int, float, bool}
-_ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
-_DERIVED: tuple[type, ...] = (int, float, complex, str, bytes)
-_NAMED = (
-    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 _DESCRIPTORS = (
     types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
@@ -91,27 +92,12 @@ _DESCRIPTORS = (
 _WEAK = (
     weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, weakref.ref
 )  # fmt: skip
-_CTYPES = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
-_BUFFERS = (bytearray, memoryview, array.array)
 _OF_TORCH = ("torch.distributions.", "torch.optim.lr_scheduler", "torch.nn.")
 _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "weakref"}
 """Modules of what is no state of training, whether or not pickle would copy it."""
 
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
-_BY_ROWS = ("crow_indices", "col_indices", "values")
-_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _BY_ROWS,
-    torch.sparse_bsr: _BY_ROWS,
-    torch.sparse_csc: _BY_COLUMNS,
-    torch.sparse_bsc: _BY_COLUMNS,
-    torch._mkldnn: ("to_dense",),  # type: ignore[attr-defined]
-}
-"""What tensors consist of that are not strided, by their layout."""
-_SHOWN = 64
-"""Characters of what is read of a value; of a longer text it is the digest."""
 _DEEPEST = 100
 _MOST = 100_000
 """Values of a reading; what is deeper, or comes after them, is not read."""
@@ -158,19 +144,19 @@ class ObjectReader:
         """Read a value and all that it holds; the path must be a new one."""
         kind = type(value)
         if getattr(kind, "STANDS_IN", False):
-            self.found[path] = f"{_name(kind)}, not read"
-        elif kind in _ATOMS:
-            self.found[path] = NOTHING if value is None else _short(f"{kind.__name__} {value!r}")
+            self.found[path] = f"{name_of_type(kind)}, not read"
+        elif kind in ATOMS:
+            self.found[path] = NOTHING if value is None else short(f"{kind.__name__} {value!r}")
         elif (leaf := self._leaves.get(id(value))) is not None:
             self.found[path] = leaf
         elif isinstance(value, Tensor):
             self._read_tensor(path, value)
-        elif (text := self._once(value, _plain_text)) is not None:
+        elif (text := self._once(value, plain_text)) is not None:
             self.found[path] = text
             if isinstance(value, type | types.FunctionType):
                 self.meet(value)
         elif self._depth > _DEEPEST or len(self.found) > _MOST:
-            self.found[path] = f"{_name(kind)}, not read"
+            self.found[path] = f"{name_of_type(kind)}, not read"
         elif kind is object:  # it stands for something, such as that nothing is there yet
             self.found[path] = OBJECT
             self._sentinels.setdefault(id(value), (value, []))[1].append(path)
@@ -212,7 +198,7 @@ class ObjectReader:
                         self.variables[path] = Variable(variables, name)
                 for name in environment_names(code.__code__):
                     path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
-                    self.found[path] = _short(os.environ.get(name, "not set"))
+                    self.found[path] = short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
         for _, paths in self._sentinels.values():  # code compares with what it names
             first = next(filter(is_of_process, paths), paths[0])
@@ -261,7 +247,7 @@ class ObjectReader:
             self.meet(value)
         elif isinstance(value, types.FunctionType):
             self._read_held(f"{OF_GLOBAL}{name!r} of {module}", value)
-        elif not isinstance(value, _NAMED) and not is_ours(type(value).__module__):
+        elif not isinstance(value, NAMED) and not is_ours(type(value).__module__):
             self.read(f"{OF_GLOBAL}{name!r} of {module}", value)
 
     def _read_class(self, kind: type) -> None:
@@ -290,7 +276,7 @@ class ObjectReader:
         self.meet(function)
 
     def _read_tensor(self, path: str, value: Tensor) -> None:
-        self.found[path] = self._once(value, _tensor_text)
+        self.found[path] = self._once(value, tensor_text)
         if attributes := getattr(value, "__dict__", None):
             self.read_attributes(path, value, attributes)
 
@@ -318,6 +304,8 @@ class ObjectReader:
             self.found[path] = f"{GENERATOR}{state}"
         elif isinstance(value, dict | types.MappingProxyType):
             self._read_entries(path, value)
+            if isinstance(value, defaultdict):
+                self.read(f"{path}{PART}.default_factory", value.default_factory)
             if isinstance(value, dict):
                 self.growing[path] = value
         elif isinstance(value, set | frozenset):
@@ -346,7 +334,7 @@ class ObjectReader:
         elif isinstance(value, _WEAK):
             self._read_weak(path, value)
         elif isinstance(value, threading.local):  # as the thread that reads has it
-            self.found[path] = f"{OBJECT}{_name(type(value))}"
+            self.found[path] = f"{OBJECT}{name_of_type(type(value))}"
             self.read_attributes(path, value, vars(value))
         elif isinstance(value, threading.Event | multiprocessing.synchronize.Event):
             self.found[path] = f"event {value.is_set()}"
@@ -359,7 +347,7 @@ class ObjectReader:
         elif isinstance(value, Cache):
             self._read_cache(path, value)
         elif isinstance(value, nn.Module) or self._is_read(type(value)):
-            self.found[path] = f"{OBJECT}{_name(type(value))}"
+            self.found[path] = f"{OBJECT}{name_of_type(type(value))}"
             self.meet(type(value))
             self._read_state(path, value)
         else:
@@ -389,8 +377,8 @@ class ObjectReader:
     def _has_name(self, key: Any) -> bool:
         if isinstance(key, tuple):
             return all(map(self._has_name, key))
-        known = type(key) in _ATOMS or type(key) is object or id(key) in self._leaves
-        return known or isinstance(key, _NAMED)
+        known = type(key) in ATOMS or type(key) is object or id(key) in self._leaves
+        return known or isinstance(key, NAMED)
 
     def _is_read(self, kind: type) -> bool:
         if kind.__module__.startswith(_OF_TORCH):
@@ -408,7 +396,7 @@ class ObjectReader:
     def _read_of_library(self, path: str, value: Any) -> None:
         """Read an object of the standard library, if pickle can take it and all that it holds."""
         kind, before = type(value), len(self.found)
-        self.found[path] = f"{_name(kind)}, not read"
+        self.found[path] = f"{name_of_type(kind)}, not read"
         package = kind.__module__.partition(".")[0]
         read = package in sys.stdlib_module_names and package not in _STREAMS
         if not read:
@@ -419,7 +407,7 @@ class ObjectReader:
             self._strict += 1
             try:
                 self._read_reduced(path, value)
-                self.found[path] = f"{OBJECT}{_name(kind)}"
+                self.found[path] = f"{OBJECT}{name_of_type(kind)}"
             except Exception:  # whatever the code that pickle calls may raise
                 for kept, number in ((self.found, before + 1), (self._seen, seen)):
                     while len(kept) > number:
@@ -447,8 +435,8 @@ class ObjectReader:
             self._read_entries(path, dict(entries))
 
     def _read_entries(self, path: str, value: Mapping[Any, Any]) -> None:
-        self.found[path] = f"{CONTAINER}{_name(type(value))}"
-        if len(value) > _LONGEST and _are_plain(value) and _are_plain(value.values()):
+        self.found[path] = f"{CONTAINER}{name_of_type(type(value))}"
+        if len(value) > _LONGEST and are_plain(value) and are_plain(value.values()):
             self.found[path] += f" {len(value)} {digest(repr(value).encode())}"
             return
         for name, each in zip(self._keys(value), tuple(value.values()), strict=True):
@@ -457,8 +445,8 @@ class ObjectReader:
             self.read_attributes(path, value, attributes)
 
     def _read_members(self, path: str, value: Collection[Any]) -> None:
-        self.found[path] = f"{CONTAINER}{_name(type(value))}"
-        if len(value) > _LONGEST and _are_plain(value):
+        self.found[path] = f"{CONTAINER}{name_of_type(type(value))}"
+        if len(value) > _LONGEST and are_plain(value):
             members = repr(sorted(map(repr, value)))
             self.found[path] += f" {len(value)} {digest(members.encode())}"
             return
@@ -466,9 +454,11 @@ class ObjectReader:
             self.found[f"{path}{PART}{{{name}}}"] = ""
 
     def _read_items(self, path: str, value: Collection[Any]) -> None:
-        self.found[path] = f"{CONTAINER}{_name(type(value))} {len(value)}"
-        if len(value) > _LONGEST and _are_plain(value):
-            self.found[path] += f" {_digest_of(value)}"
+        self.found[path] = f"{CONTAINER}{name_of_type(type(value))} {len(value)}"
+        if isinstance(value, deque) and value.maxlen is not None:
+            self.found[path] += f" of {value.maxlen}"
+        if len(value) > _LONGEST and are_plain(value):
+            self.found[path] += f" {digest_of(value)}"
             return
         for number, each in enumerate(value):
             self.read(f"{path}{PART}[{number}]", each)
@@ -476,7 +466,7 @@ class ObjectReader:
             self.read_attributes(path, value, attributes)
 
     def _read_function(self, path: str, value: types.FunctionType) -> None:
-        self.found[path] = _function_text(value)
+        self.found[path] = function_text(value)
         self.meet(value)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -505,13 +495,13 @@ class ObjectReader:
     def _key(self, value: Any) -> str:
         if type(value) is int and (told := self._addresses.get(value)) is not None:
             return told
-        if type(value) in _ATOMS:
-            return _short(repr(value))
+        if type(value) in ATOMS:
+            return short(repr(value))
         if isinstance(value, tuple):
             return f"({', '.join(map(self._key, value))})"
         if (leaf := self._leaves.get(id(value))) is not None:
             return leaf
-        return _plain_text(value) or _name(type(value))
+        return plain_text(value) or name_of_type(type(value))
 
 
 def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -528,59 +518,6 @@ def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], 
                 yield value.__name__, vars(value), attribute
         elif name in variables or not hasattr(builtins, name):
             yield code.__module__, variables, name
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else digest(text.encode(errors="surrogatepass"))
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-
-
-def _tensor_text(value: Tensor) -> str:
-    parts = (getattr(value, name)() for name in _PARTS.get(value.layout, ()))
-    try:
-        content = " ".join(map(tensor_digest, parts)) or tensor_digest(value)
-    except (RuntimeError, NotImplementedError):  # it has no values, as on the meta device
-        content = ""
-    return f"tensor {value.dtype} {tuple(value.shape)} {content}"
-
-
-def _function_text(value: types.FunctionType) -> str:
-    code = value.__code__
-    constants = [each for each in code.co_consts if type(each) in _ATOMS]
-    body = digest(code.co_code + repr(constants).encode(errors="surrogatepass"))
-    return f"function {value.__module__}.{value.__qualname__} {body}"
-
-
-def _plain_text(value: Any) -> str | None:
-    """Return what is read of a value that holds no other, None of any other."""
-    if isinstance(value, types.FunctionType):
-        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-        return None if any(held) else _function_text(value)
-    if isinstance(value, np.generic) or (
-        isinstance(value, np.ndarray) and not value.dtype.hasobject
-    ):
-        flat = np.ascontiguousarray(value).reshape(-1)
-        content = digest(flat.view(np.uint8) if flat.dtype.itemsize else b"")
-        if isinstance(value, np.ma.MaskedArray):
-            content += digest(np.ma.getmaskarray(value).tobytes())
-        return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
-    if isinstance(value, _CTYPES):
-        return f"{_name(type(value))} {digest(bytes(value))}"
-    if isinstance(value, _BUFFERS):
-        return f"{_name(type(value))} {len(value)} {digest(bytes(value))}"
-    if isinstance(value, Enum):
-        return f"enum {_name(type(value))} {value.name}"
-    if isinstance(value, _NAMED):
-        return f"{_name(type(value))} {getattr(value, '__qualname__', None) or value}"
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if isinstance(value, _DERIVED):  # of a class that is derived from one of these
-        own = next(kind for kind in _DERIVED if isinstance(value, kind))
-        return _short(f"{_name(type(value))} {own.__repr__(value)}")  # type: ignore[call-arg]
-    return None
 
 
 def _generator_state(value: Any) -> str | None:
@@ -600,17 +537,6 @@ def _numpy_state(state: Any) -> str:
     reader = ObjectReader({}, ())
     reader.read("", state)
     return digest(repr(reader.found).encode())
-
-
-def _are_plain(values: Iterable[Any]) -> bool:
-    return set(map(type, values)) <= _ATOMS
-
-
-def _digest_of(values: Collection[Any]) -> str:
-    """Return the digest of plain values; that of numbers is quick."""
-    if set(map(type, values)) <= {float}:
-        return digest(np.fromiter(values, np.float64, len(values)))
-    return digest(repr(tuple(values)).encode(errors="surrogatepass"))
 
 
 @functools.lru_cache(1000)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import random
+import re
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -209,6 +210,34 @@ class Computes:
     @functools.cached_property
     def length(self) -> int:
         return 3
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(closure)(function)
+
+
+SPAWNED = np.random.SeedSequence(3)
+SPAWNED.spawn(1)
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "what makes entries": (defaultdict(list), defaultdict(dict)),
+    "what is kept at most": (deque([1], 2), deque([1], 3)),
+    "a pattern": (re.compile("a+"), re.compile("a*")),
+    "a pattern's flags": (re.compile("a"), re.compile("a", re.I)),
+    "seeds": (np.random.SeedSequence(3), np.random.SeedSequence(4)),
+    "spawned seeds": (np.random.SeedSequence(3), SPAWNED),
+    "what a function calls": (lambda x: torch.tanh(x), lambda x: torch.relu(x)),
+    "what it calls within": (lambda x: [torch.tanh(y) for y in x], lambda x: [abs(y) for y in x]),
+    "a function by another one's name": (wrapped(lambda x: x + 1), wrapped(lambda x: x * 2)),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_what_differs_in_that_alone_is_told(what: str) -> None:
+    one, other = PAIRS[what]
+    before = read(Held(one))
+    assert not words(before, read(Held(copy.deepcopy(one))))
+    assert {w.partition(".default")[0] for w in words(before, read(Held(other)))} == {"it at .gain"}
 
 
 ADJACENT = torch.tensor([[0.0, 1.0], [2.0, 0.0]])

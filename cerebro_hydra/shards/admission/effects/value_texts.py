@@ -1,0 +1,120 @@
+"""Says what stands in a reading for a value that holds no other, such as a text or a tensor."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import itertools
+import re
+import types
+from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cerebro_hydra.shards.digest import tensor_digest
+from cerebro_hydra.storage.digest import digest
+
+_NUMBERS = {int, float, bool}
+ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
+_DERIVED: tuple[type, ...] = (int, float, complex, str, bytes)
+NAMED = (
+    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_CTYPES = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
+_BUFFERS = (bytearray, memoryview, array.array)
+_BY_ROWS = ("crow_indices", "col_indices", "values")
+_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+    torch._mkldnn: ("to_dense",),  # type: ignore[attr-defined]
+}
+"""What tensors consist of that are not strided, by their layout."""
+_SHOWN = 64
+"""Characters of what is read of a value; of a longer text it is the digest."""
+
+
+def short(text: str) -> str:
+    """Return a text, or the digest of one that is long."""
+    return text if len(text) <= _SHOWN else digest(text.encode(errors="surrogatepass"))
+
+
+def name_of_type(kind: type) -> str:
+    """Return the name of a type with its module."""
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def tensor_text(value: Tensor) -> str:
+    """Return the type, the shape and, if it has values, the digest of a tensor."""
+    parts = (getattr(value, name)() for name in _PARTS.get(value.layout, ()))
+    try:
+        content = " ".join(map(tensor_digest, parts)) or tensor_digest(value)
+    except (RuntimeError, NotImplementedError):  # it has no values, as on the meta device
+        content = ""
+    return f"tensor {value.dtype} {tuple(value.shape)} {content}"
+
+
+def function_text(value: types.FunctionType) -> str:
+    """Return the name of a function and the digest of its code."""
+    return f"function {value.__module__}.{value.__qualname__} {_code_digest(value.__code__)}"
+
+
+def _code_digest(code: types.CodeType) -> str:
+    constants = [
+        _code_digest(each) if isinstance(each, types.CodeType) else each
+        for each in code.co_consts
+        if type(each) in ATOMS or isinstance(each, types.CodeType)
+    ]
+    said = repr((constants, code.co_names))
+    return digest(code.co_code + said.encode(errors="surrogatepass"))
+
+
+def plain_text(value: Any) -> str | None:
+    """Return what is read of a value that holds no other, None of any other."""
+    if isinstance(value, types.FunctionType):
+        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return None if any(held) else function_text(value)
+    if isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray) and not value.dtype.hasobject
+    ):
+        flat = np.ascontiguousarray(value).reshape(-1)
+        content = digest(flat.view(np.uint8) if flat.dtype.itemsize else b"")
+        if isinstance(value, np.ma.MaskedArray):
+            content += digest(np.ma.getmaskarray(value).tobytes())
+        return f"{type(value).__name__} {value.dtype} {value.shape} {content}"
+    if isinstance(value, _CTYPES):
+        return f"{name_of_type(type(value))} {digest(bytes(value))}"
+    if isinstance(value, _BUFFERS):
+        return f"{name_of_type(type(value))} {len(value)} {digest(bytes(value))}"
+    if isinstance(value, Enum):
+        return f"enum {name_of_type(type(value))} {value.name}"
+    if isinstance(value, NAMED):
+        return f"{name_of_type(type(value))} {getattr(value, '__qualname__', None) or value}"
+    if isinstance(value, itertools.count | np.random.SeedSequence):
+        return repr(value)
+    if isinstance(value, re.Pattern):
+        return short(f"pattern {value.pattern!r} {value.flags}")
+    if isinstance(value, _DERIVED):  # of a class that is derived from one of these
+        own = next(kind for kind in _DERIVED if isinstance(value, kind))
+        return short(f"{name_of_type(type(value))} {own.__repr__(value)}")  # type: ignore[call-arg]
+    return None
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Return whether all of them are numbers, texts and the like."""
+    return set(map(type, values)) <= ATOMS
+
+
+def digest_of(values: Collection[Any]) -> str:
+    """Return the digest of plain values; that of numbers is quick."""
+    if set(map(type, values)) <= {float}:
+        return digest(np.fromiter(values, np.float64, len(values)))
+    return digest(repr(tuple(values)).encode(errors="surrogatepass"))
