@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
+import uuid
 from typing import Annotated, Any
 
 from cerebro_hydra.documents import matching, unreadable
@@ -11,6 +13,8 @@ from cerebro_hydra.errors import ConfigurationError, StoreError, kind_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = r"[0-9a-f]{32}"
+# As `new_run_id` makes it, or as `cerebro-hydra doctor` names what it writes for a moment.
+_RUN_ID = re.compile(rf"[0-9]{{8}}-[0-9]{{6}}-[0-9a-f]{{6}}|doctor-{_DIGEST}")
 
 Name = Annotated[str, matching(_NAME.pattern)]
 """A name that is safe as one component of a path, such as a run id."""
@@ -47,13 +51,29 @@ def checked_name(name: str, what: str) -> str:
     return name
 
 
+def new_run_id() -> str:
+    """Return an id that sorts by time, and differs for two runs of one second."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def is_run_id(name: str) -> bool:
+    """Return whether a folder has a name that is given to runs alone."""
+    return _RUN_ID.fullmatch(name) is not None
+
+
+def is_digest(name: str) -> bool:
+    """Return whether a name is that of a data set, or of the content of an object."""
+    return re.fullmatch(_DIGEST, name) is not None
+
+
 def checked_digest(digest: str) -> str:
     """Return `digest` if it is 32 hexadecimal digits.
 
     Raises:
         StoreError: it is something else.
     """
-    if not isinstance(digest, str) or not re.fullmatch(_DIGEST, digest):
+    if not isinstance(digest, str) or not is_digest(digest):
         raise StoreError(
             f"digest {digest!r} can't name an object: a digest is 32 hexadecimal digits; restore "
             "the document that holds it from a copy"

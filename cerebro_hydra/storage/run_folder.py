@@ -19,7 +19,13 @@ from cerebro_hydra.storage.digest import (
 )
 from cerebro_hydra.storage.digest import digest as digest_of
 from cerebro_hydra.storage.local_paths import path_or_url
-from cerebro_hydra.storage.names import checked_digest, checked_name, state_name, trial_name
+from cerebro_hydra.storage.names import (
+    checked_digest,
+    checked_name,
+    is_run_id,
+    state_name,
+    trial_name,
+)
 from cerebro_hydra.storage.run_document import (
     RUN_FILE,
     SEARCH_FILE,
@@ -83,7 +89,7 @@ class RunFolder:
             store = Store.at(prefix)
             if store.exists(path):
                 return cls(store, run_id)
-            there = f"; runs there: {store.list(runs)}"
+            there = f"; runs there: {runs_in(store)}"
         raise StoreError(f"{path!r} is not a run: a run is <store>/runs/<run id>{there}")
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
@@ -337,6 +343,15 @@ class RunFolder:
         matches = map(_STATE.fullmatch, self.store.list(f"{self.path}/trials/{trial_name(trial)}"))
         return sorted(int(match[1]) for match in matches if match)
 
+    def objects(self) -> list[str]:
+        """Return the sorted digests of all segments in the run, without others' files."""
+        found = map(_OBJECT.fullmatch, self.store.list(f"{self.path}/objects"))
+        return [match[1] for match in found if match]
+
+    def models(self) -> list[str]:
+        """Return the sorted ids of the trials that have a folder among the kept models."""
+        return [name for name in self.store.list(f"{self.path}/models") if _TRIAL.fullmatch(name)]
+
     def sweep(self, kept: Mapping[int, Set[int]]) -> None:
         """Delete unfinished files, all states but those to keep, and objects that no state names.
 
@@ -355,10 +370,9 @@ class RunFolder:
             for state in self.states(trial):
                 for shard in self.read_state(trial, state)["shards"]:
                     named |= {shard["frozen"], shard["trainable"]}
-        for name in self.store.list(f"{self.path}/objects"):
-            found = _OBJECT.fullmatch(name)
-            if found and found[1] not in named:
-                self.store.delete_one(f"{self.path}/objects/{name}")
+        for digest in self.objects():
+            if digest not in named:
+                self.delete_object(digest)
 
     def _document(self, name: str) -> str:
         return f"{self.path}/{checked_name(name, 'document')}"
@@ -438,6 +452,16 @@ def read_search(folder: RunFolder, document: RunDocument) -> dict[str, Any]:
     if document.search not in (None, digest_of(encode_document(found))):
         raise StoreError(f"{path!r} is not what the run began with; restore it from a copy")
     return found
+
+
+def runs_in(store: Store) -> list[str]:
+    """Return the sorted names of the runs of a store, without what others put beside them.
+
+    A run that somebody renamed is known by its document, and its name may be one of no run.
+    """
+    runs = f"{store.prefix}/runs"
+    names = store.list(runs)
+    return [each for each in names if is_run_id(each) or store.exists(f"{runs}/{each}/{RUN_FILE}")]
 
 
 def read_document(folder: RunFolder) -> RunDocument:

@@ -5,8 +5,6 @@ The first model is built and tried before any row is prepared.
 
 from __future__ import annotations
 
-import datetime
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +27,7 @@ from cerebro_hydra.plan.messages.config import CHECKPOINTS, KEEPS, ORDERS
 from cerebro_hydra.plan.seeds import seed_of
 from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require_store
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
+from cerebro_hydra.storage.names import new_run_id
 from cerebro_hydra.storage.run_document import RUN_FILE, HeldOut, RunDocument
 from cerebro_hydra.storage.run_folder import read_search, write_search
 from cerebro_hydra.tune.decisions import AskAndTell, Target, checked_target
@@ -263,7 +262,7 @@ class Search(ABC):
                 raise ConfigurationError(
                     f"the DataFrame has no column {name!r}; its columns are {df.columns}"
                 )
-        folder = RunFolder(self.store, _new_run_id()) if resume is None else self._folder_of(resume)
+        folder = RunFolder(self.store, new_run_id()) if resume is None else self._folder_of(resume)
 
         from cerebro_hydra.tune.resume import RunToResume
         from cerebro_hydra.tune.running import interruptible
@@ -361,7 +360,7 @@ class Search(ABC):
                 return AskAndTell(searcher, self.num_epochs, number)
 
             def document(partitions: int) -> RunDocument:
-                named = self._document(_new_run_id(), manifest, sketches.metrics)
+                named = self._document(new_run_id(), manifest, sketches.metrics)
                 return replace(named, num_partitions=partitions)
 
             return sketches.plan(question, follower, document, metric, earlier)
@@ -446,7 +445,7 @@ class Search(ABC):
         from cerebro_hydra.tune.running import run_claim, run_trials
         from cerebro_hydra.tune.trials import SearchTrials
 
-        folder = folder or RunFolder(self.store, _new_run_id())
+        folder = folder or RunFolder(self.store, new_run_id())
         with run_claim(folder):
             require_unbegun(folder)
             with _removed_on_error(folder):
@@ -629,12 +628,6 @@ def _removed_on_error(folder: RunFolder) -> Iterator[None]:
         with suppress(StoreError):
             folder.store.delete(folder.path)
         raise
-
-
-def _new_run_id() -> str:
-    """Return an id that sorts by time, and differs for two runs of one second."""
-    now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def _checked_metric(metric: Any, validation: Any) -> str:

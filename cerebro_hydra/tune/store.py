@@ -14,15 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from cerebro_hydra.data.claim import is_claimed
-from cerebro_hydra.data.manifest import MANIFEST_NAME
-from cerebro_hydra.data.preparation.prepared import description, read_manifest
+from cerebro_hydra.data.preparation.prepared import (
+    data_in,
+    description,
+    forget_prepared,
+    read_manifest,
+)
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.foreign_text import visible
 from cerebro_hydra.observe.text import duration, number
 from cerebro_hydra.observe.view import RunView, human_bytes
 from cerebro_hydra.storage import RunFolder, Store
 from cerebro_hydra.storage.local_paths import path_or_url
 from cerebro_hydra.storage.run_document import RUN_FILE
-from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.storage.run_folder import read_document, runs_in
 
 _DAY = 86400
 
@@ -37,7 +42,8 @@ def print_contents(console: Console, prefix: str) -> None:
     runs = _table("run", "status", "age", "size", "finished", "winner")
     for run in contents.runs:
         age, size = _age(run.modified, now), human_bytes(run.bytes)
-        runs.add_row(*map(Text, (run.run_id, run.status, age, size, run.trials, run.winner)))
+        name = visible(run.run_id)
+        runs.add_row(*map(Text, (name, run.status, age, size, run.trials, run.winner)))
     console.print(runs if runs.row_count else "no runs")
     console.print("[bold]data[/]" if contents.data else "no data")
     for each in contents.data:
@@ -65,11 +71,14 @@ def clean(
     for each in chosen:
         for kind, names in (("run", each.runs), ("data", each.data)):
             for name in names:
-                say(f"{kind} {name} in {each.store.prefix}")
+                say(visible(f"{kind} {name} in {each.store.prefix}"))
+        for name in each.unreadable:
+            say(f"data {name} in {each.store.prefix} stays unless you name it: it can't be read")
     count = sum(len(each.runs) + len(each.data) for each in chosen)
     size = human_bytes(sum(each.bytes for each in chosen))
     if not count:
-        say("nothing to delete: kept runs need all data that is there")
+        unreadable = any(each.unreadable for each in chosen)
+        say(f"nothing to delete: kept runs need all {'other ' * unreadable}data that is there")
         return True
     if not confirmed(f"delete {count} {'folder' if count == 1 else 'folders'}, {size}?"):
         say("nothing was deleted")
@@ -127,6 +136,7 @@ class StoredData:
     needed_by: tuple[str, ...]
     """The ids of the runs that were trained on it."""
     being_prepared: bool
+    readable: bool
 
 
 @dataclass(frozen=True)
@@ -143,18 +153,20 @@ class StoreContents:
         Raises:
             StoreError: there is nothing of a store in that folder.
         """
-        runs = tuple(_run(RunFolder(store, name)) for name in store.list(f"{store.prefix}/runs"))
-        data = store.list(f"{store.prefix}/data")
+        runs, data = tuple(_run(store, name) for name in runs_in(store)), data_in(store)
         if not runs and not data:
             raise StoreError(f"{store.prefix!r} holds neither runs nor data; give a store's folder")
         return cls(runs, tuple(_data(store, fingerprint, runs) for fingerprint in data))
 
 
-def _run(folder: RunFolder) -> StoredRun:
-    usage = folder.store.usage(folder.path)
-    named = (folder.run_id, folder.path)
-    claimed = is_claimed(folder.store, folder.path)
-    there = folder.store.list(folder.path)
+def _run(store: Store, name: str) -> StoredRun:
+    path = f"{store.prefix}/runs/{name}"
+    named, usage = (name, path), store.usage(path)
+    try:
+        folder = RunFolder(store, name)
+        claimed, there = is_claimed(store, path), store.list(path)
+    except StoreError:  # somebody renamed it, or it is no folder
+        return StoredRun(*named, "unreadable", *usage)
     try:
         fingerprint = read_document(folder).fingerprint
     except CerebroHydraError:
@@ -182,11 +194,11 @@ def _run(folder: RunFolder) -> StoredRun:
 
 def _data(store: Store, fingerprint: str, runs: tuple[StoredRun, ...]) -> StoredData:
     path = store.data_path(fingerprint)
-    text, being_prepared = "can't be read", False
+    text, being_prepared, readable = "can't be read", False, True
     try:
         manifest = read_manifest(store, fingerprint)
     except StoreError:
-        pass
+        readable = False
     else:
         if manifest is None:
             being_prepared = is_claimed(store, path)
@@ -194,7 +206,8 @@ def _data(store: Store, fingerprint: str, runs: tuple[StoredRun, ...]) -> Stored
         else:
             text = description(store, manifest)
     needed_by = tuple(run.run_id for run in runs if run.fingerprint == fingerprint)
-    return StoredData(fingerprint, path, text, *store.usage(path), needed_by, being_prepared)
+    usage = store.usage(path)
+    return StoredData(fingerprint, path, text, *usage, needed_by, being_prepared, readable)
 
 
 @dataclass(frozen=True)
@@ -204,11 +217,15 @@ class Cleaning:
     store: Store
     runs: tuple[str, ...]
     data: tuple[str, ...]
+    unreadable: tuple[str, ...]
+    """The names of data that may go, and stays, because it may be that of another program."""
     bytes: int
 
     @classmethod
     def of(cls, prefix: str, runs: Sequence[str], data: Sequence[str], unneeded: bool) -> Cleaning:
         """Choose runs and data by name, and if `unneeded` all data that no kept run needs.
+
+        What can't be read may be of another program, and has to be named.
 
         Raises:
             ConfigurationError: a named run goes on, or named data is needed or written.
@@ -238,7 +255,7 @@ class Cleaning:
                 raise ConfigurationError(
                     f"data {name!r} can't be deleted: {why}; name these runs too, if they may go"
                 )
-        chosen = set(data)
+        chosen, unreadable = set(data), set[str]()
         if unneeded:
             needed = {run.fingerprint for run in kept}
             free = {n for n in sets if n not in needed and not sets[n].being_prepared}
@@ -247,9 +264,11 @@ class Cleaning:
                     f"runs {unknown} may need any data of {prefix!r}, because they begin or can't "
                     "be read; wait, or name these runs too"
                 )
-            chosen |= free
+            unreadable = {name for name in free - chosen if not sets[name].readable}
+            chosen |= free - unreadable
         size = sum(known[n].bytes for n in set(runs)) + sum(sets[n].bytes for n in chosen)
-        return cls(store, tuple(sorted(set(runs))), tuple(sorted(chosen)), size)
+        stays = tuple(sorted(unreadable))
+        return cls(store, tuple(sorted(set(runs))), tuple(sorted(chosen)), stays, size)
 
     def carry_out(self) -> None:
         """Delete it all, in an order in which an end in the middle leaves nothing half there.
@@ -262,15 +281,14 @@ class Cleaning:
             StoreError: something can't be deleted.
         """
         for name in self.runs:
-            self._delete(self.store.run_path(name), RUN_FILE)
+            path = f"{self.store.prefix}/runs/{name}"
+            if self.store.exists(f"{path}/{RUN_FILE}"):
+                self.store.delete(f"{path}/{RUN_FILE}")
+            self.store.delete(path)
         if self.data:
             Cleaning.of(self.store.prefix, (), self.data, unneeded=False)
         for name in self.data:
-            self._delete(self.store.data_path(name), MANIFEST_NAME)
-
-    def _delete(self, folder: str, document: str) -> None:
-        self.store.delete(f"{folder}/{document}")
-        self.store.delete(folder)
+            forget_prepared(self.store, name)
 
 
 def cleanings(paths: Sequence[str]) -> list[Cleaning]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cerebro_hydra.data.manifest import MANIFEST_NAME
 from cerebro_hydra.data.partition import check_partitions
-from cerebro_hydra.data.preparation.prepared import read_manifest
+from cerebro_hydra.data.preparation.prepared import data_in, read_manifest
 from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.hopper.run_config import hop_config, trial_config
 from cerebro_hydra.observe.records import Decision
@@ -33,10 +33,8 @@ from cerebro_hydra.storage.run_document import (
     WORKERS_FILE,
     RunDocument,
 )
-from cerebro_hydra.storage.run_folder import read_document, read_search
+from cerebro_hydra.storage.run_folder import read_document, read_search, runs_in
 from cerebro_hydra.temporary_folders import temporary_folder
-
-_SUFFIX = ".safetensors"
 
 
 def verify(
@@ -70,12 +68,17 @@ def _parts(path: str) -> Iterator[VerifiedPart]:
             yield from verify_data(folder.store, document.fingerprint, needed=True)
         return
     store = Store.at(path)
-    runs, data = (store.list(f"{store.prefix}/{name}") for name in ("runs", "data"))
+    runs, data = runs_in(store), data_in(store)
     if not runs and not data:
         raise StoreError(
             f"{path!r} holds neither runs nor data: give a store's folder, or <store>/runs/<run id>"
         )
-    folders = [RunFolder(store, run_id) for run_id in runs]
+    folders = []
+    for run_id in runs:
+        try:
+            folders.append(RunFolder(store, run_id))
+        except StoreError as error:  # somebody renamed it
+            yield VerifiedPart(f"run {run_id}", problems=(str(error),))
     documents = filter(None, map(document_of, folders))
     needed = {document.fingerprint: None for document in documents}
     for fingerprint in dict.fromkeys([*data, *needed]):
@@ -127,7 +130,11 @@ def document_of(folder: RunFolder) -> RunDocument | None:
 def verify_run(folder: RunFolder) -> Iterator[VerifiedPart]:
     """Verify a run without the data that it was trained on."""
     name = f"run {folder.run_id}"
-    there = set(folder.store.list(folder.path))
+    try:
+        there = set(folder.store.list(folder.path))
+    except StoreError as error:
+        yield VerifiedPart(name, problems=(str(error),))
+        return
     if not there & {RUN_FILE, "journal"}:
         yield VerifiedPart(name, notes=("it never began, because no trial was admitted",))
         return
@@ -174,15 +181,15 @@ class _Verification:
         for number in sorted({*self._added, *self._folder.trials()}):
             yield self._trial(number)
         yield from self._models()
-        files = self._folder.store.list(f"{self._folder.path}/objects")
-        left = sorted({file.removesuffix(_SUFFIX) for file in files} - self._objects.keys())
+        files = self._folder.objects()
+        left = [digest for digest in files if digest not in self._objects]
         problems = tuple(filter(None, map(self._object, left)))
         notes = (f"{len(left)} objects belong to no state",) if left else ()
         yield VerifiedPart(f"{self._name}: objects", f"{len(files)} files", problems, notes)
 
     def _models(self) -> Iterator[VerifiedPart]:
         """Load the archives of models that need no source."""
-        there = self._folder.store.list(f"{self._folder.path}/models")
+        there = self._folder.models()
         problems = [
             f"{f'{self._folder.path}/models/{trial_id}'!r} is gone, and the run has kept a model "
             "there: restore it from a copy"

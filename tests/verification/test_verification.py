@@ -215,13 +215,24 @@ def test_what_does_no_harm_is_told_and_is_no_damage(copied: RunFolder) -> None:
     lines = [line for segment in copied.read_segments() for line in segment]
     copied.store.delete(f"{copied.path}/journal")
     copied.write_segment(0, lines[:-1])
-    RunFolder(copied.store, "refused").write_json("numeric.json", {})
-    copied.store.write(copied.store.data_path("unfinished") + "/part", b"")
+    RunFolder(copied.store, "20260101-120000-abcdef").write_json("numeric.json", {})
+    copied.store.write(copied.store.data_path("ab" * 16) + "/claims/000000", b"")
     report = verify(copied.store.prefix)
     assert report.ok, str(report)
     notes = [note for part in report.parts for note in part.notes]
     for said in ("1 objects belong to no", "did not end:", "never began", "preparation that did"):
         assert [note for note in notes if said in note], said
+
+
+@pytest.mark.parametrize(
+    "name", ["objects/.DS_Store", "models/.DS_Store", "models/old/model.pt2", "trials/notes/x"]
+)
+def test_what_others_put_into_a_run_is_ignored(copied: RunFolder, name: str) -> None:
+    file = Path(copied.path, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("theirs")
+    report = verify(copied.path)
+    assert report.ok and not [note for part in report.parts for note in part.notes], str(report)
 
 
 def test_data_that_is_gone_is_named(copied: RunFolder) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pyarrow.parquet import FileMetaData
 
-from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims, forget_claims
+from cerebro_hydra.data.claim import CLAIM_SECONDS, CLAIMS, Claims, forget_claims
 from cerebro_hydra.data.decoder import is_vector
 from cerebro_hydra.data.manifest import FORMAT, MANIFEST_NAME, ColumnSpec, Manifest, stored_name
 from cerebro_hydra.data.parquet import check_file, metadata_of
@@ -25,6 +25,7 @@ from cerebro_hydra.data.spec import DataSpec
 from cerebro_hydra.errors import ConfigurationError, DataError, StoreError
 from cerebro_hydra.storage import Store
 from cerebro_hydra.storage.digest import decode_document, encode_document
+from cerebro_hydra.storage.names import is_digest
 
 _ATTEMPT = re.compile(r"attempt-[0-9a-f]{12}")
 
@@ -72,9 +73,46 @@ def prepared_in(store: Store) -> list[Manifest]:
     Raises:
         StoreError: a manifest can't be read.
     """
-    names = store.list(f"{store.prefix}/data")
+    names = data_in(store)
     read = [manifest for name in names if (manifest := read_manifest(store, name)) is not None]
     return [manifest for manifest in read if manifest.source is None]
+
+
+def data_in(store: Store) -> list[str]:
+    """Return the sorted names of the data sets of a store, without what others put beside them."""
+    data = f"{store.prefix}/data"
+    return [name for name in store.list(data) if is_digest(name) and _is_data(store, name)]
+
+
+def _is_data(store: Store, name: str) -> bool:
+    """Return whether a folder has something of a data set, or nothing; others use digests, too."""
+    try:
+        there = store.list(store.data_path(name))
+    except StoreError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            return False
+        raise
+    return not there or any(
+        each in (MANIFEST_NAME, CLAIMS) or _ATTEMPT.fullmatch(each) for each in there
+    )
+
+
+def forget_prepared(store: Store, fingerprint: str) -> None:
+    """Delete a data set, and nothing that others left in its folder.
+
+    The manifest goes first, so that an end in the middle leaves nothing that looks whole.
+
+    Raises:
+        StoreError: it can't be deleted.
+    """
+    folder = store.data_path(fingerprint)
+    store.delete_one(f"{folder}/{MANIFEST_NAME}")
+    for name in store.list(folder):
+        if _ATTEMPT.fullmatch(name):
+            store.delete(f"{folder}/{name}")
+    forget_claims(store, folder)
+    store.delete_unfinished(folder)
+    store.delete_one(folder)
 
 
 def prepare_once(store: Store, fingerprint: str, prepare: Callable[[str], Manifest]) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from rich.console import Console
 
 from cerebro_hydra import cli
 from cerebro_hydra.data.claim import CLAIM_SECONDS, Claims
+from cerebro_hydra.data.preparation.prepared import prepared_in
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
 from cerebro_hydra.testing.local_backend import Arrays
 from cerebro_hydra.tune import GridSearch
 from cerebro_hydra.tune.running import run_claim
 from cerebro_hydra.tune.store import StoreContents, cleanings, print_contents
+from cerebro_hydra.verification import verify
 from tests.tune.test_tune_search import arguments, rows
 
 pytestmark = pytest.mark.slow
@@ -172,21 +175,26 @@ def test_an_end_in_the_middle_leaves_nothing_that_looks_whole(
 ) -> None:
     needed, other = data_of(store)
     deleted, run = [], run_of(store)
-    delete = LocalStore.delete
+    real = {name: getattr(LocalStore, name) for name in ("delete", "delete_one")}
 
-    def dying(self: LocalStore, path: str) -> None:
-        if len(deleted) == 1:
-            raise StoreError("the machine went down")
-        deleted.append(path)
-        delete(self, path)
+    def dying(name: str) -> Callable[[LocalStore, str], None]:
+        def delete(self: LocalStore, path: str) -> None:
+            if len(deleted) == 1:
+                raise StoreError("the machine went down")
+            deleted.append(path)
+            real[name](self, path)
+
+        return delete
 
     for path, document in ((store.data_path(other), "manifest.json"), (run.path, "run.json")):
         deleted.clear()
-        monkeypatch.setattr(LocalStore, "delete", dying)
+        for name in real:
+            monkeypatch.setattr(LocalStore, name, dying(name))
         with pytest.raises(StoreError, match="went down"):
             cleanings([path])[0].carry_out()
         assert deleted == [f"{path}/{document}"]
-        monkeypatch.setattr(LocalStore, "delete", delete)
+        for name, method in real.items():
+            monkeypatch.setattr(LocalStore, name, method)
         cleanings([path])[0].carry_out()
         assert not store.exists(path)
     assert store.list(f"{store.prefix}/data") == [needed]
@@ -202,6 +210,122 @@ def test_nothing_is_deleted_without_a_yes(
     monkeypatch.setattr("builtins.input", lambda question: "y")
     assert cli.main(["clean", run_of(store).path]) == 0
     assert not store.list(f"{store.prefix}/runs")
+
+
+def put(root: str, *names: str) -> dict[str, str]:
+    """Write files of others, and return what they hold."""
+    for name in names:
+        file = Path(root, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"precious {name}")
+    return held(root)
+
+
+def held(root: str) -> dict[str, str]:
+    files = (file for file in Path(root).rglob("*") if file.is_file())
+    found = {str(file): file.read_text(errors="replace") for file in files}
+    return {file: text for file, text in found.items() if text.startswith("precious")}
+
+
+MD5 = "d41d8cd98f00b204e9800998ecf8427e"
+FOREIGN = (
+    "data/mnist/raw/train.csv",
+    "data/my photos/a.jpg",
+    f"data/{MD5}/a.jpg",
+    f"data/{MD5[::-1]}",
+    "data/README.md",
+    "data/.DS_Store",
+    "runs/README.md",
+    "runs/.DS_Store",
+    "runs/old runs/notes.txt",
+    "runs/Nov28_12-00-00_host/events.out.tfevents",
+)
+
+
+def test_a_project_folder_is_no_store_and_keeps_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = put(str(tmp_path), *FOREIGN)
+    for command in ("runs", "verify", "clean"):
+        assert cli.main([command, str(tmp_path), *(["--yes"] if command == "clean" else [])]) == 1
+        assert "holds neither runs nor data" in capsys.readouterr().err
+    for path in ("data/mnist", f"data/{MD5}", "runs/Nov28_12-00-00_host"):
+        assert cli.main(["clean", f"{tmp_path}/{path}", "--yes"]) == 1
+    assert held(str(tmp_path)) == before
+
+
+def test_what_others_put_beside_runs_and_data_is_ignored_and_stays(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,), (needed, other) = StoreContents.of(store).runs, data_of(store)
+    before = put(store.prefix, *FOREIGN)
+    contents = StoreContents.of(store)
+    assert contents.runs == (run,)
+    assert {each.fingerprint for each in contents.data} == {needed, other}
+    assert verify(store.prefix).ok
+    assert {each.fingerprint for each in prepared_in(store)} == {needed, other}
+    with pytest.raises(StoreError, match=rf"runs there: \['{run.run_id}'\]"):
+        RunFolder.open(f"{store.prefix}/runs/none")
+    with pytest.raises(StoreError, match="there is no data 'mnist'"):
+        cleanings([f"{store.prefix}/data/mnist"])
+    assert cli.main(["clean", store.prefix, run.path, "--yes"]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert held(store.prefix) == before
+    left = [*Path(store.prefix).glob("*/*")]
+    assert sorted(map(str, left)) == sorted(
+        {f"{store.prefix}/{'/'.join(name.split('/')[:2])}" for name in FOREIGN}
+    )
+
+
+def test_what_others_put_into_data_stays(store: LocalStore) -> None:
+    _, other = data_of(store)
+    names = ("notes.txt", "attempt-1/a", "claims/mine", "claims/000000.bak", ".unfinished-notes")
+    before = put(store.data_path(other), *names)
+    cleanings([store.prefix])[0].carry_out()
+    assert held(store.data_path(other)) == before
+    assert {str(f) for f in Path(store.data_path(other)).rglob("*") if f.is_file()} == {*before}
+
+
+def test_data_that_cannot_be_read_is_deleted_by_name_alone(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, other = data_of(store)
+    Path(store.data_path(other), "manifest.json").write_text("{}")
+    assert cli.main(["clean", store.prefix, "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"data {other} in {store.prefix} stays unless you name it: it can't be read",
+        "nothing to delete: kept runs need all other data that is there",
+    ]
+    assert cli.main(["clean", store.data_path(other), "--yes"]) == 0
+    assert not store.exists(store.data_path(other))
+
+
+@pytest.mark.parametrize("name", ["best", "my best run", "\x1b[31mred\nline"])
+def test_a_run_that_was_renamed_keeps_its_data(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    needed, _ = data_of(store)
+    renamed = Path(run_of(store).path).rename(f"{store.prefix}/runs/{name}")
+    assert cli.main(["runs", store.prefix]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    opens = name == "best"
+    assert StoreContents.of(store).runs[0].status == ("finished" if opens else "unreadable")
+    assert verify(store.prefix).ok == opens
+    assert cli.main(["clean", store.prefix, "--yes"]) == (0 if opens else 1)
+    assert store.exists(store.data_path(needed))
+    if name.isprintable():
+        assert cli.main(["clean", str(renamed), store.prefix, "--yes"]) == 0
+        assert not store.list(f"{store.prefix}/runs") and not store.list(f"{store.prefix}/data")
+
+
+def test_a_file_with_the_name_of_a_run_is_unreadable(store: LocalStore) -> None:
+    path = Path(store.prefix, "runs", "20260101-120000-abcdef")
+    path.write_text("x")
+    assert [run.status for run in StoreContents.of(store).runs] == ["unreadable", "finished"]
+    (said,) = verify(store.prefix).problems
+    assert "Not a directory" in said and path.name in said
+    cleanings([str(path)])[0].carry_out()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
