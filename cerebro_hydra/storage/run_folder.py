@@ -374,6 +374,25 @@ class RunFolder:
             if digest not in named:
                 self.delete_object(digest)
 
+    def forget_begun(self) -> None:
+        """Delete what was written of a run before it began; what others put there stays.
+
+        Nobody may be writing to the run, which has no journal.
+        """
+        self.store.delete_unfinished(self.path)
+        for name in (RUN_FILE, SEARCH_FILE):
+            self.store.delete_one(self._document(name))
+        for trial in self._trial_folders():
+            for state in self.states(trial):
+                self.delete_state(trial, state)
+            self.store.delete_one(self._trial(trial))
+            self.store.delete_one(f"{self.path}/trials/{trial_name(trial)}")
+        for digest in self.objects():
+            self.delete_object(digest)
+        for name in ("trials", "objects"):
+            self.store.delete_one(f"{self.path}/{name}")
+        self.store.delete_one(self.path)
+
     def _document(self, name: str) -> str:
         return f"{self.path}/{checked_name(name, 'document')}"
 
@@ -459,9 +478,24 @@ def runs_in(store: Store) -> list[str]:
 
     A run that somebody renamed is known by its document, and its name may be one of no run.
     """
-    runs = f"{store.prefix}/runs"
-    names = store.list(runs)
-    return [each for each in names if is_run_id(each) or store.exists(f"{runs}/{each}/{RUN_FILE}")]
+    return [name for name in store.list(f"{store.prefix}/runs") if _is_run(store, name)]
+
+
+def require_run(folder: RunFolder) -> None:
+    """Refuse to write to what others put beside the runs of a store.
+
+    Raises:
+        StoreError: the folder is no run.
+    """
+    if not _is_run(folder.store, folder.run_id):
+        raise StoreError(
+            f"{folder.path!r} is not a run: a run is <store>/runs/<run id>, and nothing is written "
+            "to what others put there"
+        )
+
+
+def _is_run(store: Store, name: str) -> bool:
+    return is_run_id(name) or store.exists(f"{store.prefix}/runs/{name}/{RUN_FILE}")
 
 
 def read_document(folder: RunFolder) -> RunDocument:

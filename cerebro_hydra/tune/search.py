@@ -14,6 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.available_memory import available_memory
+from cerebro_hydra.data.claim import forget_claims
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.existing import existing_paths
 from cerebro_hydra.data.preparation.prepared import choose_prepared
@@ -29,7 +30,7 @@ from cerebro_hydra.storage import RunFolder, Store, estimator_factories, require
 from cerebro_hydra.storage.estimator_factories import refuse_while_imported
 from cerebro_hydra.storage.names import new_run_id
 from cerebro_hydra.storage.run_document import RUN_FILE, HeldOut, RunDocument
-from cerebro_hydra.storage.run_folder import read_search, write_search
+from cerebro_hydra.storage.run_folder import read_search, require_run, write_search
 from cerebro_hydra.tune.decisions import AskAndTell, Target, checked_target
 from cerebro_hydra.tune.searchers.searcher import SearchedRun, Searcher
 from cerebro_hydra.tune.searchers.space import (
@@ -372,6 +373,7 @@ class Search(ABC):
                 f"resume is {run_path!r}, which is not in the store {self.store.prefix!r}; give "
                 "the search the store of the run"
             )
+        require_run(folder)
         return RunFolder(self.store, folder.run_id)
 
     def _resume(self, folder: RunFolder, df: DataFrame) -> SearchResult:
@@ -621,12 +623,16 @@ def refuse_seeded(search: Search, what: str) -> None:
 
 @contextmanager
 def _removed_on_error(folder: RunFolder) -> Iterator[None]:
-    """Remove what was written of a run that can't begin, which may have filled the disk."""
+    """Remove what was written of a run that can't begin, which may have filled the disk.
+
+    What others put into its folder stays.
+    """
     try:
         yield
     except BaseException:
         with suppress(StoreError):
-            folder.store.delete(folder.path)
+            forget_claims(folder.store, folder.path)
+            folder.forget_begun()
         raise
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra import SparkEstimator
+from cerebro_hydra.errors import AllTrialsFailed, StoreError
 from cerebro_hydra.storage import LocalStore, RunFolder
+from tests.end_to_end import models
 from tests.end_to_end.drivers.resumed_driver import search
 from tests.end_to_end.runs import classes
 
@@ -91,6 +95,41 @@ def test_a_sweep_leaves_what_others_put_there(run: RunFolder, foreign: Path) -> 
     unfinished = objects / "folder" / f".unfinished-{xxhash.xxh3_128_hexdigest(b'')}"
     del before[str(unfinished)]
     assert content(objects) == before
+
+
+def test_a_search_begins_in_no_folder_of_others(tmp_path: Path) -> None:
+    notes = tmp_path / "runs" / "notes"
+    notes.mkdir(parents=True)
+    (notes / "thesis.tex").write_text("thesis")
+    with pytest.raises(StoreError, match=r"notes' is not a run: a run is <store>/runs/<run id>"):
+        search(tmp_path, 1, num_epochs=1, observers=[]).fit(classes(), resume=str(notes))
+    assert os.listdir(notes) == ["thesis.tex"]
+
+
+def without_models(params: dict[str, Any]) -> SparkEstimator:
+    """Make the model that is looked at first, and none after the rows were prepared."""
+    if list(Path(params["place"]).glob("data/*/manifest.json")):
+        raise ValueError("no more models")
+    return models.feed_forward({"lr": 0.1, "dropout": 0.2})
+
+
+def test_a_run_that_cannot_begin_leaves_what_others_put_there(tmp_path: Path) -> None:
+    run = RunFolder(LocalStore(str(tmp_path)), "20260101-120000-abcdef")
+    theirs = ("thesis.tex", "objects/a.txt", "trials/trial-000/b.txt", "claims/c", "models/d")
+    for name in theirs:
+        file = Path(run.path, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    before = content(Path(run.path))
+    space = {"place": [str(tmp_path)]}
+    fails = search(tmp_path, 1, num_epochs=1, observers=[], factory=without_models, space=space)
+    with pytest.raises(AllTrialsFailed, match="no more models"):
+        fails.fit(classes(), resume=run.path)
+    assert content(Path(run.path)) == before
+    shutil.rmtree(tmp_path / "data")
+    with pytest.raises(AllTrialsFailed, match="no more models"):
+        fails.fit(classes())
+    assert os.listdir(tmp_path / "runs") == [run.run_id]
 
 
 def as_fifo(path: Path) -> None:
