@@ -43,6 +43,7 @@ VECTOR_MODULE = "jdk.incubator.vector"
 _FIRST_VERSION = 13
 _MAKING_SECONDS = 3600.0  # after which a session that was to write an archive is taken for killed
 _UNUSED_SECONDS = 90 * 86400.0
+_ARCHIVE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32}\.jsa|\.\d+\.part)")
 _OWN_OPTIONS = ("-Xshare", "Archive")
 
 # Java's slow compiler takes a third of its CPU time in a short session. What runs ten times as
@@ -271,8 +272,11 @@ def _part(folder: Path, key: str) -> Path | None:
 
 
 def _take_written(folder: Path, key: str) -> None:
-    """Name the archives that are written whole, and remove what nobody writes or uses any more."""
-    for path in folder.iterdir():
+    """Name the archives that are written whole, and remove what nobody writes or uses any more.
+
+    Files of others in the folder stay.
+    """
+    for path in (each for each in folder.iterdir() if _ARCHIVE.fullmatch(each.name)):
         with contextlib.suppress(FileNotFoundError):  # another session did it
             age = time.time() - path.stat().st_mtime
             if path.name.startswith(f"{key}.") and _is_whole(path):

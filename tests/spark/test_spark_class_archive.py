@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -56,6 +57,22 @@ def test_a_damaged_archive_is_made_anew(runtime: Java) -> None:
     archive.write_bytes(b"classez")
     assert "ArchiveClassesAtExit" in options(runtime)
     assert not archive.exists()
+
+
+def test_what_nobody_uses_any_more_is_removed_and_files_of_others_stay(runtime: Java) -> None:
+    written(options(runtime))
+    options(runtime)
+    cache = runtime.home.parent / "cache"
+    (archive,) = cache.glob("*.jsa")
+    unused = cache / f"{'ab' * 16}-{'cd' * 16}.jsa"
+    theirs = [cache / name for name in ("notes.txt", "old.part", "mine.jsa")]
+    for path in (unused, *theirs):
+        path.touch()
+        os.utime(path, (0, 0))
+    (cache / "folder").mkdir()
+    os.utime(cache / "folder", (0, 0))
+    assert "-XX:SharedArchiveFile=" in options(runtime)
+    assert sorted(cache.iterdir()) == sorted([archive, cache / "folder", *theirs])
 
 
 def test_another_java_or_spark_has_an_archive_of_its_own(runtime: Java) -> None:
