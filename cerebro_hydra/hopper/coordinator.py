@@ -486,5 +486,5 @@ class MetricMerger:
                     "return one value for each"
                 )
             return MetricsMerged(*named, {name: float(values[name]) for name in names})
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:  # of the trial's code
             return MetricsMergeFailed(*named, traceback_text(error))

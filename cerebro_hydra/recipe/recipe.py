@@ -608,10 +608,10 @@ class Recipe:
         batch = self._batch(outputs, targets)
         for metric in metrics:
             function = cast(StateMetric, as_made(metric.function, self.model))
-            if metric.name not in states:  # a copy: update may write into what start gave
-                states[metric.name] = as_json(metric.name, function.start())
-            state = states[metric.name]
             with told_with_metric(metric):  # a state is of the host
+                if metric.name not in states:  # a copy: update may write into what start gave
+                    states[metric.name] = as_json(metric.name, function.start())
+                state = states[metric.name]
                 seen = self._seen_by(metric, outputs, *batch)
                 args, kwargs = tree_map_only(Tensor, Tensor.cpu, seen)
                 updated = function.update(state, *args, **kwargs)

@@ -102,13 +102,16 @@ def test_the_evaluation_metric_decides_which_epoch_is_best(
     assert (config.metric, config.direction) == decides
 
 
-def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(tmp_path: Any) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no such class"), SystemExit(3), GeneratorExit()])
+def test_custom_metrics_are_measured_by_the_users_code_on_the_callers_thread(
+    tmp_path: Any, error: BaseException
+) -> None:
     threads = set()
 
     def merge_metrics(trial: int, states: list[dict[str, Any]]) -> dict[str, float]:
         threads.add(threading.current_thread())
         if trial == 1:
-            raise RuntimeError("no such class")
+            raise error
         return {"seen": 10 * trial + sum(states[p]["seen"][0] * 2**p for p in range(2))}
 
     of = described(3, 2, 2, custom_metrics=("seen",))

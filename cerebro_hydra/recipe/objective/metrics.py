@@ -13,11 +13,12 @@ from math import isfinite
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.copies import deep_copy
-from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe.batch.loss_arguments import LossArguments
 
@@ -130,15 +131,46 @@ def as_made(function: MetricFunction | StateMetric, model: nn.Module) -> Any:
 def merge_metrics(
     metrics: Sequence[Metric], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Merge the states of all partitions, in their order, and compute each `StateMetric`."""
+    """Merge the states of all partitions, in their order, and compute each `StateMetric`.
+
+    Raises:
+        NoSingleNumber: a metric computes something else than one number.
+        ConfigurationError: a metric failed; the message names it.
+    """
     values: dict[str, float] = {}
     for metric in metrics:
         function = cast(StateMetric, metric.function)
         merged = states[0][metric.name]
-        for state in states[1:]:
-            merged = function.merge(merged, state[metric.name])
-        values[metric.name] = float(function.compute(merged))
+        with told_with_metric(metric, "to merge its states"):
+            for state in states[1:]:
+                merged = function.merge(merged, state[metric.name])
+        with told_with_metric(metric, "to compute its value"):
+            values[metric.name] = _one_number(metric.name, function.compute(merged))
     return values
+
+
+class NoSingleNumber(ConfigurationError):
+    """A metric computes something of another kind than one number, such as a vector."""
+
+
+def _one_number(name: str, value: Any) -> float:
+    """Return what a metric computes as a number; of a complex one NumPy would take a part."""
+    is_complex = value.is_complex() if isinstance(value, Tensor) else np.iscomplexobj(value)
+    try:
+        if not is_complex:
+            return float(value)
+    except OverflowError:  # an integer of 400 digits
+        raise
+    except Exception:
+        pass
+    form = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
+    said = f"metric {name!r} computes {_kind(value)}{form}; its compute must give one number"
+    # Rows of one class alone may have no value, and more rows have one.
+    raise ConfigurationError(said) if value is None else NoSingleNumber(said)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else kind_of(value)
 
 
 def as_json(name: str, state: Any) -> Any:
@@ -183,8 +215,8 @@ def metric_arguments(metric: Metric, labels: Sequence[str], others: Sequence[str
 
 
 @contextmanager
-def told_with_metric(metric: Metric) -> Iterator[None]:
-    """Turn what a metric raises on a batch into an error that names it.
+def told_with_metric(metric: Metric, what: str = "on a batch") -> Iterator[None]:
+    """Turn what a metric raises into an error that names it, and at what it failed.
 
     Raises:
         ConfigurationError: the metric failed.
@@ -195,5 +227,5 @@ def told_with_metric(metric: Metric) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"metric {metric.name!r} failed on a batch: {named_error_text(error)}"
+            f"metric {metric.name!r} failed {what}: {named_error_text(error)}"
         ) from error

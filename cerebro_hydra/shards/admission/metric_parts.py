@@ -14,6 +14,7 @@ from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.objective.known_metrics import doubts_of_accuracy
+from cerebro_hydra.recipe.objective.metrics import NoSingleNumber
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, is_of_torch_metric
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 
@@ -42,7 +43,8 @@ def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[
         example: with as many rows as a batch has.
 
     Raises:
-        ConfigurationError: one of torchmetrics gives no number, or another for partitions.
+        ConfigurationError: one gives something of another kind than a number, or one of
+            torchmetrics another number for partitions.
     """
     given = [m for m in recipe.metric_list if m.label is None or is_of_torch_metric(m.function)]
     doubts = [doubt for metric in recipe.metric_list for doubt in doubts_of_accuracy(metric)]
@@ -70,7 +72,7 @@ def _difference(
                 if is_torchs:
                     raise ValueError(f"they give {other:.6g}, all rows at once {value:.6g}")
                 return _warning(metric, value, other, whole.rows, len(parts))
-    except NoNumber:
+    except (NoNumber, NoSingleNumber):
         raise
     except Exception as error:
         if is_torchs and whole.rows > 1:  # a correlation, for one, has no value of one row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,56 @@ def test_the_states_of_all_partitions_are_merged_in_their_order() -> None:
     assert merge_metrics([metric], states) == {"words": 1.0}
     assert merge_metrics([metric], states[::-1]) == {"words": 0.0}
     assert merge_metrics([metric], states[:2]) == {"words": 0.0}
+
+
+class Given(Words):
+    """It computes, merges and starts with what it is given, or raises that."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+    def _give(self, where: str, otherwise: Any) -> Any:
+        value = self.given.get(where, otherwise)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def start(self) -> Any:
+        return self._give("start", "")
+
+    def merge(self, state: str, other: str) -> Any:
+        return self._give("merge", state)
+
+    def compute(self, state: str) -> Any:
+        return self._give("compute", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"compute": None}, "'m' computes None; its compute must give one number"),
+        ({"compute": torch.ones(2)}, r"'m' computes a Tensor of shape \(2,\);"),
+        ({"compute": np.ones(2)}, r"'m' computes a ndarray of shape \(2,\);"),
+        ({"compute": torch.tensor(1j)}, r"'m' computes a Tensor of shape \(\);"),
+        ({"compute": 1j}, "'m' computes a complex;"),
+        ({"compute": np.complex64(1)}, "'m' computes a complex64;"),
+        ({"compute": [0.5]}, "'m' computes a list;"),
+        ({"compute": 10**400}, "'m' failed to compute its value: OverflowError: int too large"),
+        ({"compute": ZeroDivisionError("0/0")}, "'m' failed to compute its value: ZeroDiv.*0/0"),
+        ({"merge": KeyError("n")}, "'m' failed to merge its states: KeyError: 'n'"),
+    ],
+)
+def test_what_is_no_number_is_told_with_its_metric(given: dict[str, Any], said: str) -> None:
+    (metric,) = resolve_metrics({"m": (Given(**given), "max")})
+    with pytest.raises(ConfigurationError, match=said):
+        merge_metrics([metric], [{"m": "1"}, {"m": "2"}])
+
+
+def test_a_start_that_fails_is_told_with_its_metric() -> None:
+    recipe = recipe_of(metrics={"m": (Given(start=ValueError("no")), "max")})
+    recipe.bind(Columns(("features",), ("label",)))
+    with pytest.raises(ConfigurationError, match=r"metric 'm' failed .*ValueError: no"):
+        recipe.update_states({}, torch.ones(2, 4), (torch.tensor([0, 1]),))
 
 
 def accuracy(loss: Any, outputs: list[Any], labels: list[Any], name: str = "accuracy") -> float:

@@ -89,6 +89,24 @@ def test_nothing_is_told_of_means_of_constants_and_of_what_fails_on_parts(autoca
     assert warnings(metrics, autocast=autocast) == []
 
 
+class Computes(Largest):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def compute(self, state: list[float]) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), 1j, [0.5], "high"])
+def test_what_computes_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"metric 'm' computes .*must give one number"):
+        warnings({"m": (Computes(value), "max")})
+
+
+def test_what_has_no_value_for_few_rows_is_admitted() -> None:
+    assert warnings({"m": (Computes(None), "max")}) == []
+
+
 class NoMerge(torchmetrics.SumMetric):
     """It is a maximum, and tells torchmetrics that states are added up."""
 
