@@ -185,6 +185,7 @@ def test_replay_of_one_trial_with_a_factory_from_the_current_folder(
         (["--trial", "trial-9"], "no trial 'trial-9'; trials are ['trial-000'"),
         (["--trial", "trial-002"], "nothing to replay"),
         (["--factory", "no_such_module:build"], "can't import 'no_such_module'"),
+        (["--factory", "math:sqrt"], "the factory 'sqrt' failed for trial-000 of run"),
     ],
 )
 def test_replay_that_can_not_be_is_an_error(

@@ -34,7 +34,7 @@ from cerebro_hydra.replay.record import PartitionBatch, RunData, SubEpochVisit, 
 from cerebro_hydra.replay.stale_weights import train_stale
 from cerebro_hydra.replay.states import Replayed, go_on, load_model, read_saved
 from cerebro_hydra.storage import RunFolder
-from cerebro_hydra.storage.estimator_factories import find, importable_name
+from cerebro_hydra.storage.estimator_factories import Factory, find, importable_name
 from cerebro_hydra.storage.names import checked_trial_id
 from cerebro_hydra.storage.run_document import RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
@@ -109,7 +109,7 @@ def replay_here(
             line = []
             for number, until in lineage:
                 each = run.folder.read_trial(number, run.document.run_id)
-                recipe = build_recipe(found, each.params, run.seed, Columns.of(run.document))
+                recipe = _built(found, each, run)
                 lags = each.lags(initial.shards)
                 line.append(Ancestor(each, recipe, until, lags, initial.tensors.keys()))
             load_model(line[0].recipe.model, initial.tensors, f"{trial_id} of run {run_path!r}")
@@ -129,6 +129,24 @@ def replay_here(
                         "the run was started with"
                     ) from error
         return compare(recipe, kept, replayed, expected, run)
+
+
+def _built(factory: Factory, spec: TrialSpec, run: RunData) -> Recipe:
+    """Call the factory for a trial.
+
+    Raises:
+        ReplayError: it fails; the message names it.
+    """
+    try:
+        return build_recipe(factory, spec.params, run.seed, Columns.of(run.document))
+    except CerebroHydraError:
+        raise
+    except (Exception, SystemExit) as error:
+        name = getattr(factory, "__qualname__", repr(factory))
+        raise ReplayError(
+            f"the factory {name!r} failed for {spec.trial_id} of run {run.folder.path!r} "
+            f"({named_error_text(error)}); give the factory that the run was started with"
+        ) from error
 
 
 def _device_of(document: RunDocument) -> torch.device:

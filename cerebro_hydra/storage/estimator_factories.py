@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from cerebro_hydra.errors import ConfigurationError, ReplayError
+from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.storage.local_paths import path_or_url
 
 Factory = Callable[[Any], Any]
@@ -85,6 +86,11 @@ def import_factory(name: str) -> Factory:
         raise ReplayError(
             f"factory {name!r}: can't import {module!r} ({error}); run from the folder that holds "
             "it, or set PYTHONPATH"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ReplayError(
+            f"factory {name!r}: the import of {module!r} failed ({named_error_text(error)}); "
+            "correct that module, or give another factory"
         ) from error
     for attribute in qualname.split("."):
         found = getattr(found, attribute, None)

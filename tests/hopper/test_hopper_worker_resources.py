@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_what_can_not_be_used_is_named_with_its_value(name: str, value: Any) -> 
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match=f"{name} is {value!r}"):
         WorkerResources.checked(**{**given, name: value})
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize("kind", [str, "{}GiB".format, int])
+def test_more_bytes_than_any_machine_has_are_refused(
+    digits: int, kind: Callable[[Any], Any]
+) -> None:
+    value = 10**digits if kind is int else kind("1" + "0" * digits)
+    for given in ((value, None), (1, value)):
+        with pytest.raises(ConfigurationError, match="_memory is more than 9,223,372,036,854,775,"):
+            WorkerResources.checked(1, *given, None, "auto")
 
 
 def test_a_pick_alone_leaves_a_trial_in_the_memory_of_its_agent() -> None:

@@ -56,6 +56,18 @@ def test_a_run_of_cuda_devices_is_replayed_where_there_is_one(tmp_path: Path) ->
         cerebro_hydra.replay(folder.path, "trial-000", build)
 
 
+@pytest.mark.parametrize("error", [KeyError("width"), SystemExit(3)])
+def test_a_factory_that_fails_is_told_by_its_name(tmp_path: Path, error: BaseException) -> None:
+    folder = trained(tmp_path)
+
+    def fails(params: Mapping[str, Any]) -> Recipe:
+        raise error
+
+    said = rf"factory '.*fails' failed for trial-000 of run .* \({type(error).__name__}: .*give the"
+    with pytest.raises(ReplayError, match=said):
+        cerebro_hydra.replay(folder.path, "trial-000", fails)
+
+
 def test_a_loss_that_is_not_finite_in_the_replay_alone_is_a_difference(tmp_path: Path) -> None:
     folder = trained(tmp_path)
     state = folder.read_state(0, 0)

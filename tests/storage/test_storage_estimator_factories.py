@@ -90,7 +90,7 @@ def test_recorded_name_imports_nothing_before_it_is_confirmed(tmp_path: Path) ->
         for recorded in ("evil_factory_of_a_file:build", "subprocess:call", "no form at all"):
             with pytest.raises(ConfigurationError, match=f"{recorded}.*--trust.*--factory"):
                 estimator_factories.find(str(tmp_path), recorded)
-        with pytest.raises(SystemExit, match="it ran"):
+        with pytest.raises(ReplayError, match="it ran"):
             estimator_factories.find(str(tmp_path), "evil_factory_of_a_file:build", trust=True)
     finally:
         sys.path.remove(str(tmp_path))
@@ -105,6 +105,24 @@ def test_run_on_a_remote_store_is_remembered_wherever_the_process_goes(
     estimator_factories.remember("hdfs://nn:8020/store/runs/r1", factory)
     monkeypatch.chdir(tmp_path)
     assert estimator_factories.find("hdfs://nn:8020/store/runs/r1/", None) is factory
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def build(", "SyntaxError"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_module_that_fails_is_told_with_the_name_of_the_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    (tmp_path / "failing_under_test.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = rf"'failing_under_test:build': the import of 'failing_under_test' failed \({said}"
+    with pytest.raises(ReplayError, match=told):
+        estimator_factories.import_factory("failing_under_test:build")
 
 
 @pytest.mark.parametrize(

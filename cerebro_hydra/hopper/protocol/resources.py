@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -257,15 +258,22 @@ def _is_count(value: Any) -> bool:
 
 
 def _bytes(name: str, value: Any) -> int | None:
-    if value is None or _is_count(value):
-        return value
+    if value is None:
+        return None
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    nbytes = int(float(match[1]) * _FACTORS[(match[2] or "").lower()]) if match else 0
+    nbytes = value if _is_count(value) else 0
+    if match:
+        nbytes = float(match[1]) * _FACTORS[(match[2] or "").lower()]
+    if nbytes > sys.maxsize:  # Python writes no integer of 5,000 digits, and reads none
+        raise ConfigurationError(
+            f"{name} is more than {sys.maxsize:,} bytes, which no machine has; give a size such as "
+            "'2GiB', or None"
+        )
     if nbytes < 1:
         raise ConfigurationError(
             f"{name} is {value!r}; give a number of bytes, a size such as '2GiB', or None"
         )
-    return nbytes
+    return int(nbytes)
 
 
 class MachineFacts(NamedTuple):
