@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -72,6 +73,53 @@ def test_tables_and_paths_become_dataframes(spark: SparkSession, tmp_path: Path)
     assert np.array_equal(np.stack(found["features"]), np.stack(rows["features"]))
     with pytest.raises(ConfigurationError, match=r"'none.parquet' can't be read .*PATH_NOT_FOUND"):
         dataframe_of("none.parquet", lambda: spark)
+
+
+def read_csv(spark: SparkSession, file: Path, text: str) -> Any:
+    file.write_text(text, newline="")
+    return dataframe_of(file, lambda: spark)
+
+
+def test_csv_is_read_as_pandas_reads_it(spark: SparkSession, tmp_path: Path) -> None:
+    rows = ('0.5,1,"two\nlines, 1"', '1.5,0,"a ""b"", c"', "", '2.5,1,5"', "3.5,0")
+    text = "\r\n".join(["x,label,words", *rows, ""])
+    found = read_csv(spark, tmp_path / "rows.csv", text).toPandas()
+    expected = pd.read_csv(tmp_path / "rows.csv")
+    read, expected = (each.fillna("").to_numpy().tolist() for each in (found, expected))
+    assert read == expected and len(read) == 4
+    with gzip.open(tmp_path / "rows.csv.gz", "wt", newline="") as file:
+        file.write(text)
+    assert dataframe_of(tmp_path / "rows.csv.gz", lambda: spark).count() == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("1,5,0", r"has the row '1,5,0' of 3 cells under a header of 2; .*decimals with a point"),
+        ('"a\n1,2",5,0', r"of 3 cells under a header of 2"),
+        ('"1,5', r"rows.csv' has quotes in row 3 that are never closed"),
+    ],
+)
+def test_rows_of_csv_that_would_be_others_are_refused(
+    spark: SparkSession, tmp_path: Path, row: str, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        read_csv(spark, tmp_path / "rows.csv", f"x,label\n0.5,1\n{row}\n2.5,1\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rows.tsv", r"rows.tsv' is neither Parquet, for it begins with b'x,la', nor named as CSV"),
+        ("_rows.csv", r"_rows.csv' has a name that begins with '_', and Spark reads no such file"),
+        (".rows.parquet", "begins with '.', and Spark reads no such file"),
+    ],
+)
+def test_a_file_that_is_no_table_is_told_before_java_sees_it(
+    spark: SparkSession, tmp_path: Path, name: str, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        read_csv(spark, tmp_path / name, "x,label\n1,2\n")
 
 
 @pytest.mark.parametrize("types", [("int32", "int64"), ("int64", "int32")])
