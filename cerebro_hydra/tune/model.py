@@ -287,7 +287,7 @@ def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
         context = hadoop_files.active_context(path)
         hadoop_files.write_folder(context, path.rstrip("/"), archive.files(), overwrite)
         return
-    if not overwrite and os.path.exists(folder):
+    if not overwrite and os.path.lexists(folder):
         raise ConfigurationError(
             f"{path!r} exists; choose another path, or save(path, overwrite=True)"
         )
@@ -298,8 +298,10 @@ def write_archive(archive: ModelArchive, path: str, overwrite: bool) -> None:
                 file = unfinished / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
-            if os.path.exists(folder):
+            if os.path.isdir(folder) and not os.path.islink(folder):
                 shutil.rmtree(folder)
+            elif os.path.lexists(folder):
+                os.unlink(folder)
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

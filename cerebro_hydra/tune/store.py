@@ -170,8 +170,8 @@ def _run(store: Store, name: str) -> StoredRun:
     try:
         fingerprint = read_document(folder).fingerprint
     except CerebroHydraError:
-        # Trials are admitted before the run has a document.
-        began = RUN_FILE in there
+        # Trials are admitted before the run has a document, and nothing is decided before that.
+        began = RUN_FILE in there or folder.journal_end()[1] > 0
         status = "running" if claimed else "unreadable" if began else "failed"
         return StoredRun(*named, status, *usage)
     try:

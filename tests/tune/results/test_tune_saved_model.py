@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,29 @@ def test_a_saved_model_is_written_as_a_whole_and_never_over_another(
     loaded.save(f"file://{tmp_path}/again")
     again = cerebro_hydra.load_model(str(tmp_path / "again"))
     assert torch.equal(again.torch()(torch.ones(2, 16))[0], loaded.torch()(torch.ones(2, 16))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "fifo", "link to a folder", "link to nothing"])
+def test_a_saved_model_takes_the_place_of_what_is_no_folder(
+    result: SearchResult, tmp_path: Path, kind: str
+) -> None:
+    path, other = tmp_path / "model", tmp_path / "other"
+    other.mkdir()
+    (other / "precious").write_text("theirs")
+    match kind:
+        case "file":
+            path.write_text("old")
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.symlink_to(other if "folder" in kind else tmp_path / "nowhere")
+    model = result.get_best_model()
+    with pytest.raises(ConfigurationError, match="model' exists; choose"):
+        model.save(str(path))
+    model.save(str(path), overwrite=True)
+    assert cerebro_hydra.load_model(str(path)).trial == result.best_trial
+    assert not path.is_symlink() and (other / "precious").read_text() == "theirs"
 
 
 @pytest.mark.slow

@@ -144,6 +144,13 @@ def test_a_run_that_cannot_be_read_may_need_any_data(store: LocalStore) -> None:
     assert len(cleaning.runs) == 1 and len(cleaning.data) == 2
 
 
+def test_a_run_that_has_lost_its_document_may_need_any_data(store: LocalStore) -> None:
+    Path(run_of(store).path, "run.json").unlink()
+    assert StoreContents.of(store).runs[0].status == "unreadable"
+    with pytest.raises(ConfigurationError, match="may need any data"):
+        cleanings([store.prefix])
+
+
 def test_data_that_is_being_prepared_stays(store: LocalStore) -> None:
     _, other = data_of(store)
     folder = store.data_path(other)
