@@ -72,8 +72,8 @@ def _difference(
                 if is_torchs:
                     raise ValueError(f"they give {other:.6g}, all rows at once {value:.6g}")
                 return _warning(metric, value, other, whole.rows, len(parts))
-    except (NoNumber, NoSingleNumber):
-        raise
+    except (NoNumber, NoSingleNumber) as error:
+        raise ConfigurationError(str(error)) from error
     except Exception as error:
         if is_torchs and whole.rows > 1:  # a correlation, for one, has no value of one row
             raise ConfigurationError(

@@ -99,8 +99,10 @@ class Computes(Largest):
 
 @pytest.mark.parametrize("value", [torch.ones(2), 1j, [0.5], "high"])
 def test_what_computes_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"metric 'm' computes .*must give one number"):
+    said = r"metric 'm' computes .*must give one number"
+    with pytest.raises(ConfigurationError, match=said) as raised:
         warnings({"m": (Computes(value), "max")})
+    assert raised.type is ConfigurationError  # whose name no message has
 
 
 def test_what_has_no_value_for_few_rows_is_admitted() -> None:
