@@ -89,8 +89,12 @@ class RemoteStore(Store):
         with explained("look at", path):
             try:
                 self._files.info(self._path(path))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return False
+            except Exception as error:
+                if "(is not a directory)" in str(error):  # what HDFS says of a path below a file
+                    return False
+                raise
             return True
 
     def list(self, path: str) -> list[str]:

@@ -20,6 +20,7 @@ from cerebro_hydra.tune import GridSearch
 from cerebro_hydra.tune.running import run_claim
 from cerebro_hydra.tune.store import StoreContents, cleanings, print_contents
 from cerebro_hydra.verification import verify
+from tests.storage.shared_files import SharedStore
 from tests.tune.test_tune_search import arguments, rows
 
 pytestmark = pytest.mark.slow
@@ -282,6 +283,17 @@ def test_what_others_put_beside_runs_and_data_is_ignored_and_stays(
     assert sorted(map(str, left)) == sorted(
         {f"{store.prefix}/{'/'.join(name.split('/')[:2])}" for name in FOREIGN}
     )
+
+
+def test_a_remote_store_is_cleaned_of_what_is_ours_alone(store: LocalStore) -> None:
+    (run,), before = StoreContents.of(store).runs, put(store.prefix, *FOREIGN)
+    remote = f"shared://{store.prefix}"
+    contents = StoreContents.of(SharedStore.existing(remote))
+    assert [each.run_id for each in contents.runs] == [run.run_id] and len(contents.data) == 2
+    for cleaning in cleanings([remote, f"{remote}/runs/{run.run_id}"]):
+        cleaning.carry_out()
+    assert held(store.prefix) == before
+    assert sum(len(store.list(f"{store.prefix}/{each}")) for each in ("runs", "data")) == 10
 
 
 def test_what_others_put_into_data_stays(store: LocalStore) -> None:
