@@ -107,6 +107,12 @@ def test_rows_of_csv_that_would_be_others_are_refused(
         read_csv(spark, tmp_path / "rows.csv", f"x,label\n0.5,1\n{row}\n2.5,1\n")
 
 
+@pytest.mark.parametrize("text", ["", "x,label\n"])
+def test_csv_without_rows_is_told(spark: SparkSession, tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match=r"rows.csv' has no rows below its header"):
+        read_csv(spark, tmp_path / "rows.csv", text)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

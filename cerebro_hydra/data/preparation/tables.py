@@ -88,6 +88,8 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
                 if file.scheme == "file":
                     _refuse_open_quotes(unquote(file.path))
             _refuse_longer_rows(spark, url, found, what)
+            if not found.take(1):  # all of whose columns would be texts
+                raise DataError(f"{what} has no rows below its header")
             return found
         if here is not None:
             _refuse_other_files(here)
