@@ -97,7 +97,9 @@ def test_csv_is_read_as_pandas_reads_it(spark: SparkSession, tmp_path: Path) -> 
     [
         ("1,5,0", r"has the row '1,5,0' of 3 cells under a header of 2; .*decimals with a point"),
         ('"a\n1,2",5,0', r"of 3 cells under a header of 2"),
-        ('"1,5', r"rows.csv' has quotes in row 3 that are never closed"),
+        ('"1,5', r"rows.csv' has quotes in row 2 that are never closed"),
+        ('1,"a"b\n"1,5', r"rows.csv' has quotes in row 3 that are never closed"),
+        ("1,a\u2028b,0", r"of 3 cells under a header of 2"),
     ],
 )
 def test_rows_of_csv_that_would_be_others_are_refused(
@@ -105,6 +107,19 @@ def test_rows_of_csv_that_would_be_others_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=said):
         read_csv(spark, tmp_path / "rows.csv", f"x,label\n0.5,1\n{row}\n2.5,1\n")
+
+
+def test_files_of_csv_are_read_together_if_they_have_one_header(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rows.csv"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"part-{number}.csv").write_text(f"x,label\n{number}.5,1\n")
+    assert dataframe_of(folder, lambda: spark).count() == 2
+    (folder / "part-1.csv").write_text("label,x\n1,1.5\n")
+    with pytest.raises(DataError, match=r"begins with .* and .*; files .* need one header"):
+        dataframe_of(folder, lambda: spark)
 
 
 @pytest.mark.parametrize("text", ["", "x,label\n"])

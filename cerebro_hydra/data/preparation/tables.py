@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from cerebro_hydra.data.preparation.csv_files import CSV, refuse_other_rows
 from cerebro_hydra.data.preparation.table_formats import Names, refuse_tables_of_spark
 from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.errors import ConfigurationError, DataError, SetupError
@@ -27,9 +25,6 @@ _ARROW = {
 _OF_SPARK = "org.apache.spark.sql.execution.datasources."
 _LISTED, _LOGGED = ".InMemoryFileIndex", ".MetadataLogFileIndex"
 """Spark's indexes of the files in folders, and of those that the log of a streamed table names."""
-
-# As RFC 4180 says: cells in quotes may hold ends of lines, and quotes that are written twice.
-_CSV: dict[str, Any] = {"header": True, "multiLine": True, "escape": '"'}
 
 _GLOB = re.compile(r"[\[\]{}*?\\]")
 """What Spark takes for a pattern in a path."""
@@ -82,14 +77,9 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
         root = quote(here)
     try:
         if path.lower().endswith((".csv", ".csv.gz")):
-            found = spark.read.csv(url, inferSchema=True, **_CSV)
+            found = spark.read.csv(url, inferSchema=True, **CSV)
             refuse_tables_of_spark([root, *found.inputFiles()], names, what, "csv")
-            for file in map(urlsplit, found.inputFiles()):
-                if file.scheme == "file":
-                    _refuse_open_quotes(unquote(file.path))
-            _refuse_longer_rows(spark, url, found, what)
-            if not found.take(1):  # all of whose columns would be texts
-                raise DataError(f"{what} has no rows below its header")
+            refuse_other_rows(spark, url, found, what)
             return found
         if here is not None:
             _refuse_other_files(here)
@@ -105,56 +95,6 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
             f"{path!r} can't be read as Parquet or CSV: {said.splitlines()[0]}; give the "
             "path of a folder or file of Parquet, or of a file that ends in .csv and has a header"
         ) from error
-
-
-def _refuse_longer_rows(spark: SparkSession, url: str, found: DataFrame, what: str) -> None:
-    """Refuse a row with more cells than the header, such as `1,5` for 1.5, which Spark cuts.
-
-    Raises:
-        DataError: there is one.
-    """
-    from pyspark.sql.types import StringType, StructField, StructType
-
-    mark = max(["_record", *(f"{name}_" for name in found.columns)], key=len)
-    schema = StructType([*found.schema.fields, StructField(mark, StringType())])
-    rows = spark.read.csv(url, schema=schema, columnNameOfCorruptRecord=mark, **_CSV)
-    for row in rows.where(rows[mark].isNotNull()).toLocalIterator():
-        cells = max(map(len, csv.reader(row[mark].splitlines(keepends=True))), default=0)
-        if cells > len(found.columns):  # of fewer, those that are missing are null
-            raise DataError(
-                f"{what} has the row {row[mark][:200]!r} of {cells} cells under a header of "
-                f"{len(found.columns)}; put cells that hold a comma into quotes, write decimals "
-                "with a point, and end no row with a comma"
-            )
-
-
-def _refuse_open_quotes(path: str) -> None:
-    """Refuse a file with quotes that are never closed, whose cell would have all rows from there.
-
-    Raises:
-        DataError: there are some.
-    """
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        with _text(path) as file:
-            reader, rows = csv.reader(file, strict=True), 0
-            for _ in reader:
-                rows += 1
-    except csv.Error as error:
-        if "end of data" not in str(error):  # such as `"a"b`, of which Spark makes something
-            return
-        raise DataError(
-            f"{path!r} has quotes in row {rows + 1} that are never closed; close them, or write "
-            "them twice within quotes"
-        ) from error
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _text(path: str) -> IO[str]:
-    opened: Any = gzip.open if path.lower().endswith(".gz") else open
-    file: IO[str] = opened(path, "rt", encoding="utf-8", errors="replace", newline="")
-    return file
 
 
 def _refuse_hidden_file(path: str) -> None:
