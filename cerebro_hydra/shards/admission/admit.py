@@ -280,8 +280,10 @@ def _admit(
                 choice.spec, report, template, layout, profile, check.attributes,
                 check.set_in_evaluation, check.warnings,
             )  # fmt: skip
-        shards = len(choice.spec.at) + 1
-        way = f"by {choice.spec.mode} into {shards} shards" if shards > 1 else "as one shard"
+        shards, way = len(choice.spec.at) + 1, "as one shard"
+        if shards > 1:
+            way = f"by {choice.spec.mode} into {shards} shards"
+            reason += check.shared_state.told
         attempts.append(FailedAttempt(way, reason))
     raise _refusal(attempts, check) if refused is None else _noted(refused, attempts)
 

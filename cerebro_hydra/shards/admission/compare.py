@@ -44,6 +44,7 @@ from cerebro_hydra.shards.admission.effects.evaluation_effects import (
 )
 from cerebro_hydra.shards.admission.effects.held_state import HeldState, kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.readings import Reading, told
+from cerebro_hydra.shards.admission.effects.shared_values import SharedState
 from cerebro_hydra.shards.admission.effects.training_effects import SideEffects
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
 from cerebro_hydra.shards.admission.metric_parts import metric_warnings
@@ -153,6 +154,8 @@ class CutCheck:
     """What the user should know of metrics, by their names; see `metric_warnings`."""
     shared: Sequence[str]
     """What these steps set that the trials of a process share, in words."""
+    shared_state: SharedState
+    """What these share, as it was before these steps; shards begin with it."""
 
     @classmethod
     def plain(cls, recipe: Recipe, examples: Sequence[Example], trial_seed: int) -> CutCheck:
@@ -237,7 +240,7 @@ class CutCheck:
             reordered, effects.known,
             tuple(sorted(of_evaluation.set_anew | {f"buffer {name!r}" for name in set_anew})),
             frozenset(name for kind, name in second_names.keys if kind == "buffer"),
-            warnings, shared,
+            warnings, shared, effects.shared,
         )  # fmt: skip
 
     @property
@@ -358,6 +361,8 @@ class _Shards:
         return Engine(trial, mode)
 
     def _need(self, k: int) -> tuple[HostSegments, dict[str, Any] | None]:
+        if k:
+            self._check.shared_state.give_back()
         return self.segments[k], self._cursors[k]
 
 

@@ -217,13 +217,13 @@ class AttributeValues:
         if kept is not None:
             leaves = tree_leaves([dict(vars(module)) for module in modules])
             memo |= {id(each): each for each in leaves if kept(each)}
-        copies = _Copies(memo, _Contents.of_holder)
-        present = [_Contents.of(module) for module in modules]
+        copies = _Copies(memo, Contents.of_holder)
+        present = [Contents.of(module) for module in modules]
         copies.take(itertools.chain.from_iterable(each.values() for each in present))
         own = [each.mapped(copies.copied) for each in present]
         for module, copied in zip(modules, buffers, strict=True):
             if copied:
-                copies.contents[id(module._buffers)] = _Contents(copied)
+                copies.contents[id(module._buffers)] = Contents(copied)
         self._contents = [*zip(modules, own, strict=True), *copies.filled()]
         self._empty = copies.empty()
 
@@ -241,7 +241,7 @@ class AttributeValues:
         if filled:
             self._empty = [holder for holder in self._empty if not holder]
             self._contents += [(holder, _EMPTY[type(holder)]) for holder in filled]
-        before = [(holder, _Contents.of(holder)) for holder, _ in self._contents]
+        before = [(holder, Contents.of(holder)) for holder, _ in self._contents]
         for holder, contents in self._contents:
             contents.fill(holder)
         self._contents = before
@@ -257,7 +257,7 @@ class BuiltAttributes:
     def __init__(self, model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> None:
         self._model = model
         self._places = self._with_sharers([(vars(module), name) for module, name in places])
-        copies = _Copies(self._memo(), _Contents.of_holder)
+        copies = _Copies(self._memo(), Contents.of_holder)
         copies.take(held.get(name) for held, name in self._places)
         self._built = [
             copies.copied(held[name]) if name in held else _ABSENT for held, name in self._places
@@ -288,7 +288,7 @@ class BuiltAttributes:
         """Return places, and those that refer to what is there, for training may part them."""
         there = {id(held.get(name)) for held, name in places}
         known = {(id(held), name) for held, name in places}
-        copies = _Copies(self._memo(), _Contents.of_holder)
+        copies = _Copies(self._memo(), Contents.of_holder)
         return places + [
             (held, name)
             for held in map(vars, self._model.modules())
@@ -306,7 +306,21 @@ def _own_memo(model: nn.Module) -> dict[int, Any]:
     return {id(each): each for each in (*model.modules(), *model.parameters())}
 
 
-class _Contents(NamedTuple):
+def held_by(value: Any, kept: Callable[[Any], bool]) -> list[tuple[Any, Contents]]:
+    """Return the containers and plain objects that a value refers to, or is, and what they have.
+
+    Args:
+        kept: says of a value that it, and what it refers to, is left out.
+    """
+
+    def contents_of(each: Any) -> Contents | None:
+        return None if kept(each) else Contents.of_holder(each)
+
+    holders, contents = _Copies({}, contents_of).reached([value])
+    return [(holder, contents[key]) for key, holder in holders.items()]
+
+
+class Contents(NamedTuple):
     """Holds what an object has: the items of a container, attributes, the content of a tensor."""
 
     items: Any = None
@@ -315,7 +329,7 @@ class _Contents(NamedTuple):
     block: Any = None
 
     @classmethod
-    def of(cls, holder: Any) -> _Contents:
+    def of(cls, holder: Any) -> Contents:
         """Return what it has, past the methods that its class may have of its own."""
         if type(holder) in _BLOCKS:
             value = holder.detach() if isinstance(holder, Tensor) else holder
@@ -332,7 +346,7 @@ class _Contents(NamedTuple):
         return cls(items, dict(attributes or ()), slots or {})
 
     @classmethod
-    def of_holder(cls, value: Any) -> _Contents | None:
+    def of_holder(cls, value: Any) -> Contents | None:
         """Return what a value has, None if it is to be copied as a whole."""
         kind = type(value)
         if kind in _READ:
@@ -349,7 +363,30 @@ class _Contents(NamedTuple):
         items = self.items.values() if isinstance(self.items, dict) else self.items or ()
         return itertools.chain(items, self.attributes.values(), self.slots.values())
 
-    def mapped(self, function: Callable[[Any], Any]) -> _Contents:
+    def with_made(self, first: Contents, second: Contents) -> Contents:
+        """Return the same with what two later readings have alike where there was nothing."""
+
+        def filled(name: str) -> Any:
+            mine, one, other = (getattr(each, name) for each in (self, first, second))
+            if isinstance(mine, Mapping):
+                made = {k: v for k, v in other.items() if one.get(k, _ABSENT) is v}
+                return {**mine, **{k: v for k, v in made.items() if mine.get(k) is None}}
+            alike = not mine and list(map(id, one or ())) == list(map(id, other or ()))
+            return other if alike else mine
+
+        return Contents(filled("items"), filled("attributes"), filled("slots"), self.block)
+
+    def is_same(self, other: Contents) -> bool:
+        """Return whether there are the same objects by the same names, or the same content."""
+        if self.block is not None:
+            return _same_block(self.block, other.block)
+        return self._ids() == other._ids()
+
+    def _ids(self) -> list[int]:
+        parts = (self.items or (), self.attributes, self.slots, self.values())
+        return list(map(id, itertools.chain.from_iterable(parts)))
+
+    def mapped(self, function: Callable[[Any], Any]) -> Contents:
         """Return the same with what a function makes of each value."""
 
         def each_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +397,7 @@ class _Contents(NamedTuple):
             items = each_of(items)
         elif items:
             items = type(items)(map(function, items))
-        return _Contents(items, each_of(self.attributes), each_of(self.slots), self.block)
+        return Contents(items, each_of(self.attributes), each_of(self.slots), self.block)
 
     def fill(self, holder: Any) -> None:
         """Let an object have this; what it has already is left as it is."""
@@ -381,13 +418,13 @@ class _Contents(NamedTuple):
             return
         if hasattr(holder, "__dict__"):
             _update(vars(holder), self.attributes)
-        for name in _Contents.of(holder).slots.keys() - self.slots.keys():
+        for name in Contents.of(holder).slots.keys() - self.slots.keys():
             object.__delattr__(holder, name)
         for name, value in self.slots.items():
             object.__setattr__(holder, name, value)
 
 
-_EMPTY = {kind: _Contents(read(kind())) for kind, read in _READ.items()}
+_EMPTY = {kind: Contents(read(kind())) for kind, read in _READ.items()}
 """What containers have that have nothing, by their kinds."""
 
 
@@ -399,6 +436,15 @@ def _is_block(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.flags.writeable and value.nbytes <= _LARGEST_BLOCK
     return len(value) <= _LARGEST_BLOCK
+
+
+def _same_block(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        form = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return form and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)
 
 
 def _fill_block(holder: Any, block: Any) -> None:
@@ -431,11 +477,9 @@ class _Copies:
         contents: copies of what each has.
     """
 
-    def __init__(
-        self, memo: dict[int, Any], contents_of: Callable[[Any], _Contents | None]
-    ) -> None:
+    def __init__(self, memo: dict[int, Any], contents_of: Callable[[Any], Contents | None]) -> None:
         self.holders: dict[int, Any] = {}
-        self.contents: dict[int, _Contents] = {}
+        self.contents: dict[int, Contents] = {}
         self._memo, self._contents_of = memo, contents_of
 
     def take(self, values: Iterable[Any]) -> None:
@@ -448,7 +492,7 @@ class _Copies:
             if not has.is_empty_of(holders[key]):
                 self.contents[key] = has.mapped(self.copied)
 
-    def filled(self) -> list[tuple[Any, _Contents]]:
+    def filled(self) -> list[tuple[Any, Contents]]:
         """Return those that have anything, with copies of it."""
         pairs = ((self.holders[key], has) for key, has in self.contents.items())
         return [(holder, has) for holder, has in pairs if not has.is_empty_of(holder)]
@@ -470,10 +514,10 @@ class _Copies:
                 self._memo.popitem()
             return value
 
-    def reached(self, values: Iterable[Any]) -> tuple[dict[int, Any], dict[int, _Contents]]:
+    def reached(self, values: Iterable[Any]) -> tuple[dict[int, Any], dict[int, Contents]]:
         """Return the containers and objects that values refer to, or are, and what they have."""
         holders: dict[int, Any] = {}
-        found: dict[int, _Contents] = {}
+        found: dict[int, Contents] = {}
         left = list(values)
         while left:
             each = left.pop()

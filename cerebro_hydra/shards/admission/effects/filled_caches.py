@@ -46,20 +46,22 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Variable:
-    """Is an attribute of an object, a global variable, or one of a closure.
+    """Is an attribute of an object or a class, a global variable, or one of a closure.
 
     Args:
         owner: has it.
         name: by which a mapping has it.
     """
 
-    owner: MutableMapping[str, Any] | types.CellType
+    owner: MutableMapping[str, Any] | types.CellType | type
     name: str
 
     def set(self, value: object) -> None:
         """Give it a value, or let its owner have it no more."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
+        elif isinstance(self.owner, type):
+            type.__setattr__(self.owner, self.name, value)
         elif value is ABSENT:
             self.owner.pop(self.name, None)
         else:
@@ -70,7 +72,8 @@ class Variable:
         """Return its value."""
         if isinstance(self.owner, types.CellType):
             return self.owner.cell_contents
-        return self.owner.get(self.name, ABSENT)
+        held = vars(self.owner) if isinstance(self.owner, type) else self.owner
+        return held.get(self.name, ABSENT)
 
 
 class FilledCaches:

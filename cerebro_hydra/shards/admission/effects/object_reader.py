@@ -139,6 +139,7 @@ class ObjectReader:
         self.growing: dict[str, Growing] = {}  # dicts and sets, by path
         self.containers: dict[str, dict[Any, Any] | list[Any] | deque[Any]] = {}  # shared ones
         self.variables: dict[str, Variable] = {}  # that trials share, by path
+        self.class_attributes: dict[str, Variable] = {}  # likewise
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -264,6 +265,7 @@ class ObjectReader:
                 self.meet(value)
             elif not (name.startswith("__") or isinstance(value, _DESCRIPTORS)):
                 self.read(f"attribute {path}", value)
+                self.class_attributes[f"attribute {path}"] = Variable(kind, name)
 
     def _read_held(self, path: str, function: types.FunctionType) -> None:
         """Read what a function holds, and meet it."""
@@ -482,6 +484,8 @@ class ObjectReader:
         if is_own(value.__module__):  # torch notes on functions of its own what it did with them
             own = {n: each for n, each in vars(value).items() if not n.startswith("_torchdynamo")}
             self.read_attributes(path, value, own)
+            for name in own if is_shared(path) else ():
+                self.variables[f"{path}{PART}.{name}"] = Variable(vars(value), name)
 
     def _keys(self, values: Iterable[Any]) -> Iterator[str]:
         """Yield a name for each key; equal names of objects are numbered in their order."""

@@ -1,13 +1,21 @@
-"""Finds what the trials of a process share and each step sets anew, before it reads it."""
+"""Watches what the trials of a process share: global variables, attributes of classes, and more.
+
+Where devices are small, layers of another trial may compute between two shards. What a shard leaves
+there for the next one is then what the other trial has left.
+"""
 
 from __future__ import annotations
 
 import itertools
+import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from cerebro_hydra.shards.admission.effects.filled_caches import Variable
+from torch import nn
+from torch.optim import Optimizer
+
+from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.held_state import SetBefore
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -17,6 +25,11 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
     told,
 )
+from cerebro_hydra.shards.cut.values import Contents, held_by
+
+_NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
+_MOST_ITEMS = 10_000
+"""Of what has more, nothing is given back: it is data."""
 
 _MOST = 16  # values that are tried
 _KEY = "\0"  # of an entry that no code has made
@@ -55,6 +68,77 @@ def _places(reader: ObjectReader, changed: Collection[str]) -> Iterator[tuple[st
     for path in sorted({each.rpartition(PART)[0] for each in changed}):
         if is_of_process(path) and (held := reader.containers.get(path)) is not None:
             yield path, _Items(held)
+
+
+class SharedState:
+    """Holds what trials share as it was before a trial, for its shards to begin with.
+
+    What was nothing, and the first step made for good, stays: each process makes that once.
+
+    Args:
+        reader: has read it, before any step.
+    """
+
+    def __init__(self, reader: ObjectReader) -> None:
+        found = {**reader.variables, **reader.class_attributes}
+        self._places = {
+            path: variable
+            for path, variable in found.items()
+            if is_of_process(path) and not isinstance(variable.value, _NOT_SHARED)
+        }
+        self._noted = [self._now()]
+        self.changed: set[str] = set()
+        """The names of what was given back."""
+
+    def note(self) -> None:
+        """Note what there is after one of the first two steps."""
+        self._noted.append(self._now())
+
+    def give_back(self) -> None:
+        """Let all of it be as it was."""
+        built, first, second, *_ = self._noted
+        for path, place in self._places.items():
+            value, *later = (each.values[path] for each in (built, first, second))
+            if (value is None or value is ABSENT) and later[0] is later[1]:
+                value = later[1]
+            if place.value is not value:
+                self.changed.add(path)
+                place.set(value)
+        for key, (path, holder, contents) in (second.held | built.held).items():
+            later = [each.held[key][-1] for each in (first, second) if key in each.held]
+            if len(later) == 2:
+                contents = contents.with_made(*later)
+            if not Contents.of(holder).is_same(contents):
+                self.changed.add(path)
+                contents.fill(holder)
+
+    @property
+    def told(self) -> str:
+        """Return in words what other trials may do between shards, nothing if that is no harm."""
+        if not self.changed:
+            return ""
+        return (
+            "; between shards the other trials of a process may change what they share, such as "
+            f"{told(min(self.changed))}: keep it in an attribute of the model"
+        )
+
+    def _now(self) -> _Noted:
+        return _Noted({path: place.value for path, place in self._places.items()})
+
+
+class _Noted:
+    """Holds values, and what each container and object has to which they refer."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.held: dict[int, tuple[str, Any, Contents]] = {}
+        for path, value in values.items():
+            for holder, contents in held_by(value, self._is_left_out):
+                self.held.setdefault(id(holder), (path, holder, contents))
+
+    def _is_left_out(self, value: Any) -> bool:
+        is_data = isinstance(value, dict | list | set | deque) and len(value) > _MOST_ITEMS
+        return is_data or id(value) in self.held or isinstance(value, _NOT_SHARED)
 
 
 class _Value:

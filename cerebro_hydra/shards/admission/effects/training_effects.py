@@ -45,7 +45,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_values import set_anew
+from cerebro_hydra.shards.admission.effects.shared_values import SharedState, set_anew
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
@@ -79,6 +79,7 @@ class SideEffects:
         self._losses, self._modules = nn.ModuleList(losses), nn.ModuleList([recipe.model, *losses])
         self._built_losses = AttributeValues(self._losses, of=self._modules)
         read = self._held.read_all()
+        self.shared = SharedState(read)
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.growing.items()}
         values = {path: variable.value for path, variable in read.variables.items()}
         self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
@@ -98,6 +99,7 @@ class SideEffects:
 
     def after_step(self, optimizer: torch.optim.Optimizer, scheduler: Any | None) -> None:
         """Read all of it after a step; the first two are on the same example."""
+        self.shared.note()
         self._readings.append(self._held.read())
         self._optimizers.append(self._held.read_optimizer(optimizer))
         self._schedulers.append(self._held.read_scheduler(scheduler))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
-from tests.agent.late_events import made
-from tests.agent.lone_agent import BATCH
+from tests.agent.lone_agent import BATCH, COLUMNS
 
 LOSSES: list[Tensor] = []
 HELD: dict[str, Any] = {}
@@ -37,11 +38,11 @@ class Model(nn.Module):
 
     def __init__(self, sets: Callable[[Tensor], object], reads: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.begin, self.set, self.read = nn.Linear(16, 16), Calls(sets), Calls(reads)
+        self.begin, self.set, self.read = nn.Linear(6, 16), Calls(sets), Calls(reads)
+        self.end = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.set(x := self.begin(x))
-        return self.read(x)  # type: ignore[no-any-return]
+        return self.end(self.read(self.set(self.begin(x))))  # type: ignore[no-any-return]
 
 
 class Calls(nn.Module):
@@ -95,19 +96,16 @@ CACHES = {
 }
 
 
-def recipe(sets: Any, reads: Any) -> Recipe:
-    torch.manual_seed(3)
-    return made(Model(sets, reads), shards=3)
-
-
-def admitted(sets: Any, reads: Any) -> AdmittedCut:
+def admitted(model: nn.Module) -> AdmittedCut:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=4)
     features, labels = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
-    return admit(recipe(sets, reads), [((features,), (labels,))], 7)
+    return admit(recipe.bind(COLUMNS), [((features,), (labels,))], 7)
 
 
 @pytest.mark.parametrize("kind", ANEW)
 def test_a_model_that_sets_what_trials_share_is_one_shard(kind: str) -> None:
-    cut = admitted(*ANEW[kind])
+    cut = admitted(Model(*ANEW[kind]))
     assert len(cut.report.shards) == 1
     assert "which the trials of a process share" in str(cut.report.fallback)
 
@@ -125,15 +123,99 @@ class Holds(Calls):
 
 
 def test_a_model_that_has_it_as_an_attribute_is_one_shard_too() -> None:
-    torch.manual_seed(3)
     model = Model(lambda x: None, lambda x: x * HELD["scale"])
     model.set = Holds(lambda x: None)
-    features, labels = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
-    cut = admit(made(model, shards=3), [((features,), (labels,))], 7)
+    cut = admitted(model)
     assert len(cut.report.shards) == 1
     assert "which the trials of a process share" in str(cut.report.fallback)
 
 
+class OnAClass:
+    scale = 1.0
+
+
+def of_function() -> float:
+    return float(vars(of_function)["scale"])
+
+
+ARRAY, TENSOR, STACK = np.ones(1), torch.ones(1), list[Tensor]()
+MEMBERS, NESTED = set[float](), {"inner": SimpleNamespace(scale=1.0)}
+
+
+@contextmanager
+def scaled(by: float) -> Iterator[None]:
+    global SCALE
+    before, SCALE = SCALE, by
+    try:
+        yield
+    finally:
+        SCALE = before
+
+
+class Within(Model):
+    """Has a scale for the while of a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with scaled(0.5):
+            return super().forward(x)
+
+
+class Skips(Model):
+    """Takes from a stack what an earlier layer has put there, so that it is empty in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + STACK.pop()[:, :3]
+
+
+def sets_of_class(x: Tensor) -> None:
+    OnAClass.scale = 0.5
+
+
+def sets_of_function(x: Tensor) -> None:
+    of_function.scale = 0.5  # type: ignore[attr-defined]
+
+
+def sets_member(x: Tensor) -> None:
+    MEMBERS.clear()
+    MEMBERS.add(0.5)
+
+
+def clears_after(x: Tensor) -> Tensor:
+    found = x * sum(LOSSES)
+    LOSSES.clear()
+    return found
+
+
+LEFT: dict[str, tuple[type[Model], Any, Any]] = {
+    "class": (Model, sets_of_class, lambda x: x * OnAClass.scale),
+    "function": (Model, sets_of_function, lambda x: x * of_function()),
+    "array": (Model, lambda x: ARRAY.fill(0.5), lambda x: x * float(ARRAY[0])),
+    "tensor": (Model, lambda x: TENSOR.fill_(0.5) and None, lambda x: x * TENSOR.clone()),
+    "set": (Model, sets_member, lambda x: x * next(iter(MEMBERS))),
+    "nested": (
+        Model,
+        lambda x: setattr(NESTED["inner"], "scale", 0.5),
+        lambda x: x * NESTED["inner"].scale,
+    ),
+    "cleared after": (Model, lambda x: LOSSES.append(x.mean()), clears_after),
+    "within": (Within, lambda x: None, lambda x: x * SCALE),
+    "stack": (Skips, STACK.append, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_a_layer_leaves_to_another_one_keeps_both_in_one_shard(kind: str) -> None:
+    ARRAY.fill(1)
+    TENSOR.fill_(1)
+    MEMBERS.clear()
+    MEMBERS.add(1.0)
+    OnAClass.scale = NESTED["inner"].scale = of_function.scale = 1.0  # type: ignore[attr-defined]
+    of, *functions = LEFT[kind]
+    report = admitted(of(*functions)).report
+    assert not {"set", "read"} & {each.first_unit for each in report.shards[1:]}, report
+    assert any(" share" in each.reason for each in report.attempts), report
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_that_trials_share_keeps_no_model_from_being_cut(kind: str) -> None:
-    assert len(admitted(*CACHES[kind]).report.shards) == 3
+    assert len(admitted(Model(*CACHES[kind])).report.shards) == 4
