@@ -263,6 +263,8 @@ class Coordinator:
         self._decide(self._events_of(self._trials.start(self._inbox.put)))
         while not (self._state.finished or self._state.at_rest):
             self._decide(self._next_events())
+        while self._state.tables.saving and not self._state.at_rest:
+            self._decide(self._next_events())  # the newest states, from which trials are extended
 
     def _decide(self, events: Iterable[Event]) -> None:
         """Handle events, and then those that the search decides because of them, in this order."""

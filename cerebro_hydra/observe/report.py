@@ -174,7 +174,7 @@ def _row(trial: TrialView, colour: int) -> dict[str, Any]:
         "id": trial.trial_id,
         "params": _cells(trial.params),
         "status": trial.stage,
-        "error": trial.reason.strip(),
+        "error": trial.reason.strip() or trial.extension_error.strip(),
         "uncut_because": trial.uncut_because,
         "recut": f"{trial.shards} shards instead of {trial.shards_before}"
         if trial.shards_before

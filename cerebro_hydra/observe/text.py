@@ -21,7 +21,7 @@ from cerebro_hydra.observe.records import (
 )
 from cerebro_hydra.observe.view import DeviceTotals, RunView, TrialView, human_bytes
 from cerebro_hydra.plan.messages.events import CheckpointFailed, StateDiffers, WorkerGivenUp
-from cerebro_hydra.plan.messages.instructions import ChangeCut, TrainUncut
+from cerebro_hydra.plan.messages.instructions import ChangeCut, ExtensionFailed, TrainUncut
 from cerebro_hydra.storage.names import trial_name
 
 STYLES = {
@@ -88,6 +88,14 @@ def cut_finer(change: ChangeCut) -> str:
     )
 
 
+def extension_failed(failed: ExtensionFailed) -> str:
+    """Return what came of the extension of a trial."""
+    return (
+        f"{trial_name(failed.trial)} could not be trained up to epoch {failed.budget}, and keeps "
+        f"what it has: {failed.error.rstrip()}"
+    )
+
+
 def troubles(record: Record) -> Iterator[str]:
     """Yield a line for each thing in a record that harms no result, and that people should know."""
     match record:
@@ -109,6 +117,8 @@ def troubles(record: Record) -> Iterator[str]:
                 yield failed_audit(instruction)
             elif isinstance(instruction, ChangeCut):
                 yield cut_finer(instruction)
+            elif isinstance(instruction, ExtensionFailed):
+                yield extension_failed(instruction)
 
 
 def differing(made: StateDiffers) -> str:

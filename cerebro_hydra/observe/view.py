@@ -354,9 +354,12 @@ class RunView:
                 self._fork(self.trials[number], self.trials[parent], state)
             case instructions.RestTrial():
                 self.trials[instruction.trial].result_state = instruction.state
+            case instructions.ExtensionFailed():
+                trial = self.trials[instruction.trial]
+                trial.budget, trial.extension_error = len(trial.epochs), instruction.error
             case instructions.ReopenTrial():
                 trial = self.trials[instruction.trial]
-                trial.status, trial.result_state = "waiting", None
+                trial.status, trial.result_state, trial.extension_error = "waiting", None, ""
 
     def _go_on(self) -> None:
         """Let the trials of a run that was suspended wait, which have no result any more."""
@@ -466,6 +469,8 @@ class TrialView:
     """After how many epochs its search has compared it with others, ascending."""
     reason: str = ""
     """Why it ended: a failed trial's traceback, or why a trial finished early or was stopped."""
+    extension_error: str = ""
+    """Why it could not be trained further after it had finished; it has what it had reached."""
     uncut_because: str = ""
     """What an audit found to differ, so that it is trained again in one piece."""
     epoch: int = 0

@@ -273,24 +273,30 @@ class RunToResume:
 
         A searcher that has `extend` says which trials go on. Else those go on that may train as far
         as any other, candidates that wait to be admitted may train as far, and candidates that the
-        run lacks are proposed. How far the search went is in the journal alone: a driver that was
-        killed before it journalled an extension has written the larger `num_epochs` to the document
-        already.
+        run lacks are proposed. Trials whose last extension failed are extended again. How far the
+        search went is in the journal alone: a driver that was killed before it journalled an
+        extension has written the larger `num_epochs` to the document already.
         """
         proposed = [event for event, _ in records if isinstance(event, TrialProposed)]
         *_, before = (event.num_epochs for event, _ in records if isinstance(event, SearchClosed))
         trials, candidates = state.trials, state.tables.candidates
-        budgets = [t.budget for t in trials.values()] + [c.budget for c in candidates.values()]
-        most = max(budgets, default=0)
+        wanted = {number: trial.unreached or trial.budget for number, trial in trials.items()}
+        most = max([*wanted.values(), *(c.budget for c in candidates.values())], default=0)
         news: list[Event] = []
         longer = num_epochs > (before or self.document.num_epochs)
         asked = searcher if longer and isinstance(searcher, ExtendingSearcher) else None
         if asked is not None:
             news += self._asked(asked, state, records, num_epochs)
         elif longer:
-            news += [BudgetExtended(n, num_epochs) for n, t in trials.items() if t.budget == most]
+            news += [BudgetExtended(n, num_epochs) for n, b in wanted.items() if b == most]
             waiting = [each for each in candidates.values() if each.budget == most]
             news += [replace(each, budget=num_epochs) for each in waiting]
+        named = {event.trial for event in news if isinstance(event, BudgetExtended)}
+        news += [
+            BudgetExtended(number, trial.unreached)
+            for number, trial in trials.items()
+            if trial.unreached is not None and number not in named
+        ]
         known = [] if asked else [event.params for event in proposed]
         numbers = itertools.count(1 + max((event.trial for event in proposed), default=-1))
         while searcher is not None and (params := searcher.ask()) is not None:
@@ -307,7 +313,7 @@ class RunToResume:
                 )
             else:
                 news.append(TrialProposed(next(numbers), plain, num_epochs))
-        return [SearchReopened(), *news, SearchClosed(num_epochs)] if news else []
+        return [SearchReopened(keeps_results=True), *news, SearchClosed(num_epochs)] if news else []
 
     def _asked(
         self,

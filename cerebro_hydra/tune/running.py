@@ -37,15 +37,15 @@ from cerebro_hydra.observe import (
     console_observer,
 )
 from cerebro_hydra.observe.view import RunView
-from cerebro_hydra.plan.messages.events import RunSuspended
-from cerebro_hydra.plan.messages.instructions import StartSubEpoch
+from cerebro_hydra.plan.messages.events import RunResumed, RunSuspended
+from cerebro_hydra.plan.messages.instructions import ExtensionFailed, FinishTrial, StartSubEpoch
 from cerebro_hydra.planning.biller import Biller
 from cerebro_hydra.shards.export.archive import keep_archive
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
 from cerebro_hydra.storage.run_folder import read_document
 from cerebro_hydra.tune.result import SearchResult
-from cerebro_hydra.tune.trial import all_failed
+from cerebro_hydra.tune.trial import all_failed, none_extended
 from cerebro_hydra.tune.trials import SearchTrials
 from cerebro_hydra.waits import Waiting, to_nobody, to_stdout
 
@@ -78,12 +78,18 @@ class _Begun:
     def __init__(self, around: Surroundings) -> None:
         workers = around.backend.num_workers
         self.suspended = ""
+        self.not_extended: dict[int, str] = {}
+        """By trial, why it could not be trained further."""
+        self.reached = False
+        """Whether any other trial has ended with a result."""
         self.waiting = Waiting(around.report, f"starting {workers} workers and reading their rows")
 
     def on_record(self, record: Record) -> None:
         """Take in one record."""
         if isinstance(record, Decision) and isinstance(record.event, RunSuspended):
             self.suspended = record.event.reason
+        if isinstance(record, Decision):
+            self._note_ends(record)
         match record:
             case Decision(instructions=instructions) if any(
                 isinstance(each, StartSubEpoch) for each in instructions
@@ -91,6 +97,16 @@ class _Begun:
                 self.waiting.now("")
             case RunEnded():
                 self.waiting.now("writing results")
+
+    def _note_ends(self, decision: Decision) -> None:
+        if isinstance(decision.event, RunResumed):  # what was before is another driver's
+            self.not_extended, self.reached = {}, False
+        for each in decision.instructions:
+            match each:
+                case ExtensionFailed(trial, _, error):
+                    self.not_extended[trial] = error
+                case FinishTrial(trial, status):
+                    self.reached |= status != "failed" and trial not in self.not_extended
 
 
 def run_trials(
@@ -104,7 +120,8 @@ def run_trials(
     """Train until every trial is over; return the result. The caller has claimed the run.
 
     Raises:
-        AllTrialsFailed: no trial was left; the message holds every reason.
+        AllTrialsFailed: no trial was left, or none could be trained further; the message holds
+            every reason.
         Interrupted: a KeyboardInterrupt; `result` holds what was reached.
         CerebroHydraError: the run ended before its trials; a note says how to resume it.
     """
@@ -144,6 +161,8 @@ def run_trials(
         around.report(f"the run ended for now: {begun.suspended}\n{how_to_resume(folder)}")
     if all(trial.status == "failed" for trial in result.trials):
         raise all_failed([trial.error or "" for trial in result.trials], folder.path)
+    if begun.not_extended and not begun.reached:
+        raise none_extended([*begun.not_extended.values()], folder.path)
     return result
 
 

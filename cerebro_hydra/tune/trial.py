@@ -37,14 +37,15 @@ class Trial:
     """Describes one trial of a search.
 
     `status` is "finished", "failed", "stopped", or where an unfinished run left it; `error` is a
-    failed trial's traceback. `history` has one value per ended epoch, `visit_log` one (epoch,
-    partition) per sub-epoch, both from 0 as in the journal, in the order in which the trial trained
-    on them. `result_epoch` is the epoch, counted from 1, whose weights are the trial's result: its
-    best or its last, as the search keeps; None before the first has ended. `rung` is the number of
-    epochs after which its search compared it last with others; None if it never did.
-    It `finished_early` if it finished before its last epoch because it had stopped improving.
-    It `rests` if its run has ended for now and keeps what it has reached; it is "paused" then.
-    `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
+    failed trial's traceback, or that of a finished one that could not be trained further when its
+    run was extended, and keeps what it had reached. `history` has one value per ended epoch,
+    `visit_log` one (epoch, partition) per sub-epoch, both from 0 as in the journal, in the order in
+    which the trial trained on them. `result_epoch` is the epoch, counted from 1, whose weights are
+    the trial's result: its best or its last, as the search keeps; None before the first has ended.
+    `rung` is the number of epochs after which its search compared it last with others; None if it
+    never did. It `finished_early` if it finished before its last epoch because it had stopped
+    improving. It `rests` if its run has ended for now and keeps what it has reached; it is "paused"
+    then. `seconds` were spent in its sub-epochs, hops and evaluations, repeated ones too.
     """
 
     trial_id: str
@@ -82,7 +83,7 @@ class Trial:
             view.status,
             view.history,
             view.visit_log,
-            view.reason if view.status == "failed" else None,
+            view.reason if view.status == "failed" else view.extension_error or None,
             None if view.result_epoch is None else view.result_epoch + 1,
             view.seconds,
             view.rung,
@@ -133,14 +134,32 @@ def all_failed(errors: Sequence[str], run_path: str | None = None) -> AllTrialsF
     It begins with the most frequent reason. The whole tracebacks stay in the run's folder, if a
     trial was admitted.
     """
-    counts = Counter(map(reason, errors)).most_common()
     who = f"all {len(errors)} trials" if len(errors) > 1 else "the only trial"
-    lines = [f"{who} failed: {counts[0][0]}"]
-    for text, count in counts[1:]:
-        lines.append(f"{count} of them: {text}")
+    lines = _counted(f"{who} failed", errors)
     if run_path is not None:
         lines.append(f"the tracebacks are in SearchResult.open({run_path!r}).trials")
     return AllTrialsFailed("\n".join(lines))
+
+
+def none_extended(errors: Sequence[str], run_path: str) -> AllTrialsFailed:
+    """Return the error of a run that was extended, whose trials could not be trained further."""
+    who = f"none of {len(errors)} trials" if len(errors) > 1 else "the only trial"
+    cannot = "could" if len(errors) > 1 else "could not"
+    return AllTrialsFailed(
+        "\n".join(
+            [
+                *_counted(f"{who} {cannot} be trained further", errors),
+                "each keeps what it had reached, and the same call goes on from there; results and "
+                f"tracebacks are in SearchResult.open({run_path!r})",
+            ]
+        )
+    )
+
+
+def _counted(what: str, errors: Sequence[str]) -> list[str]:
+    counts = Counter(map(reason, errors)).most_common()
+    others = [f"{count} of them: {text}" for text, count in counts[1:]]
+    return [f"{what}: {counts[0][0]}", *others]
 
 
 def reason(error: str) -> str:

@@ -403,4 +403,4 @@ def _extended(search: ClosedSearch, state: HopState) -> list[ev.Event]:
             news.append(ev.BudgetExtended(trial.trial, search.epochs))
     if not state.tables.search_closed:
         return [*news, ev.SearchClosed()]
-    return [ev.SearchReopened(), *news, ev.SearchClosed()] if news else []
+    return [ev.SearchReopened(keeps_results=True), *news, ev.SearchClosed()] if news else []

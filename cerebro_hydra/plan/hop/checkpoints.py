@@ -12,7 +12,8 @@ at the cadence of the run, so that a run can be resumed. Only one state of a tri
 time, and its best state first: then a state that is being written is never void.
 
 A stored state goes once a newer one is there. What stays is the first state, those that forks wait
-for, the result, and the newest one that the trial can go on from if every worker is lost.
+for, the result, and the newest one that the trial can go on from if every worker is lost. Of a
+trial that goes on after its end, the newest one that ends an epoch stays, to end with if it fails.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class Checkpoints:
             if trial.status is TrialStatus.FINISHED:  # there it goes on if its budget is extended
                 kept.add(trial.newest)
             return kept
-        return kept | self._retention.needed(trial) | self._retention.stored_fallback(trial, stored)
+        kept |= self._retention.needed(trial) | self._retention.stored_fallback(trial, stored)
+        return kept | set(self._retention.ended_with_best(index, trial))
 
 
 class Retention:
@@ -220,6 +222,26 @@ class Retention:
             if (kept := self._with_best(trial, state)).issubset(stored):
                 return kept
         raise AssertionError(f"of the stored states {stored} none can be gone on from")
+
+    def ended_with_best(self, index: int, trial: TrialProgress) -> list[int]:
+        """Return the stored states that a trial which had finished keeps if it fails now.
+
+        The last one ends an epoch, and is all there is unless the trial keeps its best epoch. None
+        are left where files were lost, or it goes back to its first state after an audit.
+        """
+        if not (self._tables.keeps_results and trial.had_finished):
+            return []
+        partitions = self._config.partitions
+        for state in reversed(self._holders.states(index)):
+            ended = state % partitions == 0 and trial.base < state <= trial.newest
+            if ended and state // partitions <= len(trial.history):
+                kept = self._with_best(trial, state)
+                if all(self._readable(index, trial, each) for each in kept):
+                    return sorted(kept)
+        return []
+
+    def _readable(self, index: int, trial: TrialProgress, state: int) -> bool:
+        return self._holders.holds(index, state, STORE) and trial.is_source(state, STORE)
 
     def copies_to_keep(self, index: int, trial: TrialProgress) -> set[StateCopy]:
         """Return the copies that must not be dropped."""

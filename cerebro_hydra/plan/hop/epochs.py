@@ -54,6 +54,7 @@ from cerebro_hydra.plan.messages.instructions import (
     CutFiner,
     Drop,
     EndEpoch,
+    ExtensionFailed,
     FinishTrial,
     ForkState,
     Instruction,
@@ -110,6 +111,8 @@ USELESS = (
     "and threads; if other trials end like this, look at memory, network and disks of the workers"
 )
 
+EXTENSION_FAILED = "it could not be trained further, and ends as it had ended before"
+
 PARENT_WAS_RECUT = "the trial that it forks was cut finer meanwhile"
 
 
@@ -153,8 +156,9 @@ class TrialCourse:
         """Make ``state`` the newest one of the trial again."""
         void = tuple(range(state + 1, trial.newest + 1))
         told = self._attempts.abandon_all(trial)
+        writing, _ = self._tables.saving.get(index, (None, ""))
         for each in self._tables.holders.states(index):
-            if each > state:
+            if each > state and each != writing:  # what is being written goes once it is there
                 told += self._drop_everywhere(index, each)
                 self._tables.holders.forget_state(index, each)
         self._forget_merge(index, trial)
@@ -207,6 +211,8 @@ class TrialCourse:
     def reopen(self, index: int, trial: TrialProgress) -> Instructions:
         """Let a trial that is over go on from its newest state, or from an older one there is."""
         assert isinstance(trial.stage, Ended), f"trial {index} is not over"
+        trial.had_finished |= trial.status is TrialStatus.FINISHED
+        trial.unreached = None
         self._tables.enter(index, trial.stage.before)
         self._tables.aim(index, after_end(trial.goal))
         self._checkpoints.try_again(index)
@@ -342,8 +348,22 @@ class TrialCourse:
         return outcome(self._config, trial, self._tables.search_closed)
 
     def fail(self, index: int, reason: str) -> Instructions:
-        """End the trial now, without a result."""
-        return self._end(index, Outcome(TrialStatus.FAILED, reason), 0)
+        """End the trial now: without a result, unless it had finished before and keeps that."""
+        trial = self._tables.trials[index]
+        if trial.stage is RESTARTING or not self._retention.ended_with_best(index, trial):
+            return self._end(index, Outcome(TrialStatus.FAILED, reason), 0)
+        return self._end_as_before(index, trial, reason)
+
+    def _end_as_before(self, index: int, trial: TrialProgress, reason: str) -> Instructions:
+        """End a trial that had finished with the last epoch whose state is kept."""
+        state, wanted = self._retention.ended_with_best(index, trial)[-1], trial.budget
+        told = self._attempts.abandon_all(trial)
+        if state < trial.newest:
+            told += self._roll_back(index, trial, state, EXTENSION_FAILED)
+        trial.budget, trial.unreached = len(trial.history), wanted
+        end = self._outcome(trial) or Outcome(TrialStatus.FINISHED, "")
+        told.append(ExtensionFailed(index, wanted, reason))
+        return told + self._end(index, end, result_state(self._config, trial))
 
     def _end(self, index: int, end: Outcome, result: int) -> Instructions:
         trial = self._tables.trials[index]
@@ -527,12 +547,12 @@ class FinerCuts:
     def impossible(self, index: int) -> str | None:
         """Return why the cut can't be made, if a state can't be written; else None."""
         trial = self._tables.trials[index]
-        errors = (self._checkpoints.gave_up(index, state) for state in self._states(trial))
+        errors = (self._checkpoints.gave_up(index, state) for state in self._states(index, trial))
         return next((error for error in errors if error is not None), None)
 
     def go_on(self, index: int, lack: LackingMemory) -> Instructions:
         """Have the states written that the cut needs, and then ask for the cut."""
-        states = self._states(self._tables.trials[index])
+        states = self._states(index, self._tables.trials[index])
         for state in states:
             if not self._checkpoints.stored(index, state):
                 return self._checkpoints.write(index, state)
@@ -548,7 +568,7 @@ class FinerCuts:
         states = tuple(state.state for state in event.states)
         if not isinstance(stage, Recutting) or stage.states != states:
             return []
-        if states != self._states(trial) or not self._is_at_rest(index):
+        if states != self._states(index, trial) or not self._is_at_rest(index):
             self.forget(index, trial)
             return []  # it is asked for again
         self._tables.enter(index, WAITING)
@@ -583,9 +603,10 @@ class FinerCuts:
         if isinstance(trial.stage, Recutting):
             self._tables.enter(index, trial.stage.lack)
 
-    def _states(self, trial: TrialProgress) -> tuple[int, ...]:
+    def _states(self, index: int, trial: TrialProgress) -> tuple[int, ...]:
         """Return the states that the trial needs in the finer cut."""
-        return tuple(sorted({trial.base} | self._retention.needed(trial)))
+        kept = self._retention.ended_with_best(index, trial)
+        return tuple(sorted({trial.base, *kept} | self._retention.needed(trial)))
 
     def _is_at_rest(self, index: int) -> bool:
         """Return whether no state is being written, and no fork waits for one that is there.

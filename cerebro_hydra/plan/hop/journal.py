@@ -15,7 +15,13 @@ from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages.codec import from_json, to_json
 from cerebro_hydra.plan.messages.config import HopConfig
 from cerebro_hydra.plan.messages.events import Event, StateDiffers, SubEpochDone
-from cerebro_hydra.plan.messages.instructions import ChangeCut, Commit, Instruction, TrainUncut
+from cerebro_hydra.plan.messages.instructions import (
+    ChangeCut,
+    Commit,
+    ExtensionFailed,
+    Instruction,
+    TrainUncut,
+)
 
 
 def record(seq: int, event: Event, instructions: Sequence[Instruction]) -> dict[str, Any]:
@@ -113,7 +119,7 @@ class RemadeStates:
         for each in instructions:
             if isinstance(each, Commit):
                 yield each, self._done.pop(each.attempt)
-            elif isinstance(each, TrainUncut | ChangeCut):
+            elif isinstance(each, TrainUncut | ChangeCut | ExtensionFailed):
                 self._void.pop(each.trial, None)
 
     @staticmethod

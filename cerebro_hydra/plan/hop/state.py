@@ -529,6 +529,7 @@ class SearchEvents:
                 return Applied((event.trial,))
             case SearchReopened():
                 self._tables.search_closed = False
+                self._tables.keeps_results |= event.keeps_results
                 return Applied(self._at_their_budget())
         return NOTHING if self._tables.search_closed else self._apply_to_open(event)
 

@@ -80,6 +80,7 @@ class RunTables:
         self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
         self.refused: set[int] = set()  # the candidates that can't be trials
         self.search_closed = False  # whether nothing is proposed and no budget extended any more
+        self.keeps_results = False  # whether trials that had finished keep what they had then
         self.finished = False  # whether the run is over
         self.suspended = False  # whether the run ends for now, and every trial rests
         self.resting: set[int] = set()  # of a suspended run, the trials that need nothing more

@@ -191,6 +191,8 @@ class TrialProgress:
     # fetch, whose ``StateReceived`` may still arrive, late.
     arrived: set[tuple[int, str]] = field(default_factory=set)
     abandoned_fetches: set[tuple[int, str]] = field(default_factory=set)
+    had_finished: bool = False  # it goes on after it had a result
+    unreached: int | None = None  # the budget to which its extension failed to bring it
     uncut: bool = False  # an audit has failed, so it is trained in one piece
     shards_before: int | None = None  # it was cut finer
     base: int = 0  # the oldest state that it may fall back to

@@ -395,7 +395,13 @@ class SearchClosed:
 
 @dataclass(frozen=True, slots=True)
 class SearchReopened:
-    """The search proposes more after it was closed; a larger budget lets finished trials go on."""
+    """The search proposes more after it was closed; a larger budget lets finished trials go on.
+
+    One that fails then ``keeps_results``: it ends as ``ExtensionFailed`` says. In the journals of
+    earlier versions it lost them.
+    """
+
+    keeps_results: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,6 +248,19 @@ class FinishTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtensionFailed:
+    """Tell why a trial, which had finished before, could not train up to the epoch ``budget``.
+
+    A ``Redo`` before it takes back what came after the last epoch whose state is kept, and a
+    ``FinishTrial`` follows with the result of the epochs that are left.
+    """
+
+    trial: int
+    budget: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReopenTrial:
     """Let a finished trial go on, because its budget was extended; its result is void."""
 
@@ -285,6 +298,7 @@ Instruction = (
     | ChangeCut
     | EndEpoch
     | FinishTrial
+    | ExtensionFailed
     | ReopenTrial
     | RestTrial
     | FinishRun

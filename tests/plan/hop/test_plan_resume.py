@@ -306,3 +306,123 @@ def test_a_sub_epoch_that_is_held_back_goes_with_its_worker() -> None:
 def test_an_unknown_cadence_is_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint='hourly' is unknown"):
         HopConfig(2, checkpoint="hourly")
+
+
+@settings(max_examples=examples(25))
+@given(
+    worlds(faults=("kill", "store", "driver"), order="seeded"),
+    scripts,
+    st.integers(1, 3),
+    st.dictionaries(st.sampled_from(("task", "kill", "transfer", "store")), st.integers(1, 3)),
+)
+def test_whatever_happens_to_an_extension_no_result_is_lost(
+    world: World, script: list[int], more: int, faults: dict[str, int]
+) -> None:
+    world.run(script)
+    before = {number: each.result for number, each in world.state.trials.items()}
+    world.faults = Counter(faults)
+    world.search = ClosedSearch(world.config, world.search.trials, world.search.epochs + more)
+    killed_at(world, len(world.journal), workers=2)
+    world.run(script)
+    check_outcome(world)
+    trials, partitions = world.state.trials, world.config.partitions
+    for number, each in trials.items():
+        assert each.status == "finished" and len(each.history) * partitions >= before[number]
+    if any(each.unreached for each in trials.values()):
+        world.faults = Counter()
+        killed_at(world, len(world.journal), workers=2)
+        world.run([])
+        check_outcome(world)
+        assert not any(each.unreached for each in world.state.trials.values())
+
+
+def finished(epochs: int = 1, **more) -> Driver:
+    """Return a run of one partition whose trial has finished with these epochs."""
+    run = Driver(partitions=1, epochs=epochs, checkpoint="epoch", **more)
+    for _ in range(epochs):
+        train_epoch(run, loss=1.0)
+    assert run.state.trials[0].status == "finished"
+    return run
+
+
+def train_epoch(run: Driver, loss: float) -> None:
+    """Train and evaluate an epoch of trial 0 on worker "a", with its state in the store."""
+    run.train_one()
+    if run.state.config.evaluate:
+        run(evaluated(run.running["a"], "a", loss))
+    for each in of(ins.Checkpoint, run.told):
+        run(ev.Checkpointed(0, each.state, "a"))
+
+
+def evaluated(attempt: int, worker: str, loss: float) -> ev.EvaluationDone:
+    return ev.EvaluationDone(attempt, worker, {"loss": (loss, 1)}, 1.0, ev.Hop(0, 0, 0.0), {})
+
+
+def extend(run: Driver, budget: int, keeps_results: bool = True) -> None:
+    run(ev.SearchReopened(keeps_results))
+    run(ev.BudgetExtended(0, budget))
+    run(ev.SearchClosed(budget))
+
+
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_a_finished_trial_that_fails_when_it_is_extended_keeps_what_it_had(keep: str) -> None:
+    run = finished(2, keep=keep)
+    (before,) = of(ins.FinishTrial, run.told)
+    extend(run, 4)
+    told = run(ev.TaskFailed(run.running["a"], "a", "boom"))
+    assert of(ins.ExtensionFailed, told) == [ins.ExtensionFailed(0, 4, "boom")]
+    assert of(ins.FinishTrial, told) == [before] and not of(ins.Redo, told)
+    kept = run.state.trials[0]
+    assert (kept.status, len(kept.history), kept.budget, kept.unreached) == ("finished", 2, 2, 4)
+    extend(run, 4)
+    assert of(ins.ReopenTrial, run.told)[-1:] and kept.unreached is None
+    for _ in range(2):
+        train_epoch(run, loss=0.5)
+    assert (kept.status, len(kept.history), kept.result) == (
+        "finished",
+        4,
+        4 if keep == "last" else 3,
+    )
+
+
+def test_a_trial_that_fails_late_in_an_extension_keeps_the_epochs_whose_states_are_stored() -> None:
+    run = finished(1)
+    extend(run, 4)
+    train_epoch(run, loss=0.5)
+    run.train_one()  # of epoch 3, whose state is being written while it is evaluated
+    assert [each.state for each in of(ins.Checkpoint, run.last)] == [3]
+    told = run(ev.TaskFailed(run.running["a"], "a", "a metric fails"))
+    assert [each.visits for each in of(ins.Redo, told)] == [(3,)]
+    assert [each.state for each in of(ins.FinishTrial, told)] == [2]
+    told = run(ev.Checkpointed(0, 3, "a"))
+    assert [each.state for each in of(ins.Collect, told)] == [3], "it has no use any more"
+    assert run.held(0) == [(0, "store"), (2, "store")]
+    assert len(run.state.trials[0].history) == 2
+
+
+def test_the_end_of_an_extension_is_that_of_the_version_that_began_it() -> None:
+    run = finished(1)
+    extend(run, 2, keeps_results=False)
+    told = run(ev.TaskFailed(run.running["a"], "a", "boom"))
+    assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "failed", "boom", 0)]
+
+
+def test_a_trial_that_never_finished_has_nothing_to_keep() -> None:
+    run = Driver(partitions=1, epochs=2, checkpoint="epoch")
+    train_epoch(run, loss=1.0)
+    run(ev.SearchReopened(keeps_results=True))
+    told = run(ev.TaskFailed(run.running["a"], "a", "boom"))
+    assert of(ins.FinishTrial, told) == [ins.FinishTrial(0, "failed", "boom", 0)]
+
+
+def test_what_a_failed_extension_made_is_not_compared_with_what_the_next_one_makes() -> None:
+    made = [
+        (done(1, "a"), [ins.Commit(1, 0, 1, 0, (0,))]),
+        (
+            ev.TaskFailed(2, "a", "boom"),
+            [ins.Redo(0, (1,), "over"), ins.ExtensionFailed(0, 2, "boom")],
+        ),
+    ]
+    remade = RemadeStates({0: 0}, made)
+    again = ev.SubEpochDone(3, "a", 4, 1.0, (("f", "other"),), 100, 1.0, ev.Hop(0, 0, 0.0))
+    assert remade.compare(again, [ins.Commit(3, 0, 1, 0, (0,))]) == []
