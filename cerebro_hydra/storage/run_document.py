@@ -114,6 +114,8 @@ class TrialSpec:
     tail: bool = False
     compiles: bool = False
     """Whether blocks of its model run as torch.compile makes them, for which workers need g++."""
+    code: Mapping[str, Any] | None = None
+    """What its code was when it was admitted, in digests; None in runs of earlier versions."""
 
     @property
     def asked_replicas(self) -> int | str:

@@ -54,6 +54,12 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
+from cerebro_hydra.shards.admission.trial_code import (
+    Difference,
+    TrialCode,
+    stable_differences,
+    trial_code,
+)
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
@@ -249,6 +255,29 @@ class Admission:
         document = json.loads(json.dumps(finer.to_json()))
         return TrialRecut(trial_config(finer), tuple(states), document)
 
+    def code_differences(self, spec: TrialSpec) -> list[Difference]:
+        """Return in what a trial that was admitted before has other code now.
+
+        The code of a trial of an earlier version, whose document has none, is not known.
+
+        Raises:
+            Refused: it can't be built any more.
+        """
+        with exclusive_generator, refusing():
+            first = self._built(spec)
+            now = trial_code(first)
+            then = TrialCode.from_json(spec.code or {})
+            if spec.code is None or now is None or not then.is_comparable(now):
+                return form_differences(spec, first)
+            if not then.differences(now):
+                return []
+            second = self._built(spec)  # while the first is there, so that they share what they do
+            again = trial_code(second)
+            return [] if again is None else stable_differences(then, now, again)
+
+    def _built(self, spec: TrialSpec) -> Recipe:
+        return build_keeping_random_state(self._factory, spec.params, self._seed, self._columns)
+
     def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
         """Return the custom metrics of a trial that was admitted in another process."""
         with exclusive_generator:
@@ -270,9 +299,10 @@ class Admission:
         with refusing():
             recipe = build_recipe(self._factory, params, self._seed, self._columns)
             self._biller.check_compile(recipe)
+        code = trial_code(recipe)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
-            return self._compared(trial, params, parent, recipe, outlook), recipe
+            return self._compared(trial, params, parent, recipe, code, outlook), recipe
 
     def _compared(
         self,
@@ -280,6 +310,7 @@ class Admission:
         params: Mapping[str, Any],
         parent: TrialSpec | None,
         recipe: Recipe,
+        code: TrialCode | None,
         outlook: Outlook,
     ) -> TrialSpec:
         if recipe.warm_start is not None:
@@ -341,6 +372,7 @@ class Admission:
             finer=finer,
             staleness=pipeline.staleness,
             stages=pipeline.stages,
+            code=None if code is None else code.to_json(),
         )
         stages = ""
         if self._profiler is not None:
@@ -515,6 +547,21 @@ def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None
     steps = parent.batch_size, parent.accumulate
     alike = asked_recompute(recipe) is None and steps == (recipe.batch_size, recipe.accumulate)
     return TaskProfile.from_json(parent.tasks) if alike else None
+
+
+def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:
+    """Return in what a recipe has another form than the trial of a version that kept no code."""
+    count = sum(p.numel() for p in recipe.model.parameters())
+    trained = sorted(name for name, p in recipe.model.named_parameters() if p.requires_grad)
+    told = {
+        "batch_size": (spec.batch_size, recipe.batch_size),
+        "accumulate": (spec.accumulate, recipe.accumulate),
+        "the number of the model's parameters": (spec.parameters or count, count),
+        "the parameters that train": (sorted(spec.template) or trained, trained),
+    }
+    return [
+        Difference(part, str(then), str(now)) for part, (then, now) in told.items() if then != now
+    ]
 
 
 def directions_of(recipe: Recipe) -> dict[str, str]:

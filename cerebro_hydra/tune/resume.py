@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -25,15 +26,17 @@ from cerebro_hydra.plan.messages.events import (
 from cerebro_hydra.plan.messages.instructions import Instruction
 from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, estimator_factories
-from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument
+from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
-from cerebro_hydra.tune.admission import Admission
+from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
 from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.tune.running import Surroundings, run_claim, run_trials
 from cerebro_hydra.tune.searchers.searcher import ExtendingSearcher, Searcher, TrainTo
-from cerebro_hydra.tune.trials import EndOfRun, SearchTrials
+from cerebro_hydra.tune.trial import reason
+from cerebro_hydra.tune.trials import EndOfRun, Overdue, SearchTrials, TimedCall
+from cerebro_hydra.waits import Waiting
 
 LIMITS = ("batch_seconds", "sub_epoch_seconds", "admission_seconds", "audit_share")
 """The arguments of a search that change no bit, so that a run may go on with others."""
@@ -217,6 +220,7 @@ class RunToResume:
             self._check_replicas(around, [resumed.state.trials[number] for number in going])
             for line in resumed.check_states(going):
                 around.report(line)
+            self._check_code(around, admission, going or [*resumed.state.trials][:1], seconds)
         self.folder.write_json(RUN_FILE, document.to_json())
         return run_trials(around, self.folder, document, trials, self.manifest, resumed)
 
@@ -237,6 +241,44 @@ class RunToResume:
         backend.resources.check_replicas(max((t.replicas for t in going), default=1), *place)
         if any(trial.config.tail for trial in going):
             backend.resources.check_replicas("tail", *place)
+
+    def _check_code(
+        self,
+        around: Surroundings,
+        admission: Admission,
+        trials: Sequence[int],
+        seconds: float | None,
+    ) -> None:
+        """Check that the factory makes of each trial what it made when that was admitted.
+
+        Raises:
+            ConfigurationError: it makes another one, or none; the message names the parts.
+        """
+        with Waiting(around.report) as waiting:
+            for place, number in enumerate(trials, 1):
+                waiting.now(f"comparing the code of model {place} of {len(trials)}")
+                spec = self.folder.read_trial(number, self.folder.run_id)
+                try:
+                    compare = partial(admission.code_differences, spec)
+                    found = TimedCall(compare).result(seconds)
+                except Refused as refusal:
+                    raise self._other_code(
+                        spec, f"can't be built: {reason(str(refusal))}"
+                    ) from None
+                except Overdue:
+                    late = f"is not built after admission_seconds={seconds}"
+                    raise self._other_code(spec, late) from None
+                if found:
+                    what = "; ".join(map(str, found))
+                    raise self._other_code(
+                        spec, f"has other code than it was admitted with: {what}"
+                    )
+
+    def _other_code(self, spec: TrialSpec, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{spec.trial_id} of the run {self.folder.path!r} {what}. The run is as it was: give "
+            "it its own code, or begin a new search, with warm_start to go on from its weights"
+        )
 
     def _with_epochs(self, num_epochs: int) -> RunDocument:
         if num_epochs < self.document.num_epochs:

@@ -14,6 +14,7 @@ import numpy as np
 
 import cerebro_hydra
 from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.data.claim import CLAIMS
 from cerebro_hydra.observe import AgentStarted, Decision, Record, RunView
 from cerebro_hydra.plan.messages.instructions import Commit
 from cerebro_hydra.storage import RunFolder, Store
@@ -29,6 +30,12 @@ def classes(rows: int = 200, features: tuple[int, ...] = (16,), labels: int = 4)
     y = random.integers(0, labels, rows)
     x = random.normal(size=(rows, *features)) + y.reshape(-1, *[1] * len(features)) / 3
     return Arrays({"features": x.astype(np.float32), "label": y})
+
+
+def files(run: str) -> dict[Path, bytes]:
+    """Return the content of all files of a run."""
+    found = (path for path in Path(run).rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in found if path.parent.name != CLAIMS}
 
 
 def frame_of(spark: Any, data: Arrays) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
@@ -34,4 +37,40 @@ def fails_late(params: dict[str, Any]) -> Recipe:
         metrics=["accuracy"],
         batch_size=16,
         shards=2,
+    )
+
+
+class Changing:
+    """A factory whose code is another one for each word that its file holds."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.write_text("as it was")
+
+    def __call__(self, params: dict[str, Any]) -> Recipe:
+        return changed(self.place.read_text(), params)
+
+
+def changed(how: str, params: dict[str, Any]) -> Recipe:
+    """Return a recipe that has been changed in one thing."""
+    if how == "broken":
+        raise ValueError("a mistake that shows at once")
+    width, act = (33 if how == "wider" else 32), (nn.Tanh() if how == "tanh" else nn.ReLU())
+    model = nn.Sequential(nn.Linear(16, width), act, nn.Linear(width, 4))
+    if how == "names":
+        model = nn.Sequential(OrderedDict(a=model[0], b=act, c=model[2]))
+    lr = 0.1 if how == "lr" else params["lr"]
+    more: dict[str, Any] = {
+        "ema": {"ema": 0.9},
+        "scheduler": {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)},
+        "accumulate": {"accumulate": 2},
+        "batch_size": {"batch_size": 8},
+        "metric": {"metrics": ["accuracy", "mae"]},
+    }.get(how, {})
+    smooth = 0.1 if how == "loss" else 0.0
+    return Recipe(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=lr),
+        loss=nn.CrossEntropyLoss(label_smoothing=smooth),
+        **{"metrics": ["accuracy"], "batch_size": 16, "shards": 2, **more},
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cerebro_hydra.errors import AllTrialsFailed
+from cerebro_hydra.errors import AllTrialsFailed, ConfigurationError
 from cerebro_hydra.observe.text import troubles
 from cerebro_hydra.plan.messages.instructions import ExtensionFailed
 from cerebro_hydra.storage import RunFolder
@@ -15,7 +18,7 @@ from cerebro_hydra.tune.result import SearchResult
 from cerebro_hydra.verification import verify
 from tests.end_to_end.drivers import extended
 from tests.end_to_end.drivers.resumed_driver import search
-from tests.end_to_end.runs import Tape, bits, classes, statuses
+from tests.end_to_end.runs import Tape, after_decisions, bits, classes, files, statuses
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +73,84 @@ def test_the_failure_of_an_extension_is_told_and_the_others_go_on(tmp_path: Path
     markers[0].unlink()
     again = late(tmp_path / "run", 2, *markers).fit(classes(), resume=run)
     assert [len(trial.history["train_loss"]) for trial in again.trials] == [2] * 4
+
+
+def changing(place: Path, factory: extended.Changing, num_epochs: int, **options: Any):
+    options = {"space": {"lr": [0.01, 0.003]}, **options}
+    return search(place, 2, factory=factory, num_epochs=num_epochs, **options)
+
+
+OTHERS = {
+    "wider": "the names and shapes of the model's parameters",
+    "names": "the names and shapes of the model's parameters",
+    "tanh": "the Tanh modules of the model, which it did not have",
+    "lr": "the optimizer's lr, 0.1 and not 0.01",
+    "loss": "loss",
+    "ema": "ema, 0.9 and not None",
+    "scheduler": "lr_scheduler, ",
+    "accumulate": "accumulate, 2 and not 1",
+    "batch_size": "batch_size, 8 and not 16",
+    "metric": "metrics, ['accuracy', 'mae'] and not ['accuracy']",
+}
+
+
+def test_other_code_is_refused_by_name_before_anything_is_trained_or_written(
+    tmp_path: Path,
+) -> None:
+    factory = extended.Changing(tmp_path / "how")
+    run = changing(tmp_path / "run", factory, 1).fit(classes()).run_path
+    before = files(run)
+    for how, part in OTHERS.items():
+        factory.place.write_text(how)
+        for more in ({}, {"space": {"lr": [0.01, 0.003, 0.001]}}):  # more epochs, or candidates
+            with pytest.raises(ConfigurationError) as refusal:
+                changing(tmp_path / "run", factory, 1 if more else 2, **more).fit(
+                    classes(), resume=run
+                )
+            said = str(refusal.value)
+            assert said.startswith(f"trial-000 of the run {run!r} has other code than it was"), said
+            assert part in said and "warm_start" in said
+    factory.place.write_text("broken")
+    with pytest.raises(ConfigurationError, match=r"trial-000 .* can't be built: ValueError: a mis"):
+        changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)
+    assert files(run) == before
+    factory.place.write_text("as it was")
+    changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)
+    calm = changing(tmp_path / "calm", factory, 2).fit(classes())
+    assert bits(run) == bits(calm.run_path)
+
+
+def test_a_run_that_was_interrupted_goes_on_with_its_own_code_only(tmp_path: Path) -> None:
+    factory = extended.Changing(tmp_path / "how")
+    tape = after_decisions(12, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        changing(tmp_path / "run", factory, 2, observers=[tape]).fit(classes())
+    run = interrupt.value.result.run_path
+    factory.place.write_text("loss")
+    with pytest.raises(ConfigurationError, match="has other code than it was admitted with: loss"):
+        changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)
+    factory.place.write_text("as it was")
+    assert statuses(changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)) == [
+        "finished"
+    ] * len(SearchResult.open(run).trials)
+
+
+def test_of_a_run_without_a_record_of_its_code_the_form_is_compared(tmp_path: Path) -> None:
+    factory = extended.Changing(tmp_path / "how")
+    run = changing(tmp_path / "run", factory, 1).fit(classes()).run_path
+    folder = RunFolder.open(run)
+    for number in range(2):  # as earlier versions wrote it
+        folder.write_trial(replace(folder.read_trial(number, folder.run_id), code=None))
+    for how, part in {
+        "wider": "the number of the model's parameters, 697 and not 676",
+        "names": "the parameters that train, ['a.bias', 'a.weight', 'c.bias', 'c.weight'] and not",
+        "batch_size": "batch_size, 8 and not 16",
+        "accumulate": "accumulate, 2 and not 1",
+    }.items():
+        factory.place.write_text(how)
+        with pytest.raises(ConfigurationError) as refusal:
+            changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)
+        assert part in str(refusal.value)
+    factory.place.write_text("tanh")  # nothing tells
+    result = changing(tmp_path / "run", factory, 2).fit(classes(), resume=run)
+    assert statuses(result) == ["finished"] * 2

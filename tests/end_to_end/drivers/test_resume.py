@@ -35,7 +35,7 @@ from cerebro_hydra.verification import verify
 from tests.end_to_end import models
 from tests.end_to_end.drivers import flaky
 from tests.end_to_end.drivers.resumed_driver import SPACE, search
-from tests.end_to_end.runs import Tape, after_decisions, bits, classes, statuses
+from tests.end_to_end.runs import Tape, after_decisions, bits, classes, files, statuses
 from tests.processes import start_python
 
 pytestmark = pytest.mark.slow
@@ -321,11 +321,6 @@ def test_a_driver_that_was_held_up_says_who_has_taken_over_and_leaves_that_claim
         raise SetupError("all agents are lost")  # because the other driver has ended them
     assert (claims / "000001").exists()
     assert is_claimed(folder.store, folder.path)
-
-
-def files(run: str) -> dict[Path, bytes]:
-    found = (path for path in Path(run).rglob("*") if path.is_file())
-    return {path: path.read_bytes() for path in found if path.parent.name != CLAIMS}
 
 
 def test_a_run_moved_to_another_store_goes_on_under_its_own_name(tmp_path: Path) -> None:
