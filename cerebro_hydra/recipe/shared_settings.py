@@ -47,6 +47,15 @@ def _set_matmul_precision(value: tuple[str, ...]) -> None:
             each.fp32_precision = precision
 
 
+_inference_modes: list[torch.inference_mode] = []  # that end whoever's was left entered
+
+
+def _set_inference_mode(value: bool) -> None:
+    mode = torch.inference_mode(value)
+    mode.__enter__()
+    _inference_modes.append(mode)
+
+
 def _flushes_subnormals() -> bool:
     return not _SUBNORMAL * _ONE
 
@@ -60,6 +69,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         torch.set_deterministic_debug_mode,
     ),
     "set_float32_matmul_precision": (_matmul_precision, _set_matmul_precision),
+    "inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),  # sets the next one
     "set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     _THREADS: (torch.get_num_threads, torch.set_num_threads),
     "set_autocast_enabled": (

@@ -35,12 +35,16 @@ def seen() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+LEFT: list[Any] = []
+"""Holds what was entered, as it ends with its last reference."""
+
 CHANGES: dict[str, Callable[[], object]] = {
     "set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
     "set_default_device": lambda: torch.set_default_device("meta"),
     "use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
     "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "inference_mode": lambda: LEFT.append(torch.inference_mode()) or LEFT[-1].__enter__(),
     "set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "set_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
     "backends.mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
