@@ -112,7 +112,29 @@ class TorchMetric:
         else:
             reals = labels[0] if labels[0].is_floating_point() else outputs
             metric.update(_as(outputs, scores), _as(reals, target))
+            if not state["parts"]:
+                self._check_states(metric, classes)
         return {"classes": classes, "parts": [_states(metric)]}
+
+    def _check_states(self, metric: Any, classes: int) -> None:
+        """Refuse a metric of which something else than its states acts, as they alone are kept.
+
+        Raises:
+            ConfigurationError: its states give another value than it gives itself.
+        """
+        again = self._made(classes)
+        _set_states(again, [_states(metric)])
+        again._update_count = metric._update_count
+        try:
+            value, other = metric.compute(), again.compute()
+        except Exception:  # such as of rows of one class
+            return
+        exact = (repr(v.tolist() if isinstance(v, Tensor) else v) for v in (value, other))
+        if len(set(exact)) > 1:
+            raise ConfigurationError(
+                f"{type(metric).__name__} gives {value} of a batch, and {other} of what its states "
+                "keep of it; let add_state make whatever its update changes"
+            )
 
     def merge(self, state: Any, other: Any) -> Any:
         """Put the parts of one state behind those of another."""

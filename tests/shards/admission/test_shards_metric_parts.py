@@ -118,9 +118,28 @@ class NoMerge(torchmetrics.SumMetric):
         self.sum_value = torch.maximum(self.sum_value, preds.abs().max())
 
 
+class Counts(torchmetrics.Metric):
+    """Counts rows in an attribute that is no state."""
+
+    higher_is_better, full_state_update = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("hits", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.seen = 0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.hits += (preds.argmax(1) == target).sum()
+        self.seen += len(target)
+
+    def compute(self) -> Tensor:
+        return self.hits / max(self.seen, 1)
+
+
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
+        (Counts(), r"Counts gives .* of what its states keep of it; let add_state make"),
         (NoMerge(), r"'m' can't be put together from the states of partitions .*all rows at once"),
         (
             torchmetrics.F1Score(task="multiclass", num_classes=3, average=None),
