@@ -107,6 +107,9 @@ class _Unreadable(Exception):
     """Something within an object can't be read, such as a lock."""
 
 
+Container = dict[Any, Any] | set[Any] | list[Any] | deque[Any]
+
+
 class ObjectReader:
     """Reads objects into one reading; what it meets again is told by its first path.
 
@@ -137,7 +140,7 @@ class ObjectReader:
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
         self.growing: dict[str, Growing] = {}  # dicts and sets, by path
-        self.containers: dict[str, dict[Any, Any] | list[Any] | deque[Any]] = {}  # shared ones
+        self.containers: dict[str, Container] = {}  # that trials share, by path
         self.variables: dict[str, Variable] = {}  # that trials share, by path
         self.class_attributes: dict[str, Variable] = {}  # likewise
 
@@ -300,7 +303,7 @@ class ObjectReader:
                         self.variables[f"{path}{PART}.{name}"] = Variable(attributes, name)
 
     def _read_object(self, path: str, value: Any) -> None:
-        if isinstance(value, dict | list | deque) and is_of_process(path):
+        if isinstance(value, dict | set | list | deque) and is_of_process(path):
             self.containers[path] = value
         if (state := _generator_state(value)) is not None:
             self.found[path] = f"{GENERATOR}{state}"

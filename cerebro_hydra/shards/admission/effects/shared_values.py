@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.held_state import SetBefore
-from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     PART,
     containers_of,
@@ -31,7 +31,7 @@ _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
 _MOST_ITEMS = 10_000
 """Of what has more, nothing is given back: it is data."""
 
-_MOST = 16  # values that are tried
+_MOST = 32  # values that are tried
 _KEY = "\0"  # of an entry that no code has made
 
 
@@ -58,7 +58,7 @@ def set_anew(
 
 
 def _places(reader: ObjectReader, changed: Collection[str]) -> Iterator[tuple[str, _Place]]:
-    """Yield what code sets, and the lists and dicts of which steps have changed what they hold."""
+    """Yield what code sets, and the containers of which steps have changed what they hold."""
     for path in sorted(reader.set_by_code()):
         container = reader.containers.get(path.rpartition(PART)[0])
         if (variable := reader.variables.get(path)) is not None:
@@ -158,24 +158,27 @@ class _Value:
 
 
 class _Items:
-    """Lets a list or a dict have one more item for a while."""
+    """Lets a container have one more item for a while."""
 
-    def __init__(self, held: dict[Any, Any] | list[Any] | deque[Any]) -> None:
+    def __init__(self, held: Container) -> None:
         self._held, self._before = held, held.copy()
+        self._member = object()  # of a set, where a stand-in can't be
 
     def put(self, value: object) -> None:
         if isinstance(self._held, dict):
             self._held[_KEY] = value
+        elif isinstance(self._held, set):
+            self._held.add(self._member)
         else:
             self._held.append(value)
 
     def has(self, value: object) -> bool:
         items = self._held.values() if isinstance(self._held, dict) else self._held
-        return any(each is value for each in items)
+        return any(each is value or each is self._member for each in items)
 
     def give_back(self) -> None:
         self._held.clear()
-        if isinstance(self._held, dict):
+        if isinstance(self._held, dict | set):
             self._held.update(self._before)
         else:
             self._held.extend(self._before)

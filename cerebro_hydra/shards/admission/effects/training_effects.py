@@ -304,7 +304,7 @@ class SideEffects:
         Args:
             evaluate: evaluates an example; it returns what that gave.
         """
-        model, (_, first, second) = self._recipe.model, self._readings[:3]
+        model, (built, first, second) = self._recipe.model, self._readings[:3]
         differs = {
             p for p in changed(first, second) if CACHED not in p and p in first and p in second
         }
@@ -322,7 +322,7 @@ class SideEffects:
                 return found + evaluate(after.example)
             return []
 
-        self._shared = set_anew(self._held.read_all(), changed(first, second), run)
+        self._shared = set_anew(self._held.read_all(), changed(built, second), run)
         return sorted(map(told, moved | self._shared))
 
     def _find_looked_at(self, after: AfterSteps, names: Collection[str]) -> set[str]:

@@ -19,6 +19,7 @@ from tests.agent.lone_agent import BATCH, COLUMNS
 LOSSES: list[Tensor] = []
 HELD: dict[str, Any] = {}
 SPACE = SimpleNamespace()
+SET: set[float] = set()
 SCALE: Any = None
 TABLE: Tensor | None = None
 
@@ -28,6 +29,7 @@ def begun() -> None:
     """Let all be as in a process that has just begun."""
     global SCALE, TABLE
     LOSSES.clear()
+    SET.clear()
     HELD.clear()
     HELD.update(scale=None)
     SPACE.parts, SCALE, TABLE = [], None, None
@@ -84,10 +86,16 @@ def makes_once(x: Tensor) -> None:
         TABLE = torch.ones(16)
 
 
+def sets_the_member(x: Tensor) -> None:
+    SET.clear()
+    SET.add(0.5)
+
+
 ANEW = {
     "collects": (collects, lambda x: x * sum(LOSSES)),
     "replaces": (replaces, lambda x: x * sum(SPACE.parts)),
     "rebinds": (rebinds, lambda x: x * SCALE),
+    "sets the member": (sets_the_member, lambda x: x * next(iter(SET))),
     "sets an entry": (sets_an_entry, lambda x: x * HELD["scale"]),
 }
 CACHES = {
