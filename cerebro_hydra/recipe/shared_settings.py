@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as torch_optimizer
 
 from cerebro_hydra.errors import Cancelled, ConfigurationError
 from cerebro_hydra.recipe.entered_modes import EnteredModes
 
+_of_autograd = torch._C._autograd
 _SUBNORMAL, _ONE = np.float32(1e-39), np.float32(1.0)
 _IN_OLDER_WORDS: dict[tuple[str, ...], str] = {
     ("ieee", "ieee"): "highest", ("tf32", "tf32"): "high", ("tf32", "bf16"): "medium",
@@ -60,6 +62,18 @@ def _flushes_subnormals() -> bool:
     return not _SUBNORMAL * _ONE
 
 
+def _set_cached(value: int) -> None:
+    parametrize._cache_enabled = value
+    parametrize._cache.clear()
+
+
+def _forbid_saved_tensors_hooks(message: str | None) -> None:
+    if message is None:
+        _of_autograd._saved_tensors_hooks_enable()
+    else:
+        _of_autograd._saved_tensors_hooks_disable(message)
+
+
 _THREADS = "set_num_threads"
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -75,6 +89,15 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "set_autocast_enabled": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "set_autocast_dtype": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda value: torch.set_autocast_dtype("cpu", value),
+    ),
+    "nn.utils.parametrize.cached": (lambda: parametrize._cache_enabled, _set_cached),
+    "autograd.graph.disable_saved_tensors_hooks": (
+        _of_autograd._saved_tensors_hooks_get_disabled_error_message,
+        _forbid_saved_tensors_hooks,
     ),
     "backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     "set_flush_denormal": (_flushes_subnormals, torch.set_flush_denormal),

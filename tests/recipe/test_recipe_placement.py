@@ -76,7 +76,11 @@ def test_an_average_on_the_host_of_what_a_replay_averages_elsewhere_is_refused()
         recipe.to(META)
 
 
-UNSET = object()
+class Missing:
+    """Stands for nothing."""
+
+
+UNSET, MISSING = object(), Missing()
 
 
 class Awaits(nn.Linear):
@@ -84,10 +88,11 @@ class Awaits(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.held, self.others = UNSET, {"all": [UNSET]}
+        self.held, self.others = UNSET, {"all": [UNSET], "missing": [MISSING]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.held is self.others["all"][0] is UNSET
+        assert self.others["missing"][0] is MISSING
         return super().forward(x)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,13 @@ from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from tests.recipe.small_recipes import recipe_of
 
 
+def saves_tensors() -> bool:
+    """Return whether hooks of saved tensors are allowed."""
+    with suppress(RuntimeError), torch.autograd.graph.save_on_cpu():
+        return True
+    return False
+
+
 def seen() -> tuple[Any, ...]:
     """Return what tensors show of the settings."""
     tiny = torch.tensor(1e-39, dtype=torch.float32) * torch.tensor(1.0, dtype=torch.float32)
@@ -32,11 +40,18 @@ def seen() -> tuple[Any, ...]:
         made.dtype, made.device, made.requires_grad, bool(tiny != 0),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch._C._get_mkldnn_enabled(),
+        torch.get_autocast_dtype("cpu"), parametrize._cache_enabled, saves_tensors(),
     )  # fmt: skip
 
 
 LEFT: list[Any] = []
 """Holds what was entered, as it ends with its last reference."""
+
+
+def enter(mode: Any) -> None:
+    LEFT.append(mode)
+    mode.__enter__()
+
 
 CHANGES: dict[str, Callable[[], object]] = {
     "set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
@@ -44,9 +59,14 @@ CHANGES: dict[str, Callable[[], object]] = {
     "use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
     "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    "inference_mode": lambda: LEFT.append(torch.inference_mode()) or LEFT[-1].__enter__(),
+    "inference_mode": lambda: enter(torch.inference_mode()),
     "set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "set_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
+    "set_autocast_dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "nn.utils.parametrize.cached": lambda: enter(parametrize.cached()),
+    "autograd.graph.disable_saved_tensors_hooks": lambda: enter(
+        torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    ),
     "backends.mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
     "set_flush_denormal": lambda: torch.set_flush_denormal(True),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.objective.known_metrics import doubts_of_accuracy
-from cerebro_hydra.recipe.objective.metrics import NoSingleNumber
+from cerebro_hydra.recipe.objective.metrics import NoSingleNumber, as_made
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, is_of_torch_metric
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 
@@ -66,12 +67,16 @@ def _difference(
     is_torchs = is_of_torch_metric(metric.function)
     try:
         value = _value(recipe, metric, [whole])
+        if isinstance(metric.function, StateMetric) and not is_torchs:
+            _check_kept(recipe, metric, whole, value)
         for parts in filter(None, parted):
             other = _value(recipe, metric, parts)
             if not _alike(value, other, whole.outputs):
                 if is_torchs:
                     raise ValueError(f"they give {other:.6g}, all rows at once {value:.6g}")
                 return _warning(metric, value, other, whole.rows, len(parts))
+    except KeepsMore:
+        raise
     except (NoNumber, NoSingleNumber) as error:
         raise ConfigurationError(str(error)) from error
     except Exception as error:
@@ -83,6 +88,36 @@ def _difference(
             ) from error
         return None  # such as an AUC of rows of one class, which fails in training if it is met
     return None
+
+
+class KeepsMore(ConfigurationError):
+    """A metric keeps something beside its state."""
+
+
+class _Alone:
+    """Is a metric that is one object all the time, as it is in nobody's evaluation."""
+
+    def __init__(self, metric: StateMetric) -> None:
+        self.start, self.update = metric.start, metric.update
+        self.merge, self.compute = metric.merge, metric.compute
+
+    def __deepcopy__(self, memo: object) -> _Alone:
+        return self
+
+
+def _check_kept(recipe: Recipe, metric: Metric, whole: _Part, value: float) -> None:
+    """Refuse an object that finds in an attribute what its update has left there.
+
+    Raises:
+        KeepsMore: copies of it, of which each sees a batch, give another value than itself.
+    """
+    alone = _Alone(as_made(cast(StateMetric, metric.function), recipe.model))
+    other = _value(recipe, replace(metric, function=alone), [whole])
+    if repr(other) != repr(value):
+        raise KeepsMore(
+            f"metric {metric.name!r} gives {other:.6g} of a batch if one object does all, and "
+            f"{value:.6g} by its state, which alone is kept; let update return what it changes"
+        )
 
 
 def _evaluated(recipe: Recipe, model: nn.Module, example: Example) -> _Part:

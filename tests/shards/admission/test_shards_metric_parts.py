@@ -118,6 +118,25 @@ class NoMerge(torchmetrics.SumMetric):
         self.sum_value = torch.maximum(self.sum_value, preds.abs().max())
 
 
+class Remembers(Largest):
+    """Computes with what its update has left in an attribute."""
+
+    def __init__(self) -> None:
+        self.rows = 1
+
+    def update(self, state: Any, outputs: Tensor, labels: Tensor) -> Any:
+        self.rows = len(labels)
+        return super().update(state, outputs, labels)
+
+    def compute(self, state: Any) -> float:
+        return float(super().compute(state)) / self.rows
+
+
+def test_an_object_that_keeps_something_beside_its_state_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'m' gives .* if one object does all, and"):
+        warnings({"m": (Remembers(), "max")})
+
+
 class Counts(torchmetrics.Metric):
     """Counts rows in an attribute that is no state."""
 
