@@ -62,6 +62,32 @@ def _flushes_subnormals() -> bool:
     return not _SUBNORMAL * _ONE
 
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def _enabled_autocast() -> list[str]:
+    return [each for each in _AUTOCAST_DEVICES if torch.is_autocast_enabled(each)]
+
+
+def _enable_autocast(devices: list[str]) -> None:
+    for each in _AUTOCAST_DEVICES:
+        torch.set_autocast_enabled(each, each in devices)
+
+
+def _autocast_nesting() -> int:
+    inner = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return inner - 1
+
+
+def _set_autocast_nesting(value: int) -> None:
+    while _autocast_nesting() > value:
+        torch.autocast_decrement_nesting()
+    while _autocast_nesting() < value:
+        torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()  # which torch does at the end of the outermost one
+
+
 def _set_cached(value: int) -> None:
     parametrize._cache_enabled = value
     parametrize._cache.clear()
@@ -86,9 +112,11 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),  # sets the next one
     "set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     _THREADS: (torch.get_num_threads, torch.set_num_threads),
-    "set_autocast_enabled": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda value: torch.set_autocast_enabled("cpu", value),
+    "autocast": (_autocast_nesting, _set_autocast_nesting),
+    "set_autocast_enabled": (_enabled_autocast, _enable_autocast),
+    "set_autocast_cache_enabled": (
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
     ),
     "set_autocast_dtype": (
         lambda: torch.get_autocast_dtype("cpu"),

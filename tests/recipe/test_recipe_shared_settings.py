@@ -25,6 +25,17 @@ from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 from tests.recipe.small_recipes import recipe_of
 
 
+def autocast_keeps_weights() -> bool:
+    """Return whether weights that autocast has cast are used again after its block."""
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu"):
+        torch.nn.functional.linear(torch.ones(1, 1), weight)
+    with torch.no_grad():
+        weight.fill_(2)
+    with torch.autocast("cpu"):
+        return torch.nn.functional.linear(torch.ones(1, 1), weight).item() == 1
+
+
 def saves_tensors() -> bool:
     """Return whether hooks of saved tensors are allowed."""
     with suppress(RuntimeError), torch.autograd.graph.save_on_cpu():
@@ -40,7 +51,8 @@ def seen() -> tuple[Any, ...]:
         made.dtype, made.device, made.requires_grad, bool(tiny != 0),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch._C._get_mkldnn_enabled(),
-        torch.get_autocast_dtype("cpu"), parametrize._cache_enabled, saves_tensors(),
+        autocast_keeps_weights(), torch.get_autocast_dtype("cpu"), parametrize._cache_enabled,
+        torch.is_autocast_cache_enabled(), saves_tensors(),
     )  # fmt: skip
 
 
@@ -61,7 +73,9 @@ CHANGES: dict[str, Callable[[], object]] = {
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
     "inference_mode": lambda: enter(torch.inference_mode()),
     "set_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "autocast": lambda: enter(torch.autocast("cpu", enabled=False)),
     "set_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
+    "set_autocast_cache_enabled": lambda: torch.set_autocast_cache_enabled(False),
     "set_autocast_dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
     "nn.utils.parametrize.cached": lambda: enter(parametrize.cached()),
     "autograd.graph.disable_saved_tensors_hooks": lambda: enter(

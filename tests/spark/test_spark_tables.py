@@ -122,6 +122,23 @@ def test_files_of_csv_are_read_together_if_they_have_one_header(
         dataframe_of(folder, lambda: spark)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.csv", gzip.compress(b"x,label\n1,2\n"), r"begins with b'\\x1f\\x8b"),
+        ("rows.csv", b"PAR1 and more", r"begins with b'PAR1'"),
+        ("rows.csv.gz", b"x,label\n1,2\n", r"that gzip compressed and begins with b'x,la'"),
+        ("rows.csv.gz", gzip.compress(b"x,label\n1,2\n" * 99)[:-12], "is damaged: Compressed file"),
+    ],
+)
+def test_what_is_named_as_csv_and_is_something_else_is_told(
+    spark: SparkSession, tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        dataframe_of(tmp_path / name, lambda: spark)
+
+
 @pytest.mark.parametrize("text", ["", "x,label\n"])
 def test_csv_without_rows_is_told(spark: SparkSession, tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"rows.csv' has no rows below its header"):

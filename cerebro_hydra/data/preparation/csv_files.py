@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,28 @@ CSV: dict[str, Any] = {"header": True, "multiLine": True, "escape": '"'}
 
 _END = "\0end\n"
 """A line behind the last one, which is in a cell of its file if quotes there are not closed."""
+
+
+def refuse_other_file(path: str) -> None:
+    """Refuse a file that is named as CSV and is something else, or is damaged.
+
+    Raises:
+        DataError: it is.
+    """
+    is_compressed = path.lower().endswith(".gz")
+    with open(path, "rb") as file:
+        begin = file.read(4)
+    if begin == b"PAR1" or (begin[:2] == b"\x1f\x8b") != is_compressed:
+        raise DataError(
+            f"{path!r} is named as CSV{' that gzip compressed' * is_compressed} and begins with "
+            f"{begin!r}; give it the name of what it is: .parquet, .csv or .csv.gz"
+        )
+    try:
+        with _text(path) as text:
+            while text.read(1 << 20) and is_compressed:
+                pass
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path!r} is damaged: {error}; compress its rows again") from error
 
 
 def refuse_other_rows(spark: SparkSession, url: str, found: DataFrame, what: str) -> None:

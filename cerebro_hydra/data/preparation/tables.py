@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from cerebro_hydra.data.preparation.csv_files import CSV, refuse_other_rows
+from cerebro_hydra.data.preparation.csv_files import CSV, refuse_other_file, refuse_other_rows
 from cerebro_hydra.data.preparation.table_formats import Names, refuse_tables_of_spark
 from cerebro_hydra.data.tables import arrow_table, is_table
 from cerebro_hydra.errors import ConfigurationError, DataError, SetupError
@@ -77,6 +77,8 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
         root = quote(here)
     try:
         if path.lower().endswith((".csv", ".csv.gz")):
+            if here is not None and os.path.isfile(here):
+                refuse_other_file(here)
             found = spark.read.csv(url, inferSchema=True, **CSV)
             refuse_tables_of_spark([root, *found.inputFiles()], names, what, "csv")
             refuse_other_rows(spark, url, found, what)

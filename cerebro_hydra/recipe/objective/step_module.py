@@ -300,7 +300,8 @@ def logged_value(name: str) -> Callable[..., Any]:
         if name not in logged:
             raise ConfigurationError(
                 f"metric {name!r} is not logged in evaluation, where {sorted(logged)} are; log it "
-                f"in validation_step as {name!r}"
+                f"in validation_step as {name!r}; of a model without one, give metrics a list of "
+                "names, or a function beside the direction"
             )
         return logged[name]
 
