@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from cerebro_hydra.threads import SetForAll
 
 T = TypeVar("T")
 
+_MOST = 10_000
+"""Objects in which attributes are looked for."""
 _DISPATCH: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
 
 
@@ -27,18 +29,28 @@ _sentinels_kept = SetForAll(_keep_sentinels)
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
     """Return what `copy.deepcopy` does, but in it each `object()` is the same one.
 
-    So is an attribute that has no attributes itself. Code compares with one by `is`, such as to see
+    So is an object in it that has no attributes. Code compares with one by `is`, such as to see
     whether something was set.
 
     Args:
         memo: copies by the id of their originals, as `copy.deepcopy` takes it and adds to it.
     """
     memo = {} if memo is None else memo
-    modules = value.modules() if isinstance(value, nn.Module) else [value]
-    attributes = [dict(vars(each)) for each in modules if hasattr(each, "__dict__")]
-    memo |= {id(each): each for each in tree_leaves(attributes) if _has_nothing(each)}
+    memo |= {id(each): each for each in _held_by(value) if _has_nothing(each)}
     with _sentinels_kept():
         return copy.deepcopy(value, memo)
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    """Yield what an object has in attributes, in containers there, and in attributes of those."""
+    left, seen = [getattr(value, "__self__", value)], set[int]()
+    while left and len(seen) < _MOST:
+        each = left.pop()
+        if id(each) not in seen and hasattr(each, "__dict__") and not isinstance(each, type):
+            seen.add(id(each))
+            inner = tree_leaves(dict(vars(each)))
+            left += inner
+            yield from inner
 
 
 def _has_nothing(value: Any) -> bool:

@@ -77,9 +77,9 @@ CHANGES: dict[str, Callable[[], object]] = {
     "set_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
     "set_autocast_cache_enabled": lambda: torch.set_autocast_cache_enabled(False),
     "set_autocast_dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
-    "nn.utils.parametrize.cached": lambda: enter(parametrize.cached()),
-    "autograd.graph.disable_saved_tensors_hooks": lambda: enter(
-        torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    "nn.utils.parametrize.cached": lambda: setattr(parametrize, "_cache_enabled", 1),
+    "autograd.graph.disable_saved_tensors_hooks": lambda: (
+        torch._C._autograd._saved_tensors_hooks_disable("not here")
     ),
     "backends.mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
     "set_flush_denormal": lambda: torch.set_flush_denormal(True),

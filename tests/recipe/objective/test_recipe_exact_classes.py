@@ -119,7 +119,16 @@ class OfHalves(torchmetrics.Metric):
         return self.most
 
 
-UNSET = object()
+class Missing:
+    """Stands for nothing."""
+
+
+UNSET, MISSING = object(), Missing()
+
+
+class Options:
+    def __init__(self) -> None:
+        self.ignored = MISSING
 
 
 class OfASentinel(Own):
@@ -127,10 +136,12 @@ class OfASentinel(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.others = UNSET, {"all": [UNSET]}
+        self.weight = UNSET
+        self.others: dict[str, Any] = {"all": [UNSET], "options": Options()}
 
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
         assert self.weight is self.others["all"][0] is UNSET
+        assert self.others["options"].ignored is MISSING
         self.total += preds.sum(0)
 
 
