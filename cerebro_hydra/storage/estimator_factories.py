@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from cerebro_hydra.errors import ConfigurationError, ReplayError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, ReplayError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.storage.local_paths import path_or_url
 
@@ -87,6 +87,8 @@ def import_factory(name: str) -> Factory:
             f"factory {name!r}: can't import {module!r} ({error}); run from the folder that holds "
             "it, or set PYTHONPATH"
         ) from error
+    except CerebroHydraError:  # such as a search that the module starts
+        raise
     except (Exception, SystemExit) as error:
         raise ReplayError(
             f"factory {name!r}: the import of {module!r} failed ({named_error_text(error)}); "

@@ -30,7 +30,7 @@ from cerebro_hydra import (
     hp_quniform,
     hp_uniform,
 )
-from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, ConfigurationError, ReplayError, StoreError
 from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.storage.digest import encode_document
 from cerebro_hydra.tune import MedianStopping
@@ -132,7 +132,7 @@ def test_factory_of_a_loaded_estimator_is_not_imported_unasked(
         estimator.save(str(tmp_path / "again"))
         again = SparkEstimator.load(str(tmp_path / "again"))
         assert again.recorded_factory == "of_an_attacker:build"
-        with pytest.raises(SystemExit, match="it ran"):
+        with pytest.raises(ReplayError, match="it ran"):
             again.setFactory("of_an_attacker:build").factory()
     finally:
         sys.path.remove(str(forged))
