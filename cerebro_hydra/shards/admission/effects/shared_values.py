@@ -91,12 +91,13 @@ class SharedState:
         """The names of what was given back."""
 
     def note(self) -> None:
-        """Note what there is after one of the first two steps."""
-        self._noted.append(self._now())
+        """Note what there is after a step, of the first two."""
+        if len(self._noted) < 3:
+            self._noted.append(self._now())
 
     def give_back(self) -> None:
         """Let all of it be as it was."""
-        built, first, second, *_ = self._noted
+        built, first, second = self._noted
         for path, place in self._places.items():
             value, *later = (each.values[path] for each in (built, first, second))
             if (value is None or value is ABSENT) and later[0] is later[1]:
