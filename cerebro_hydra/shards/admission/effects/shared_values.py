@@ -10,13 +10,14 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import SetBefore
+from cerebro_hydra.shards.admission.effects.held_state import SetBefore, not_computed_with
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     PART,
@@ -31,7 +32,7 @@ _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
 _MOST_ITEMS = 10_000
 """Of what has more, nothing is given back: it is data."""
 
-_MOST = 32  # values that are tried
+_MOST, _MOST_CONTAINERS = 64, 8  # that are tried, all values at once
 _KEY = "\0"  # of an entry that no code has made
 
 
@@ -43,28 +44,49 @@ def set_anew(
     Args:
         reader: has read the values.
         changed: the paths of those that steps have changed.
-        run: takes a step and evaluates; it returns what that gave, and nothing if it fails.
+        run: takes a step and evaluates; it returns what that gave.
     """
-    found: set[str] = set()
-    places = list(itertools.islice(_places(reader, changed), _MOST))
-    plain = run() if places else []
-    for path, place in places if plain else ():
-        if found.isdisjoint(containers_of(path)):
-            place.put(stand_in := SetBefore(told(path)))
-            if run() == plain and not place.has(stand_in):
+    values, kept = dict(itertools.islice(_values(reader), _MOST)), set[str]()
+
+    def bits(paths: Collection[str]) -> list[str]:
+        stand_ins = {path: SetBefore(path) for path in paths}
+        try:
+            for path, stand_in in stand_ins.items():
+                values[path].put(stand_in)
+            found = run()
+            kept.update(path for path, each in stand_ins.items() if values[path].has(each))
+            return found
+        finally:
+            for path in paths:
+                values[path].give_back()
+
+    found = set[str]()
+    with suppress(Exception):  # a step fails by itself
+        found = not_computed_with(set(values), SetBefore, bits) - kept
+        containers = [
+            (path, items)
+            for path, items in itertools.islice(_containers(reader, changed), _MOST_CONTAINERS)
+            if found.isdisjoint(containers_of(path))
+        ]
+        plain = run() if containers else []
+        for path, items in containers:
+            if items.are_set_by(run, plain):
                 found.add(path)
-            place.give_back()
     return found
 
 
-def _places(reader: ObjectReader, changed: Collection[str]) -> Iterator[tuple[str, _Place]]:
-    """Yield what code sets, and the containers of which steps have changed what they hold."""
+def _values(reader: ObjectReader) -> Iterator[tuple[str, _Value]]:
+    """Yield the variables, attributes and entries that code sets."""
     for path in sorted(reader.set_by_code()):
         container = reader.containers.get(path.rpartition(PART)[0])
         if (variable := reader.variables.get(path)) is not None:
             yield path, _Value(variable)
         elif isinstance(container, dict) and (key := entry_of(path)) in container:
             yield path, _Value(Variable(container, str(key)))
+
+
+def _containers(reader: ObjectReader, changed: Collection[str]) -> Iterator[tuple[str, _Items]]:
+    """Yield the containers of which steps have changed what they hold."""
     for path in sorted({each.rpartition(PART)[0] for each in changed}):
         if is_of_process(path) and (held := reader.containers.get(path)) is not None:
             yield path, _Items(held)
@@ -159,30 +181,28 @@ class _Value:
 
 
 class _Items:
-    """Lets a container have one more item for a while."""
+    """Has one more item than a container has, for a while."""
 
     def __init__(self, held: Container) -> None:
         self._held, self._before = held, held.copy()
-        self._member = object()  # of a set, where a stand-in can't be
+        self._more = object()
 
-    def put(self, value: object) -> None:
+    def are_set_by(self, run: Callable[[], list[str]], plain: list[str]) -> bool:
+        """Return whether a run gives the same with one item more, and has taken it away."""
+        found = list[str]()
         if isinstance(self._held, dict):
-            self._held[_KEY] = value
+            self._held[_KEY] = self._more
         elif isinstance(self._held, set):
-            self._held.add(self._member)
+            self._held.add(self._more)
         else:
-            self._held.append(value)
-
-    def has(self, value: object) -> bool:
+            self._held.append(self._more)
+        with suppress(Exception):  # it computes with that item
+            found = run()
         items = self._held.values() if isinstance(self._held, dict) else self._held
-        return any(each is value or each is self._member for each in items)
-
-    def give_back(self) -> None:
+        stays = any(each is self._more for each in items)
         self._held.clear()
         if isinstance(self._held, dict | set):
             self._held.update(self._before)
         else:
             self._held.extend(self._before)
-
-
-_Place = _Value | _Items
+        return found == plain and not stays

@@ -314,13 +314,11 @@ class SideEffects:
         moved |= {p for p, other in aliases.items() if is_of_process(p) and other in holders}
 
         def run() -> list[str]:
-            found = list[str]()
-            with suppress(Exception), after.in_use(model, self._fresh()):
+            with after.in_use(model, self._fresh()):
                 found = bits_of_step(self._recipe, after)
-            with suppress(Exception), after.in_use(model, AttributeValues(model)):
+            with after.in_use(model, AttributeValues(model)):
                 after.key.reseed("evaluation")
                 return found + evaluate(after.example)
-            return []
 
         self._shared = set_anew(self._held.read_all(), changed(built, second), run)
         return sorted(map(told, moved | self._shared))

@@ -86,6 +86,23 @@ def makes_once(x: Tensor) -> None:
         TABLE = torch.ones(16)
 
 
+LIMIT, FIRST = 1.0, 0.0
+
+
+def set_limits(limit: float, first: float) -> None:
+    """Lets others set what steps read, and never set."""
+    global LIMIT, FIRST
+    LIMIT, FIRST = limit, first
+
+
+def sets_what_others_read_beside(x: Tensor) -> Tensor:
+    global SCALE
+    bounded = x.clamp(min=FIRST - 9, max=LIMIT + 9)
+    if set_limits.__name__:
+        SCALE = 0.5
+    return bounded
+
+
 def sets_the_member(x: Tensor) -> None:
     SET.clear()
     SET.add(0.5)
@@ -95,6 +112,7 @@ ANEW = {
     "collects": (collects, lambda x: x * sum(LOSSES)),
     "replaces": (replaces, lambda x: x * sum(SPACE.parts)),
     "rebinds": (rebinds, lambda x: x * SCALE),
+    "sets beside what is read": (sets_what_others_read_beside, lambda x: x * SCALE),
     "sets the member": (sets_the_member, lambda x: x * next(iter(SET))),
     "sets an entry": (sets_an_entry, lambda x: x * HELD["scale"]),
 }
