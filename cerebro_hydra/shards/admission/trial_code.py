@@ -7,18 +7,23 @@ out what can't be told so: tensors, private attributes, objects of libraries.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import math
-import os.path
+import os
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
-from typing import Any, TypeGuard
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +35,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     global_names,
     is_own,
 )
+from cerebro_hydra.shards.admission.effects.object_reader import slots_of
 
 FORMAT = 1
 """Changes when the same code is described otherwise; then it is not compared."""
@@ -45,10 +51,15 @@ _SETTINGS = (
 _CODE = "the code of "
 _CLASS = "the class of the optimizer"
 _OPTION = "the optimizer's "
+_VALUES = "the values in "
 _UNTOLD = "..."
-_DEEPEST = 4
+_DEEPEST = 8
 _MOST_ENTRIES = 1000
 _LONGEST = 60
+_LEAST_STAMP = 1e9
+"""Of a number from here on it is taken that it is a time, or drawn."""
+_OF_PROCESS = re.compile(r" at 0x|[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}|\d\d:\d\d:\d\d|\d{10}")
+"""Is in a text that no other process has: an address, an id that was drawn, a time."""
 _OF_SCALER = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
 _NOT_OPTIONS = ("training", "params", "param_names")
 
@@ -65,6 +76,11 @@ class Difference:
     now: str | None
     is_new: bool = False
     is_gone: bool = False
+
+    @property
+    def is_of_values(self) -> bool:
+        """Return whether it is about values of the user's modules, which may be a time stamp's."""
+        return self.part.startswith(_VALUES)
 
     def __str__(self) -> str:
         if self.is_new:
@@ -146,8 +162,12 @@ def _trial_code(recipe: Recipe) -> TrialCode:
         shared[part] = walk.take_own()
 
     for kind, modules in _modules(recipe.model, walk).items():
-        told = sorted(f"{name}({walk.options(module)})" for name, module in modules)
-        put(f"the {kind} modules of the model", "#" + "; ".join(told))
+        told = sorted((name, walk.options(module), walk.hooks(module)) for name, module in modules)
+        part, is_users = f"the {kind} modules of the model", is_own(type(modules[0][1]).__module__)
+        if is_users:
+            put(_VALUES + part, "#" + "; ".join(f"{name}({values})" for name, values, _ in told))
+        put(part, "#" + "; ".join(f"{n}({'' if is_users else v}){hooks}" for n, v, hooks in told))
+    put("the order of the model's layers", _order(recipe.model))
     for part, text in _tensors(recipe.model):
         put(part, text)
     for part, text in _optimizer(recipe, walk):
@@ -173,6 +193,12 @@ def _modules(model: nn.Module, walk: _Walk) -> dict[str, list[tuple[str, nn.Modu
     for name, module in model.named_modules():
         found.setdefault(walk.class_name(type(module)), []).append((name, module))
     return found
+
+
+def _order(model: nn.Module) -> str:
+    """Return the order of layers where it is that of their calls."""
+    held = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Sequential))
+    return "#" + "; ".join(f"{name}: {', '.join(module._modules)}" for name, module in held)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -206,6 +232,7 @@ def _optimizer(recipe: Recipe, walk: _Walk) -> Iterator[tuple[str, str]]:
     held = [sorted(names.get(id(p), _UNTOLD) for p in group["params"]) for group in groups]
     yield "the parameters of the optimizer's groups", "#" + repr(held)
     options = dict.fromkeys(name for group in groups for name in group)
+    yield "the hooks of the optimizer's steps", walk.hooks(optimizer) or "none"
     for name in options:
         if name not in _NOT_OPTIONS:
             told = [walk.text(group.get(name)) for group in groups]
@@ -239,16 +266,21 @@ class _Walk:
 
     def text(self, value: Any) -> str:
         """Return a text that is equal in every process, with `_UNTOLD` for what has none."""
+        if isinstance(value, int | float) and abs(value) >= _LEAST_STAMP and math.isfinite(value):
+            return _UNTOLD
         if value is None or type(value) in _PLAIN:
             return repr(value)
         if type(value) is str:
-            return _UNTOLD if os.path.isabs(value) or " at 0x" in value else repr(value)
+            is_own = os.path.isabs(value) or _OF_PROCESS.search(value) is not None
+            return _UNTOLD if is_own else repr(value)
         if isinstance(value, float):  # libraries of other machines may compute other last digits
             return f"{value:.9g}" if math.isfinite(value) else str(value)
         if isinstance(value, Enum):
             return f"{self.class_name(type(value))}.{value.name}"
-        if isinstance(value, torch.dtype):
+        if isinstance(value, torch.dtype | range | slice | Fraction | Decimal):
             return str(value)
+        if isinstance(value, np.generic):
+            return self.text(value.item())
         if isinstance(value, Tensor):
             return f"tensor {_form(value)}"
         if isinstance(value, type):
@@ -266,12 +298,12 @@ class _Walk:
             return f"{len(value)} entries"
         if isinstance(value, list | tuple):
             told = [self.text(each) for each in value]
-            if any(isinstance(each, str) for each in value):
+            if any(isinstance(each, str | tuple | type) for each in value):
                 told.sort()  # it may be made of a set
             return f"[{', '.join(told)}]"
         if isinstance(value, set | frozenset):
             return f"{{{', '.join(sorted(map(self.text, value)))}}}"
-        if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        if isinstance(value, dict | types.MappingProxyType):
             return f"{{{self._pairs(value.items())}}}"
         if isinstance(value, types.FunctionType):
             return self._function(value)
@@ -290,16 +322,23 @@ class _Walk:
         if isinstance(value, nn.Module):
             inner = (f"{n}: {self.options(m)}" for n, m in value.named_modules())
             return f"{kind}({'; '.join(inner)})"
-        return f"{kind}({self.options(value)})" if is_own(type(value).__module__) else kind
+        if is_own(type(value).__module__) or isinstance(value, _NAMESPACES):
+            return f"{kind}({self.options(value)})"
+        return kind
 
     def options(self, value: Any) -> str:
         """Return the attributes of an object that are options, as far as they can be told."""
         if is_own(type(value).__module__):
             self._own.add(id(value))
             self._kept.append(value)
-        attributes = getattr(value, "__dict__", {})
-        public = ((n, v) for n, v in attributes.items() if _is_option(n) and _can_be_option(v))
-        return self._pairs(public)
+        attributes = [*getattr(value, "__dict__", {}).items(), *slots_of(value)]
+        return self._pairs((n, v) for n, v in attributes if _is_option(n, v))
+
+    def hooks(self, holder: Any) -> str:
+        """Return the functions that a module or an optimizer calls around its own."""
+        held = ((n, v) for n, v in vars(holder).items() if n.endswith("_hooks") and v)
+        told = (f"{n}: {', '.join(map(self.text, v.values()))}" for n, v in held)
+        return "; ".join(sorted(told))
 
     def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> str:
         return ", ".join(sorted(f"{self.text(name)}={self.text(each)}" for name, each in pairs))
@@ -318,7 +357,8 @@ class _Walk:
         for name, value in sorted(vars(kind).items()):
             if functions := functions_of(value):
                 told += [f"{name}: {self._code_of(function)}" for function in functions]
-            elif _is_option(name) and _can_be_option(value):
+                told += [f"{name} has {self._captured(function)}" for function in functions]
+            elif _is_option(name, value):
                 told.append(f"{name}={self.text(value)}")
         return "; ".join(told)
 
@@ -400,15 +440,14 @@ class _Walk:
 _PLAIN = (bool, int, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _CACHED = type(functools.lru_cache(len))
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
-def _is_option(name: str) -> bool:
-    return not name.startswith("_") and name not in _NOT_OPTIONS and "path" not in name
-
-
-def _can_be_option(value: Any) -> TypeGuard[Any]:
-    """Return whether a value is none that a forward, or another process, makes anew."""
-    return not isinstance(value, Tensor | nn.Module | types.ModuleType)
+def _is_option(name: str, value: Any) -> bool:
+    """Return whether an attribute is none that a forward, or another process, makes anew."""
+    is_path = "path" in name and isinstance(value, str | os.PathLike)
+    is_private = name.startswith("_") or name in _NOT_OPTIONS
+    return not (is_private or is_path or isinstance(value, Tensor | nn.Module | types.ModuleType))
 
 
 @functools.lru_cache(4096)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,6 +109,100 @@ def test_what_is_another_one_has_a_name(other: Callable[[], Recipe], told: list[
     for line in told:
         assert any(each.startswith(line) for each in found), found
     assert not [each for each in found if "optimizer's betas" in each], "SGD has none"
+
+
+class Held(nn.Sequential):
+    """Has something beside its layers."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Linear(16, 3))
+        vars(self).update(held)
+
+
+class Attributes(dict[str, Any]):
+    """Is a dict with attributes, as configurations are."""
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def nested(value: float) -> dict[str, Any]:
+    return {"a": {"b": {"c": {"d": {"e": value}}}}}
+
+
+VALUES: dict[str, Callable[[float], Any]] = {
+    "number": lambda v: {"drop_path_rate": v},
+    "namespace": lambda v: {"args": argparse.Namespace(scale=v)},
+    "simple namespace": lambda v: {"args": SimpleNamespace(scale=v)},
+    "dict": lambda v: {"config": Attributes(scale=v)},
+    "nested": lambda v: {"config": nested(v)},
+    "slots": lambda v: {"config": Slotted(v)},
+    "array": lambda v: {"scale": np.float32(v)},
+    "range": lambda v: {"steps": range(int(v))},
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_other_values_of_the_users_modules_are_told_and_are_no_other_code(kind: str) -> None:
+    held = VALUES[kind]
+    then, now = (described(lambda v=v: recipe(Held(**held(v)))) for v in (1.0, 4.0))
+    (found,) = then.differences(now)
+    assert str(found) == "the values in the Held modules of the model" and found.is_of_values
+
+
+@pytest.mark.parametrize("made", [time.time, lambda: str(uuid.uuid4()), lambda: uuid.uuid4().hex])
+def test_times_and_ids_that_each_process_draws_are_no_values(made: Callable[[], Any]) -> None:
+    then, now = (described(lambda: recipe(Held(made=made(), at=f"it is {made()}"))) for _ in "12")
+    assert then.differences(now) == []
+
+
+def closes_over(scale: float) -> nn.Module:
+    class Scales(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    return nn.Sequential(nn.Linear(8, 16), Scales(16, 3))
+
+
+def hooked(scale: float) -> nn.Module:
+    model = net()
+    model[0].register_forward_hook(lambda module, inputs, output: output * scale)
+    return model
+
+
+def in_order(scale: float) -> nn.Module:
+    layers = {"tanh": nn.Tanh(), "relu": nn.ReLU()}
+    names = sorted(layers, reverse=scale > 1)
+    inner = nn.Sequential(OrderedDict((name, layers[name]) for name in names))
+    return nn.Sequential(nn.Linear(8, 16), inner, nn.Linear(16, 3))
+
+
+def steps_with_a_hook(scale: float) -> Recipe:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if scale > 1:
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    return recipe(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda v: recipe(closes_over(v)), "the code of class closes_over.<locals>.Scales"),
+        (lambda v: recipe(hooked(v)), "the Linear modules of the model"),
+        (lambda v: recipe(in_order(v)), "the order of the model's layers"),
+        (steps_with_a_hook, "the hooks of the optimizer's steps"),
+    ],
+)
+def test_what_code_is_made_with_counts(make: Callable[[float], Recipe], part: str) -> None:
+    then, same, now = (described(lambda v=v: make(v)) for v in (1.0, 1.0, 4.0))
+    assert then.differences(same) == []
+    (found,) = then.differences(now)
+    assert found.part == part and not found.is_of_values
 
 
 LOSS = """
