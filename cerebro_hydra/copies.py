@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Container, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -29,28 +30,39 @@ _sentinels_kept = SetForAll(_keep_sentinels)
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
     """Return what `copy.deepcopy` does, but in it each `object()` is the same one.
 
-    So is an object in it that has no attributes. Code compares with one by `is`, such as to see
-    whether something was set.
+    So is an object without attributes to which a variable of a module or a class refers. Code
+    compares with one by `is`, such as to see whether something was set.
 
     Args:
         memo: copies by the id of their originals, as `copy.deepcopy` takes it and adds to it.
     """
     memo = {} if memo is None else memo
-    memo |= {id(each): each for each in _held_by(value) if _has_nothing(each)}
+    held = [each for each in _held_by(value, memo) if _has_nothing(each)]
+    memo |= {id(each): each for each in held if _is_named(each, value)}
     with _sentinels_kept():
         return copy.deepcopy(value, memo)
 
 
-def _held_by(value: Any) -> Iterator[Any]:
+def _held_by(value: Any, known: Container[int]) -> Iterator[Any]:
     """Yield what an object has in attributes, in containers there, and in attributes of those."""
     left, seen = [getattr(value, "__self__", value)], set[int]()
     while left and len(seen) < _MOST:
         each = left.pop()
+        if id(each) in known:
+            continue
         if id(each) not in seen and hasattr(each, "__dict__") and not isinstance(each, type):
             seen.add(id(each))
             inner = tree_leaves(dict(vars(each)))
             left += inner
             yield from inner
+
+
+def _is_named(value: Any, holder: Any) -> bool:
+    """Return whether code can compare with an object by a name that it has beside its holder."""
+    kinds = [*type(value).__mro__, *type(getattr(holder, "__self__", holder)).__mro__]
+    modules = (sys.modules.get(kind.__module__) for kind in kinds)
+    places = (*kinds, *filter(None, modules))
+    return any(value is each for place in places for each in vars(place).values())
 
 
 def _has_nothing(value: Any) -> bool:

@@ -96,6 +96,12 @@ class Awaits(nn.Linear):
         return super().forward(x)
 
 
+def test_an_object_that_has_nothing_yet_and_no_name_is_copied() -> None:
+    model = Awaits()
+    model.others["bag"] = [Missing()]
+    assert copy_model(model).others["bag"][0] is not model.others["bag"][0]
+
+
 def test_what_stands_for_nothing_does_so_in_a_copy_of_a_model() -> None:
     copy_model(Awaits())(torch.ones(1, 2))
     assert object not in copy._deepcopy_dispatch, "copies of others are as they were"

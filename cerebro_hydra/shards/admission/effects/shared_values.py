@@ -29,8 +29,8 @@ from cerebro_hydra.shards.admission.effects.readings import (
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
-_MOST_ITEMS = 10_000
-"""Of what has more, nothing is given back: it is data."""
+_MOST_ITEMS, _MOST_HELD = 1000, 500
+"""Of a container with more items, and a value with more objects, nothing is given back."""
 
 _MOST, _MOST_CONTAINERS = 64, 8  # that are tried, all values at once
 _KEY = "\0"  # of an entry that no code has made
@@ -107,6 +107,8 @@ class SharedState:
             path: variable
             for path, variable in found.items()
             if is_of_process(path) and not isinstance(variable.value, _NOT_SHARED)
+            # What objects have is given back with them.
+            if PART not in path or reader.found[path.rpartition(PART)[0]].startswith("function ")
         }
         self._noted = [self._now()]
         self.changed: set[str] = set()
@@ -156,12 +158,16 @@ class _Noted:
         self.values = values
         self.held: dict[int, tuple[str, Any, Contents]] = {}
         for path, value in values.items():
-            for holder, contents in held_by(value, self._is_left_out):
+            self._left = _MOST_HELD
+            found = held_by(value, self._is_left_out)
+            for holder, contents in found if self._left >= 0 else ():
                 self.held.setdefault(id(holder), (path, holder, contents))
 
     def _is_left_out(self, value: Any) -> bool:
         is_data = isinstance(value, dict | list | set | deque) and len(value) > _MOST_ITEMS
-        return is_data or id(value) in self.held or isinstance(value, _NOT_SHARED)
+        self._left -= not isinstance(value, str | int | float)
+        known = self._left < 0 or id(value) in self.held
+        return is_data or known or isinstance(value, _NOT_SHARED)
 
 
 class _Value:

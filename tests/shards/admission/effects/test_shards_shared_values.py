@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.shared_values import SharedState
 from tests.agent.lone_agent import BATCH, COLUMNS
 
 LOSSES: list[Tensor] = []
@@ -227,6 +229,31 @@ LEFT: dict[str, tuple[type[Model], Any, Any]] = {
     "within": (Within, lambda x: None, lambda x: x * SCALE),
     "stack": (Skips, STACK.append, lambda x: x),
 }
+
+
+class Row:
+    def __init__(self, number: int) -> None:
+        self.numbers, self.words = [number], {"word": number}
+
+
+ROWS = [Row(number) for number in range(300)]
+
+
+def test_nothing_of_what_is_data_is_given_back() -> None:
+    def reads(x: Tensor) -> Tensor:
+        ROWS[0].numbers[0] += 1
+        return x
+
+    model = Model(lambda x: None, reads)
+    reader = ObjectReader({}, ["tests"])
+    reader.read("it", reads)
+    reader.read_code()
+    state = SharedState(reader)
+    for _ in "12":
+        model.read.function(torch.ones(1))
+        state.note()
+    state.give_back()
+    assert not state.changed
 
 
 @pytest.mark.parametrize("kind", LEFT)
