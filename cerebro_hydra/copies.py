@@ -62,7 +62,7 @@ def _is_named(value: Any, holder: Any) -> bool:
     kinds = [*type(value).__mro__, *type(getattr(holder, "__self__", holder)).__mro__]
     modules = (sys.modules.get(kind.__module__) for kind in kinds)
     places = (*kinds, *filter(None, modules))
-    return any(value is each for place in places for each in vars(place).values())
+    return any(value is each for place in places for each in tuple(vars(place).values()))
 
 
 def _has_nothing(value: Any) -> bool:
