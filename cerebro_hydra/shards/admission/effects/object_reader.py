@@ -75,6 +75,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     are_plain,
     digest_of,
     function_text,
+    module_of,
     name_of_type,
     plain_text,
     short,
@@ -201,7 +202,7 @@ class ObjectReader:
                         path = f"{OF_GLOBAL}{name!r} of {module}"
                         self.variables[path] = Variable(variables, name)
                 for name in environment_names(code.__code__):
-                    path = f"{OF_ENVIRONMENT}{name!r} that {code.__module__} names"
+                    path = f"{OF_ENVIRONMENT}{name!r} that {module_of(code)} names"
                     self.found[path] = short(os.environ.get(name, "not set"))
             left.extend(itertools.islice(self._code.values(), known, None))
         for _, paths in self._sentinels.values():  # code compares with what it names
@@ -255,7 +256,7 @@ class ObjectReader:
             self.read(f"{OF_GLOBAL}{name!r} of {module}", value)
 
     def _read_class(self, kind: type) -> None:
-        told = f"{kind.__module__}.{kind.__qualname__}"
+        told = f"{module_of(kind)}.{kind.__qualname__}"
         self._named[told] += 1
         if (number := self._named[told]) > 1:  # another one that the same function made
             told = f"{told}#{number}"
@@ -524,7 +525,7 @@ def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], 
             for attribute in attribute_names(code.__code__) & vars(value).keys():
                 yield value.__name__, vars(value), attribute
         elif name in variables or not hasattr(builtins, name):
-            yield code.__module__, variables, name
+            yield module_of(code), variables, name
 
 
 def _generator_state(value: Any) -> str | None:

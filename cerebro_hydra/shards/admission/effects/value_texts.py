@@ -47,9 +47,14 @@ def short(text: str) -> str:
     return text if len(text) <= _SHOWN else digest(text.encode(errors="surrogatepass"))
 
 
+def module_of(code: type | types.FunctionType) -> str:
+    """Return the module of a class or a function, which a child has of a script by another name."""
+    return "__main__" if code.__module__ == "__mp_main__" else code.__module__
+
+
 def name_of_type(kind: type) -> str:
     """Return the name of a type with its module."""
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"{module_of(kind)}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def tensor_text(value: Tensor) -> str:
@@ -64,7 +69,7 @@ def tensor_text(value: Tensor) -> str:
 
 def function_text(value: types.FunctionType) -> str:
     """Return the name of a function and the digest of its code."""
-    return f"function {value.__module__}.{value.__qualname__} {_code_digest(value.__code__)}"
+    return f"function {module_of(value)}.{value.__qualname__} {_code_digest(value.__code__)}"
 
 
 def _code_digest(code: types.CodeType) -> str:

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import random
 import re
+import sys
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -289,6 +290,24 @@ def test_an_attribute_that_becomes_another_sentinel_is_told_and_neither_sentinel
     assert words(before, read_with_code(Marked(1.0))) == {"it at .mark"}
     assert words(before, read_with_code(Marked(object()))) == {"it at .mark"}
     assert not words(before, read_with_code(Marked(NOTHING_YET)))
+
+
+def test_code_of_a_script_has_one_name_in_its_children_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def of(name: str) -> Reading:
+        script = types.ModuleType(name)
+        script.__file__ = str(tmp_path / "script.py")
+        monkeypatch.setitem(sys.modules, "__mp_main__", script)
+        source = "class A:\n    kept = 1\n    def f(self): return GLOBAL\nGLOBAL = 2\n"
+        exec(compile(source, name, "exec"), vars(script))
+        reader = ObjectReader({}, [name])
+        reader.read("it", script.A)
+        reader.read_code()
+        return reader.found
+
+    there, here = of("__mp_main__"), of("__main__")
+    assert there == here and any("GLOBAL" in name_of(path) for path in here)
 
 
 def test_a_sentinel_of_a_model_is_the_same_in_one_that_is_built_anew() -> None:
