@@ -358,7 +358,7 @@ class _Walk:
             if functions := functions_of(value):
                 told += [f"{name}: {self._code_of(function)}" for function in functions]
                 told += [f"{name} has {self._captured(function)}" for function in functions]
-            elif _is_option(name, value):
+            elif _is_option(name, value) and not _can_be_filled(value):
                 told.append(f"{name}={self.text(value)}")
         return "; ".join(told)
 
@@ -412,10 +412,10 @@ class _Walk:
                 self._own.add(id(value))
                 self._kept.append(value)
             told.append(f"{name}={self.text(value)}")
-        if function.__defaults__:
-            told.append(self.text([*function.__defaults__]))
-        if function.__kwdefaults__:
-            told.append(self.text(function.__kwdefaults__))
+        named = function.__kwdefaults__ or {}
+        defaults = [*(function.__defaults__ or ()), *(named[name] for name in sorted(named))]
+        if fixed := [each for each in defaults if not _can_be_filled(each)]:
+            told.append(self.text(fixed))
         return ", ".join(told)
 
     def _code_of(self, function: types.FunctionType) -> str:
@@ -441,6 +441,11 @@ _PLAIN = (bool, int, bytes)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _CACHED = type(functools.lru_cache(len))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+def _can_be_filled(value: Any) -> bool:
+    """Return whether calls may have changed what a value has, as of a cache."""
+    return isinstance(value, dict | list | set) or is_own(type(value).__module__)
 
 
 def _is_option(name: str, value: Any) -> bool:

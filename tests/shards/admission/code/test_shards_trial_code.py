@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -166,6 +166,26 @@ def closes_over(scale: float) -> nn.Module:
             return super().forward(x) * scale
 
     return nn.Sequential(nn.Linear(8, 16), Scales(16, 3))
+
+
+class Remembers(nn.Module):
+    """Keeps tables where all of its instances and calls find them."""
+
+    tables: ClassVar[dict[int, float]] = {}
+
+    def forward(self, x: torch.Tensor, known: list[int] = []) -> torch.Tensor:  # noqa: B006
+        known.append(len(x))
+        return x * self.tables.setdefault(len(x), 1.0)
+
+
+def test_what_calls_have_left_in_a_class_or_a_default_is_no_other_code() -> None:
+    then = described(lambda: recipe(nn.Sequential(nn.Linear(8, 3), Remembers())))
+    Remembers()(torch.ones(7, 3))
+    assert then.differences(described(lambda: recipe(net(Remembers())))) != []
+    assert (
+        then.parts["the code of class Remembers"]
+        == (described(lambda: recipe(net(Remembers()))).parts["the code of class Remembers"])
+    )
 
 
 def hooked(scale: float) -> nn.Module:
