@@ -357,7 +357,7 @@ class _Walk:
         for name, value in sorted(vars(kind).items()):
             if functions := functions_of(value):
                 told += [f"{name}: {self._code_of(function)}" for function in functions]
-                told += [f"{name} has {self._captured(function)}" for function in functions]
+                told += [f"{name} has {self._captured(f, of_class=True)}" for f in functions]
             elif _is_option(name, value) and not _can_be_filled(value):
                 told.append(f"{name}={self.text(value)}")
         return "; ".join(told)
@@ -399,14 +399,20 @@ class _Walk:
         if not is_own(module) and package not in sys.stdlib_module_names:
             self._packages.add(package)
 
-    def _captured(self, function: types.FunctionType) -> str:
-        """Return what a function was made with: values that it closes over, and defaults."""
+    def _captured(self, function: types.FunctionType, of_class: bool = False) -> str:
+        """Return what a function was made with: values that it closes over, and defaults.
+
+        Args:
+            of_class: two builds have the function, so that what calls may have filled is left out.
+        """
         told = []
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             try:
                 value = cell.cell_contents
             except ValueError:  # it is empty as yet
+                continue
+            if of_class and _can_be_filled(value):
                 continue
             if isinstance(value, list | dict | set):
                 self._own.add(id(value))

@@ -188,6 +188,27 @@ def test_what_calls_have_left_in_a_class_or_a_default_is_no_other_code() -> None
     )
 
 
+SCALES: dict[str, float] = {}
+
+
+def of_registry(scale: float) -> nn.Module:
+    SCALES["last"] = scale
+
+    def made(scales: dict[str, float]) -> type[nn.Module]:
+        class Scales(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * scales["last"]
+
+        return Scales
+
+    return nn.Sequential(nn.Linear(8, 16), made(SCALES)(16, 3))
+
+
+def test_what_trials_share_and_a_class_closes_over_is_no_other_code() -> None:
+    then, now = (described(lambda v=v: recipe(of_registry(v))) for v in (1.0, 4.0))
+    assert then.differences(now) == []
+
+
 def hooked(scale: float) -> nn.Module:
     model = net()
     model[0].register_forward_hook(lambda module, inputs, output: output * scale)
