@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Iterator
+from enum import Enum
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 _MOST = 10_000
 """Objects in which attributes are looked for."""
+_ATOMS = (str, int, float, type(None), Enum)
+_CONTAINERS = (dict, list, set, frozenset, tuple, str, bytes, int, float)
 _DISPATCH: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
 
 
@@ -30,14 +33,14 @@ _sentinels_kept = SetForAll(_keep_sentinels)
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
     """Return what `copy.deepcopy` does, but in it each `object()` is the same one.
 
-    So is an object without attributes to which a variable of a module or a class refers. Code
-    compares with one by `is`, such as to see whether something was set.
+    So is an object, with numbers and texts at most, to which a variable of a module or a class
+    refers. Code compares with one by `is`, such as to see whether something was set.
 
     Args:
         memo: copies by the id of their originals, as `copy.deepcopy` takes it and adds to it.
     """
     memo = {} if memo is None else memo
-    held = [each for each in _held_by(value, memo) if _has_nothing(each)]
+    held = [each for each in _held_by(value, memo) if _is_plain(each)]
     memo |= {id(each): each for each in held if _is_named(each, value)}
     with _sentinels_kept():
         return copy.deepcopy(value, memo)
@@ -65,12 +68,13 @@ def _is_named(value: Any, holder: Any) -> bool:
     return any(value is each for place in places for each in tuple(vars(place).values()))
 
 
-def _has_nothing(value: Any) -> bool:
-    """Return whether it is an object of a class of Python's, without anything of its own."""
-    return (
-        getattr(value, "__dict__", None) == {}
-        and not isinstance(value, type | nn.Module | Tensor)
-        and all(base is object or "__module__" in vars(base) for base in type(value).__mro__)
-        and object.__getstate__(value) is None
-        and not isinstance(value, dict | list | set | frozenset | tuple | str | bytes | int | float)
-    )
+def _is_plain(value: Any) -> bool:
+    """Return whether it is an object of a class of Python's that has numbers and texts at most."""
+    kind = type(value)
+    if not hasattr(value, "__dict__") and not any("__slots__" in vars(k) for k in kind.__mro__):
+        return False
+    if isinstance(value, (type, nn.Module, Tensor, *_CONTAINERS)):
+        return False
+    state = object.__getstate__(value)
+    parts = state if isinstance(state, tuple) else (state,)
+    return all(isinstance(each, _ATOMS) for part in parts for each in (part or {}).values())

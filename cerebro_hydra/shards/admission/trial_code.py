@@ -58,7 +58,9 @@ _MOST_ENTRIES = 1000
 _LONGEST = 60
 _LEAST_STAMP = 1e9
 """Of a number from here on it is taken that it is a time, or drawn."""
-_OF_PROCESS = re.compile(r" at 0x|[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}|\d\d:\d\d:\d\d|\d{10}")
+_OF_PROCESS = re.compile(
+    r" at 0x|[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}|\d\d:\d\d:\d\d|\d{10}|\d{8}.?\d{6}"
+)
 """Is in a text that no other process has: an address, an id that was drawn, a time."""
 _OF_SCALER = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
 _NOT_OPTIONS = ("training", "params", "param_names")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -120,15 +121,23 @@ class OfHalves(torchmetrics.Metric):
 
 
 class Missing:
-    """Stands for nothing."""
+    """Stands for nothing, and has a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
-UNSET, MISSING = object(), Missing()
+@dataclass(frozen=True, slots=True)
+class Mode:
+    kind: str
+
+
+UNSET, MISSING, MACRO = object(), Missing("missing"), Mode("macro")
 
 
 class Options:
     def __init__(self) -> None:
-        self.ignored = MISSING
+        self.ignored, self.mode = MISSING, MACRO
 
 
 class OfASentinel(Own):
@@ -142,6 +151,7 @@ class OfASentinel(Own):
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
         assert self.weight is self.others["all"][0] is UNSET
         assert self.others["options"].ignored is MISSING
+        assert self.others["options"].mode is MACRO
         self.total += preds.sum(0)
 
 
