@@ -85,7 +85,7 @@ def test_jpegs_and_sparks_images_train_with_augmentation_and_replay() -> None:
     text = printed(outputs)
     assert text.count(": identical") == 4
     accuracies = [float(each) for each in re.findall(r"accuracy (\d\.\d+)", text)]
-    assert len(accuracies) == 2 and max(accuracies) > 0.5  # by chance 0.33
+    assert len(accuracies) == 2 and max(accuracies) > 0.6  # by chance 0.33
     assert len(re.findall(r"loss \d\.\d+", text)) == 2
     shown = [output["data"] for output in outputs if "data" in output]
     assert sum("image/png" in data for data in shown) == 1
