@@ -14,6 +14,7 @@ from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.hop.trials import TrialProgress, visit_order
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
+from cerebro_hydra.plan.messages.codec import from_json
 from cerebro_hydra.plan.messages.config import CHECKPOINTS, HopConfig, TrialConfig
 from cerebro_hydra.plan.seeds import seed_of
 from tests.plan.closed_search import ClosedSearch
@@ -226,21 +227,24 @@ scripts = st.lists(st.integers(0, 2**16), max_size=60) | st.integers(0, 2**32).m
 )
 
 
-def last_ends(instructions: list[ins.Instruction]) -> dict[int, ins.FinishTrial]:
+def last_ends(world: World) -> dict[int, ins.FinishTrial]:
     """Check that each trial ends once, and again if it goes on after that; likewise the run."""
     ends: dict[int, ins.FinishTrial] = {}
     finished = False
-    for each in instructions:
-        match each:
-            case ins.FinishTrial():
-                assert each.trial not in ends
-                ends[each.trial] = each
-            case ins.ReopenTrial():
-                del ends[each.trial]
-                finished = False
-            case ins.FinishRun():
-                assert not finished
-                finished = True
+    for entry in world.journal:
+        # A search that is opened again may have nothing left to train, and ends again then.
+        finished &= entry["event"]["type"] != "SearchReopened"
+        for each in map(from_json, entry["instructions"]):
+            match each:
+                case ins.FinishTrial():
+                    assert each.trial not in ends
+                    ends[each.trial] = each
+                case ins.ReopenTrial():
+                    del ends[each.trial]
+                    finished = False
+                case ins.FinishRun():
+                    assert not finished
+                    finished = True
     assert finished
     return ends
 
@@ -292,7 +296,7 @@ def expected_result(config: HopConfig, trial: TrialProgress) -> tuple[int, str]:
 
 def check_outcome(world: World) -> None:
     """Check how every trial ended, by its own history and without the code that is tested."""
-    ends = last_ends(world.instructions)
+    ends = last_ends(world)
     forks = {i.trial: i for i in world.instructions if isinstance(i, ins.ForkState)}
     said = [(each["event"]["type"], each["event"]) for each in world.journal]
     refused = {event["trial"] for kind, event in said if kind == "TrialRefused"}
