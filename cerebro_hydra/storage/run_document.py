@@ -20,6 +20,7 @@ from cerebro_hydra.plan.queues.pick import PICKS
 from cerebro_hydra.plan.schedules.registry import FLUSHED, SCHEDULES
 from cerebro_hydra.plan.schedules.trial_plan import TrialPlan
 from cerebro_hydra.storage.names import Digest, Name, trial_name
+from cerebro_hydra.storage.trial_code import TrialCode
 
 FORMAT = 4
 """The version of the layout of `run.json`."""
@@ -114,7 +115,7 @@ class TrialSpec:
     tail: bool = False
     compiles: bool = False
     """Whether blocks of its model run as torch.compile makes them, for which workers need g++."""
-    code: Mapping[str, Any] | None = None
+    code: TrialCode | None = None
     """What its code was when it was admitted, in digests; None in runs of earlier versions."""
 
     @property

@@ -54,12 +54,7 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.trial_code import (
-    Difference,
-    TrialCode,
-    stable_differences,
-    trial_code,
-)
+from cerebro_hydra.shards.admission.trial_code import trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
@@ -79,6 +74,7 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.trial_code import Difference, TrialCode
 from cerebro_hydra.tune.example_batches import ExampleBatches, check_value_ranges, check_weights
 from cerebro_hydra.tune.trial import reason
 
@@ -266,14 +262,12 @@ class Admission:
         with exclusive_generator, refusing():
             first = self._built(spec)
             now = trial_code(first)
-            then = TrialCode.from_json(spec.code or {})
-            if spec.code is None or now is None or not then.is_comparable(now):
+            then = spec.code
+            if then is None or now is None or not then.is_comparable(now):
                 return form_differences(spec, first)
             if not then.differences(now):
                 return []
-            second = self._built(spec)  # while the first is there, so that they share what they do
-            again = trial_code(second)
-            return [] if again is None else stable_differences(then, now, again)
+            return then.differences(now, trial_code(self._built(spec)))
 
     def _built(self, spec: TrialSpec) -> Recipe:
         return build_keeping_random_state(self._factory, spec.params, self._seed, self._columns)
@@ -372,7 +366,7 @@ class Admission:
             finer=finer,
             staleness=pipeline.staleness,
             stages=pipeline.stages,
-            code=None if code is None else code.to_json(),
+            code=code,
         )
         stages = ""
         if self._profiler is not None:

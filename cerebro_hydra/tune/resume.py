@@ -28,6 +28,7 @@ from cerebro_hydra.recipe import Columns
 from cerebro_hydra.storage import RunFolder, estimator_factories
 from cerebro_hydra.storage.run_document import RUN_FILE, RunDocument, TrialSpec
 from cerebro_hydra.storage.run_folder import read_document
+from cerebro_hydra.storage.trial_code import told
 from cerebro_hydra.tune.admission import Admission, Refused
 from cerebro_hydra.tune.decisions import AskAndTell
 from cerebro_hydra.tune.example_batches import ExampleBatches
@@ -268,14 +269,12 @@ class RunToResume:
                 except Overdue:
                     late = f"is not built after admission_seconds={seconds}"
                     raise self._other_code(spec, late) from None
-                if found and all(each.is_of_values for each in found):
-                    what = "; ".join(map(str, found))
-                    around.report(f"{spec.trial_id} goes on with other values than before: {what}")
-                elif found:
-                    what = "; ".join(map(str, found))
-                    raise self._other_code(
-                        spec, f"has other code than it was admitted with: {what}"
-                    )
+                if code := [each for each in found if not each.is_value]:
+                    what = f"has other code than it was admitted with: {told(code)}"
+                    raise self._other_code(spec, what)
+                if found:
+                    what = f"goes on with other values than before: {told(found)}"
+                    around.report(f"{spec.trial_id} {what}")
 
     def _other_code(self, spec: TrialSpec, what: str) -> ConfigurationError:
         return ConfigurationError(

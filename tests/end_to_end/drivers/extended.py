@@ -51,6 +51,16 @@ class Changing:
         return changed(self.place.read_text(), params)
 
 
+class Shift:
+    """A collate that moves features, by a value that is no code."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, batch: dict[str, Any], training: bool) -> dict[str, Any]:
+        return {**batch, "features": batch["features"] + self.by}
+
+
 def changed(how: str, params: dict[str, Any]) -> Recipe:
     """Return a recipe that has been changed in one thing."""
     if how == "broken":
@@ -72,5 +82,6 @@ def changed(how: str, params: dict[str, Any]) -> Recipe:
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=lr),
         loss=nn.CrossEntropyLoss(label_smoothing=smooth),
+        collate=Shift(0.5 if how == "shifted" else 0.0),
         **{"metrics": ["accuracy"], "batch_size": 16, "shards": 2, **more},
     )

@@ -120,6 +120,17 @@ def test_other_code_is_refused_by_name_before_anything_is_trained_or_written(
     assert bits(run) == bits(calm.run_path)
 
 
+def test_other_values_in_the_code_are_told_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = extended.Changing(tmp_path / "how")
+    run = changing(tmp_path / "run", factory, 1).fit(classes()).run_path
+    factory.place.write_text("shifted")
+    changing(tmp_path / "run", factory, 2, verbose=1).fit(classes(), resume=run)
+    told = "trial-000 goes on with other values than before: a value of the collate at .by, "
+    assert f"{told}0.5 and not 0.0" in capsys.readouterr().out
+
+
 def test_a_run_that_was_interrupted_goes_on_with_its_own_code_only(tmp_path: Path) -> None:
     factory = extended.Changing(tmp_path / "how")
     tape = after_decisions(12, lambda: os.kill(os.getpid(), signal.SIGINT))

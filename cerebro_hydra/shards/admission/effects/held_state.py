@@ -187,6 +187,15 @@ class HeldState:
         self._read_beside(reader)
         return reader
 
+    def read_whole(self) -> ObjectReader:
+        """Return what has read that, the metrics and the recipe's optimizer."""
+        reader = self._reader()
+        self._read_model(reader)
+        self._read_metrics(reader)
+        _read_optimizer(reader, self._recipe.optimizer)
+        self._read_beside(reader)
+        return reader
+
     def read_beside(self) -> Reading:
         """Return what `read` does, but for what the model holds."""
         reader = self._reader()
@@ -239,24 +248,18 @@ class HeldState:
     def read_metrics(self) -> Reading:
         """Return what the metrics hold."""
         reader = self._reader()
-        for metric in self._recipe.metric_list:
-            reader.read(f"a value{OF_METRIC}{metric.name!r}", metric.function)
+        self._read_metrics(reader)
         reader.read_code()
         return reader.found
 
+    def _read_metrics(self, reader: ObjectReader) -> None:
+        for metric in self._recipe.metric_list:
+            reader.read(f"a value{OF_METRIC}{metric.name!r}", metric.function)
+
     def read_optimizer(self, optimizer: torch.optim.Optimizer) -> Reading:
         """Return what an optimizer holds beside its param groups and state, its hooks as well."""
-        reader, members = self._reader(optimizer), members_of(optimizer)
-        for number, each in enumerate(members):
-            kind = type(each).__name__
-            told = kind if each is optimizer else f"{number} ({kind})"
-            for name, value in tuple(vars(each).items()):
-                if name in _HOOKS_OF_STEPS:
-                    when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
-                    _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{told}", value)
-                elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
-                    reader.read(f"attribute {name!r}{OF_OPTIMIZER}{told}", value)
-            reader.meet(type(each))
+        reader = self._reader(optimizer)
+        _read_optimizer(reader, optimizer)
         reader.read_code()
         return reader.found
 
@@ -352,6 +355,19 @@ class HeldState:
             elif buffer is not None or prefix + name not in self._built:
                 made = "" if prefix + name in self._built else MADE
                 reader.read(f"buffer {prefix + name!r}{made}", buffer)
+
+
+def _read_optimizer(reader: ObjectReader, optimizer: torch.optim.Optimizer) -> None:
+    for number, each in enumerate(members_of(optimizer)):
+        kind = type(each).__name__
+        told = kind if each is optimizer else f"{number} ({kind})"
+        for name, value in tuple(vars(each).items()):
+            if name in _HOOKS_OF_STEPS:
+                when = name.removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
+                _read_hooks(reader, f"{OF_HOOKS} {when} hook{OF_OPTIMIZER}{told}", value)
+            elif name not in NOT_CLONED and not name.startswith("_optimizer_"):
+                reader.read(f"attribute {name!r}{OF_OPTIMIZER}{told}", value)
+        reader.meet(type(each))
 
 
 def _nested(schedulers: Sequence[Any]) -> list[Any]:

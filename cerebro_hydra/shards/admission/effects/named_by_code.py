@@ -22,6 +22,8 @@ _ADDS = frozenset({"setdefault", "update"})
 _STORE = dis.opmap["STORE_ATTR"]
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
+MOST_CODE = 1 << 16
+"""Functions of which is kept what their code names; a large project has some ten thousand."""
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
 
@@ -56,7 +58,7 @@ def is_ours(module: str | None) -> bool:
     return str(module).partition(".")[0] == _OURS
 
 
-def _operations(code: types.CodeType) -> Iterator[tuple[int, int]]:
+def operations(code: types.CodeType) -> Iterator[tuple[int, int]]:
     """Yield each operation of code with its argument."""
     argument = 0
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
@@ -66,12 +68,12 @@ def _operations(code: types.CodeType) -> Iterator[tuple[int, int]]:
             argument = 0
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the global variables that code reads or writes, also in inner code."""
     names = {
         code.co_names[argument >> 1 if operation == _LOAD else argument]
-        for operation, argument in _operations(code)
+        for operation, argument in operations(code)
         if operation in _OF_GLOBALS
     }
     for constant in code.co_consts:
@@ -80,14 +82,14 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Return the names in code, attributes among them, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return frozenset(code.co_names).union(*map(attribute_names, inner))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def constant_texts(code: types.CodeType) -> frozenset[str]:
     """Return the texts that stand in code, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -95,27 +97,27 @@ def constant_texts(code: types.CodeType) -> frozenset[str]:
     return own.union(*map(constant_texts, inner))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def attributes_set(code: types.CodeType) -> frozenset[str]:
     """Return the names of attributes that code may set once an object is built, also inner code."""
     if code.co_name == "__init__":
         return frozenset()
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    found = frozenset(code.co_names[n] for operation, n in _operations(code) if operation == _STORE)
+    found = frozenset(code.co_names[n] for operation, n in operations(code) if operation == _STORE)
     texts = frozenset() if _SETTERS.isdisjoint(code.co_names) else constant_texts(code)
     return found.union(texts, *map(attributes_set, inner))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def globals_set(code: types.CodeType) -> frozenset[str]:
     """Return the names of global variables that code sets, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    operations = _operations(code)
-    found = frozenset(code.co_names[n] for each, n in operations if each == _STORE_GLOBAL)
+    stored = (n for each, n in operations(code) if each == _STORE_GLOBAL)
+    found = frozenset(code.co_names[n] for n in stored)
     return found.union(*map(globals_set, inner))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def names_where_written(code: types.CodeType) -> frozenset[str]:
     """Return the names in code that sets entries of what it names, as far as one can see."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -125,7 +127,7 @@ def names_where_written(code: types.CodeType) -> frozenset[str]:
     return found.union(code.co_names, code.co_freevars)
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(MOST_CODE)
 def environment_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of environment variables that code may read or write, also in inner code."""
     names: set[str] = set()

@@ -131,13 +131,14 @@ class ObjectReader:
         self.found: Reading = {}
         self._leaves = leaves
         self._addresses = addresses or {}
-        self._packages = packages
+        self.packages = packages
         self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
         self._sentinels: dict[int, tuple[Any, list[str]]] = {}  # each `object()`, with its paths
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
         self._depth = 0
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
+        self._names: dict[tuple[Any, int], frozenset[str]] = {}  # in that code, by its size
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
         self.growing: dict[str, Growing] = {}  # dicts and sets, by path
@@ -211,23 +212,21 @@ class ObjectReader:
 
     def texts_in_code(self) -> frozenset[str]:
         """Return the texts that stand in the user's code that was met, as keys of a dict may."""
-        return frozenset[str]().union(*map(constant_texts, self._own_code()))
+        return self._in_own_code(constant_texts)
 
     def made_by_code(self) -> set[str]:
         """Return the shared values that the user's code may make once all is built.
 
         That is attributes that it sets, and entries of dicts by keys that stand there.
         """
-        names = frozenset[str]().union(*map(attributes_set, self._own_code()))
-        texts = self.texts_in_code()
+        names, texts = self._in_own_code(attributes_set), self.texts_in_code()
         attributes = {p for p in self.found if attribute_of(p) in names and is_shared(p)}
         entries = {p for p in self.found if entry_of(p) in texts and is_shared(p)}
         return attributes | {p for p in entries if self.is_written(p.rpartition(PART)[0])}
 
     def set_by_code(self) -> set[str]:
         """Return the values of the process that the user's code may set once all is built."""
-        names = frozenset[str]().union(*map(globals_set, self._own_code()))
-        names = names.union(*map(attributes_set, self._own_code()))  # those of modules
+        names = self._in_own_code(globals_set) | self._in_own_code(attributes_set)  # of modules
         own = {p for p in self.variables if PART not in p and p.split("'")[1] in names}
         return {path for path in self.made_by_code() | own if is_of_process(path)}
 
@@ -236,16 +235,33 @@ class ObjectReader:
         name, *parts = path.split(PART)
         own = [name.split("'")[1]] if "'" in name else []
         *_, last = "", *own, *(part[1:] for part in parts if part.startswith("."))
-        return any(last in names_where_written(code) for code in self._own_code())
+        return last in self._in_own_code(names_where_written)
 
-    def _own_code(self) -> Iterator[types.CodeType]:
-        kinds = (each for each in self._code.values() if isinstance(each, type))
-        owners = (owner for kind in kinds for owner in kind.__mro__)
-        of_classes = (f for o in owners for v in vars(o).values() for f in functions_of(v))
+    def _in_own_code(self, names_in: Callable[[types.CodeType], Iterable[str]]) -> frozenset[str]:
+        """Return the names that are found in any of the user's code that was met."""
+        key = names_in, len(self._code)
+        if key not in self._names:
+            own = (names_in(each.__code__) for each in self.own_functions())
+            self._names[key] = frozenset(itertools.chain.from_iterable(own))
+        return self._names[key]
+
+    def own_classes(self) -> list[type]:
+        """Return the user's classes that were met, with those from which they are derived."""
+        return [each for each in self._classes() if is_own(each.__module__)]
+
+    def own_functions(self) -> Iterator[types.FunctionType]:
+        """Yield the user's functions that were met, and the methods of classes."""
+        of_classes = (vars(kind).values() for kind in self._classes())
+        methods = (f for v in itertools.chain.from_iterable(of_classes) for f in functions_of(v))
         functions = (each for each in self._code.values() if isinstance(each, types.FunctionType))
-        for each in itertools.chain(of_classes, functions):
+        for each in itertools.chain(methods, functions):
             if is_own(each.__module__):
-                yield each.__code__
+                yield each
+
+    def _classes(self) -> dict[type, None]:
+        """Return the classes that were met, in their order, with those behind them."""
+        kinds = (each for each in self._code.values() if isinstance(each, type))
+        return dict.fromkeys(owner for kind in kinds for owner in kind.__mro__)
 
     def _read_global(self, name: str, module: str, value: Any) -> None:
         if isinstance(value, type):
@@ -392,7 +408,7 @@ class ObjectReader:
         package = kind.__module__.partition(".")[0]
         if package in sys.stdlib_module_names and package != "__main__":
             return False
-        return package in self._packages or not is_installed(package)
+        return package in self.packages or not is_installed(package)
 
     def _read_state(self, path: str, value: Any) -> None:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+import dis
+import functools
 import itertools
 import re
 import types
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cerebro_hydra.shards.admission.effects.named_by_code import MOST_CODE, operations
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
@@ -69,17 +72,27 @@ def tensor_text(value: Tensor) -> str:
 
 def function_text(value: types.FunctionType) -> str:
     """Return the name of a function and the digest of its code."""
-    return f"function {module_of(value)}.{value.__qualname__} {_code_digest(value.__code__)}"
+    return f"function {module_of(value)}.{value.__qualname__} {code_digest(value.__code__)}"
 
 
-def _code_digest(code: types.CodeType) -> str:
-    constants = [
-        _code_digest(each) if isinstance(each, types.CodeType) else each
-        for each in code.co_consts
-        if type(each) in ATOMS or isinstance(each, types.CodeType)
-    ]
-    said = repr((constants, code.co_names))
-    return digest(code.co_code + said.encode(errors="surrogatepass"))
+@functools.lru_cache(MOST_CODE)
+def code_digest(code: types.CodeType) -> str:
+    """Return the digest of what code does: not of where it is written, nor of its docstring."""
+    loaded = sorted({n for each, n in operations(code) if each in dis.hasconst})
+    constants = [_constant_text(code.co_consts[number]) for number in loaded]
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    said = constants, code.co_names, arguments, code.co_freevars, code.co_flags
+    return digest(code.co_code + repr(said).encode(errors="surrogatepass"))
+
+
+def _constant_text(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return code_digest(value)
+    if isinstance(value, frozenset):  # whose order is another one in each process
+        return f"{{{', '.join(sorted(map(_constant_text, value)))}}}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant_text, value))})"
+    return repr(value)
 
 
 def plain_text(value: Any) -> str | None:

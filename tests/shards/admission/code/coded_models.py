@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.trial_code import TrialCode, trial_code
+from cerebro_hydra.shards.admission.trial_code import trial_code
+from cerebro_hydra.storage.trial_code import TrialCode
 
 WORDS = {"one", "two", "three", "four", "five", "six", "seven"}
 BUILT = itertools.count()
@@ -39,7 +40,7 @@ class Options:
 
     width: int = 16
     mode: Mode = Mode.FAST
-    names: list[str] = field(default_factory=lambda: list(WORDS))
+    names: list[str] = field(default_factory=lambda: sorted(WORDS))
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ class Own(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
-        self.words, self.lengths = list(WORDS), {word: len(word) for word in WORDS}
+        self.words, self.lengths = set(WORDS), {word: len(word) for word in WORDS}
         self.scale = 1 / 3
         self.first = nn.Linear(8, options.width)
         self.act = functional.relu
@@ -85,7 +86,7 @@ class Unlike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = next(BUILT)
+        self.number, self.words = next(BUILT), list(WORDS)
         self.place = tempfile.gettempdir() + f"/{os.getpid()}"
         self.drawn = random.SystemRandom().random()
         self.told = f"{self!r} {object()}"
@@ -252,7 +253,7 @@ def main() -> None:
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
         factories = cloudpickle.loads(cloudpickle.dumps(factories))
-    print(json.dumps({f.__name__: described(f).to_json() for f in factories}))
+    print(json.dumps({f.__name__: asdict(described(f)) for f in factories}))
 
 
 if __name__ == "__main__":

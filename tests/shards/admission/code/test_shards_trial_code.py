@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import tempfile
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,8 +21,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cerebro_hydra.documents import decode
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.trial_code import TrialCode, stable_differences, trial_code
+from cerebro_hydra.shards.admission.trial_code import trial_code
+from cerebro_hydra.storage.trial_code import TrialCode, told
 from tests.processes import run_python
 from tests.shards.admission.code import coded_models
 from tests.shards.admission.code.coded_models import FACTORIES, described, net, recipe
@@ -30,8 +36,8 @@ MODULE = "tests.shards.admission.code.coded_models"
 def elsewhere(seed: int, *arguments: str) -> dict[str, TrialCode]:
     """Return what another process says of every factory."""
     done = run_python("-m", MODULE, *arguments, PYTHONHASHSEED=str(seed))
-    told = json.loads(done.stdout.splitlines()[-1])
-    return {name: TrialCode.from_json(code) for name, code in told.items()}
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {name: decode(TrialCode, code, name) for name, code in said.items()}
 
 
 @pytest.mark.parametrize(("seed", "arguments"), [(1, ()), (2, ("pickled",))])
@@ -46,18 +52,17 @@ def test_a_factory_that_is_the_same_has_the_same_code_in_every_process(
         assert now is not None
         assert then.versions == now.versions
         if factory is not coded_models.unlike:
-            assert then.parts == now.parts, factory.__name__
-        assert stable_differences(then, now, again) == []
+            assert then == now, factory.__name__
+            continue
+        found = then.differences(now, again)  # the order of a set, which another process has
+        assert all(each.is_value and "attribute 'words'" in each.part for each in found)
 
 
 def test_what_other_trials_have_changed_in_a_shared_object_is_no_other_code() -> None:
     then = described(coded_models.unlike)
     coded_models.SHARED.calls += 3
-    first, second = coded_models.unlike(), coded_models.unlike()
-    now, again = trial_code(first), trial_code(second)
-    assert now is not None and again is not None
-    assert "loss" in {each.part for each in then.differences(now)}
-    assert stable_differences(then, now, again) == []
+    now, again = described(coded_models.unlike), described(coded_models.unlike)
+    assert then.differences(now) and then.differences(now, again) == []
 
 
 def smoothed(outputs: Any, labels: Any) -> Any:
@@ -149,69 +154,74 @@ VALUES: dict[str, Callable[[float], Any]] = {
 @pytest.mark.parametrize("kind", VALUES)
 def test_other_values_of_the_users_modules_are_told_and_are_no_other_code(kind: str) -> None:
     held = VALUES[kind]
-    then, now = (described(lambda v=v: recipe(Held(**held(v)))) for v in (1.0, 4.0))
-    (found,) = then.differences(now)
-    assert str(found) == "the values in the Held modules of the model" and found.is_of_values
+    then, same, now = (described(lambda v=v: recipe(Held(**held(v)))) for v in (1.0, 1.0, 4.0))
+    assert then.differences(same) == []
+    found = then.differences(now)
+    assert found and all(each.is_value for each in found)
+    assert str(found[0]).startswith("attribute '"), found
 
 
-@pytest.mark.parametrize("made", [time.time, lambda: str(uuid.uuid4()), lambda: uuid.uuid4().hex])
-def test_times_and_ids_that_each_process_draws_are_no_values(made: Callable[[], Any]) -> None:
-    then, now = (described(lambda: recipe(Held(made=made(), at=f"it is {made()}"))) for _ in "12")
+STAMPS: dict[str, Callable[[], Any]] = {
+    "time": time.time,
+    "uuid": lambda: str(uuid.uuid4()),
+    "hex": lambda: uuid.uuid4().hex[:8],
+    "date": lambda: f"{datetime.now():%Y-%m-%d}",
+    "of Hydra": lambda: f"{datetime.now():%Y-%m-%d_%H-%M-%S}",
+    "of TensorBoard": lambda: f"runs/{datetime.now():%b%d_%H-%M-%S}_host",
+    "path": tempfile.mkdtemp,
+}
+
+
+@pytest.mark.parametrize("kind", STAMPS)
+def test_times_ids_and_places_are_no_values(kind: str) -> None:
+    def named(moment: Any) -> Recipe:
+        class Loss(nn.CrossEntropyLoss):
+            run = moment
+
+        return recipe(Held(made=moment, at=f"it is {moment}"), loss=Loss())
+
+    made = STAMPS[kind]
+    then, now = (described(lambda: named(made())) for _ in "12")
     assert then.differences(now) == []
 
 
-def closes_over(scale: float) -> nn.Module:
-    class Scales(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * scale
+@pytest.mark.parametrize("kind", ["process", "host"])
+def test_other_numbers_and_names_of_a_process_are_told_and_refuse_nothing(kind: str) -> None:
+    class Loss(nn.CrossEntropyLoss):
+        def __init__(self, where: Any) -> None:
+            super().__init__()
+            self.where = where
 
-    return nn.Sequential(nn.Linear(8, 16), Scales(16, 3))
+    of = {"process": (3, 4), "host": ("north", "south")}[kind]
+    then, now = (described(lambda v=v: recipe(loss=Loss(v))) for v in of)
+    (found,) = then.differences(now)
+    assert found.is_value
+    assert str(found) == f"attribute 'where' of the loss, {of[1]!r} and not {of[0]!r}"
 
 
 class Remembers(nn.Module):
     """Keeps tables where all of its instances and calls find them."""
 
     tables: ClassVar[dict[int, float]] = {}
+    calls = 0
 
     def forward(self, x: torch.Tensor, known: list[int] = []) -> torch.Tensor:  # noqa: B006
         known.append(len(x))
+        Remembers.calls += 1
         return x * self.tables.setdefault(len(x), 1.0)
 
 
-def test_what_calls_have_left_in_a_class_or_a_default_is_no_other_code() -> None:
+def test_what_calls_have_left_in_a_class_or_a_default_is_no_other_value() -> None:
     then = described(lambda: recipe(nn.Sequential(nn.Linear(8, 3), Remembers())))
     Remembers()(torch.ones(7, 3))
-    assert then.differences(described(lambda: recipe(net(Remembers())))) != []
-    assert (
-        then.parts["the code of class Remembers"]
-        == (described(lambda: recipe(net(Remembers()))).parts["the code of class Remembers"])
-    )
-
-
-SCALES: dict[str, float] = {}
-
-
-def of_registry(scale: float) -> nn.Module:
-    SCALES["last"] = scale
-
-    def made(scales: dict[str, float]) -> type[nn.Module]:
-        class Scales(nn.Linear):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return super().forward(x) * scales["last"]
-
-        return Scales
-
-    return nn.Sequential(nn.Linear(8, 16), made(SCALES)(16, 3))
-
-
-def test_what_trials_share_and_a_class_closes_over_is_no_other_code() -> None:
-    then, now = (described(lambda v=v: recipe(of_registry(v))) for v in (1.0, 4.0))
+    now = described(lambda: recipe(nn.Sequential(nn.Linear(8, 3), Remembers())))
     assert then.differences(now) == []
 
 
 def hooked(scale: float) -> nn.Module:
     model = net()
-    model[0].register_forward_hook(lambda module, inputs, output: output * scale)
+    if scale > 1:
+        model[0].register_forward_hook(lambda module, inputs, output: output)
     return model
 
 
@@ -233,7 +243,6 @@ def steps_with_a_hook(scale: float) -> Recipe:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (lambda v: recipe(closes_over(v)), "the code of class closes_over.<locals>.Scales"),
         (lambda v: recipe(hooked(v)), "the Linear modules of the model"),
         (lambda v: recipe(in_order(v)), "the order of the model's layers"),
         (steps_with_a_hook, "the hooks of the optimizer's steps"),
@@ -243,32 +252,71 @@ def test_what_code_is_made_with_counts(make: Callable[[float], Recipe], part: st
     then, same, now = (described(lambda v=v: make(v)) for v in (1.0, 1.0, 4.0))
     assert then.differences(same) == []
     (found,) = then.differences(now)
-    assert found.part == part and not found.is_of_values
+    assert found.part == part and not found.is_value
 
 
 LOSS = """
-def helper(x):
-    return x * {factor}
-
 class Loss(torch.nn.CrossEntropyLoss):
     def forward(self, outputs, labels):
         "{doc}"
-        return helper(super().forward(outputs, labels))
+        def scaled(x):
+            "{doc}"
+            return helper(x)
+        return scaled(super().forward(outputs, labels))
 """
+NAMED = {
+    "by a name": "def helper(x):\n    return x * {factor}",
+    "with a cache": "@functools.cache\ndef helper(x):\n    return x * {factor}",
+    "in a tuple": "def helper(x):\n    return x * sum((1, {factor}))",
+    "in a set": "def helper(x):\n    return x if x in {{'a', {factor}}} else x",
+    "by an option": "def helper(x):\n    return x.view(-1).sum(dim=0, keepdim={factor} > 2)",
+    "of a class": "class helper(torch.autograd.Function):\n    @staticmethod\n"
+    "    def forward(ctx, x):\n        return x * {factor}\nhelper = helper.apply",
+    "in an object": "class Helps:\n    def __call__(self, x):\n        return x * {factor}\n"
+    "helper = Helps()",
+    "in a dict": "def one(x):\n    return x * {factor}\nhelpers = {{'one': one}}\n"
+    "def helper(x):\n    return helpers['one'](x)",
+    "of another base": "class A:\n    pass\nclass B:\n    pass\n"
+    "class helper([A, B][{factor} - 2]):\n    pass",
+}
+HELD = {
+    "global variable 'FACTOR'": "FACTOR = {factor}\ndef helper(x):\n    return x * FACTOR",
+    "global variable 'CONFIG'": "CONFIG = {{'by': {factor}}}\ndef helper(x):\n    return CONFIG",
+    "global variable 'STEPS'": "STEPS = (1, {factor})\ndef helper(x):\n    return STEPS",
+    "global variable 'helper'": "def helper(x, by={factor}):\n    return x * by",
+    "global variable 'made'": "def by(f):\n    return lambda x: x * f\nmade = by({factor})\n"
+    "def helper(x):\n    return made(x)",
+    "attribute 'by' of class": "class helper:\n    by = {factor}",
+    "global variable 'share'": "class Has:\n    def __init__(self, by):\n        self.by = by\n"
+    "share = Has({factor})\ndef helper(x):\n    return x * share.by",
+    "global variable 'table'": "table = torch.tensor([1, {factor}])\ndef helper(x):\n"
+    "    return x * table",
+}
 
 
-def written(before: str = "", doc: str = "", factor: int = 2) -> TrialCode:
+def written(text: str, factor: int = 2, doc: str = "", before: str = "") -> TrialCode:
     """Return the code of a trial whose loss stands in a file that was written so."""
-    names: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
-    exec(compile(before + LOSS.format(doc=doc, factor=factor), f"/at/{before!r}", "exec"), names)
+    names: dict[str, Any] = {"torch": torch, "functools": functools, "__name__": "__main__"}
+    text = before + text.format(factor=factor) + LOSS.format(doc=doc)
+    exec(compile(text, f"/at/{before!r}", "exec"), names)
     return described(lambda: recipe(loss=names["Loss"]()))
 
 
-def test_code_counts_and_not_where_or_how_it_is_written() -> None:
-    then = written()
-    assert then.differences(written(before="\n\n# a comment\n", doc="Say more.")) == []
-    (helped,) = then.differences(written(factor=3))
-    assert str(helped) == "the code of function helper"
+@pytest.mark.parametrize("kind", NAMED)
+def test_code_counts_and_not_where_or_how_it_is_written(kind: str) -> None:
+    then = written(NAMED[kind])
+    assert then.differences(written(NAMED[kind], doc="Say more.", before="\n# Why.\n")) == []
+    (found,) = then.differences(written(NAMED[kind], factor=3))
+    assert not found.is_value and str(found).startswith("the code of "), found
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_code_names_is_told(name: str) -> None:
+    then = written(HELD[name])
+    assert then.differences(written(HELD[name], before="# Why.\n")) == []
+    found = then.differences(written(HELD[name], factor=3))
+    assert found and all(each.is_value for each in found)
+    assert all(str(each).startswith(name) for each in found), found
 
 
 def test_other_versions_of_a_library_are_not_compared() -> None:
@@ -290,3 +338,18 @@ def test_what_can_not_be_looked_at_has_no_code() -> None:
     made = recipe()
     made.loss = Strange.__new__(Strange)
     assert trial_code(made) is None
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"versions": 5}, {"parts": 7}, {"parts": {"loss": 5}}, {"code": {"f": "x"}}, {"more": {}}],
+)
+def test_a_forged_description_is_an_error_with_the_name_of_the_field(forged: Any) -> None:
+    with pytest.raises(StoreError, match=r"trial\.code"):
+        decode(TrialCode, forged, "trial.code")
+
+
+def test_names_and_texts_that_anybody_wrote_are_harmless_and_short() -> None:
+    then = TrialCode(parts={f"\x1b[2J{number}": "\u202e" * 10**6 for number in range(1000)})
+    said = told(then.differences(TrialCode()))
+    assert len(said) < 2000 and said.endswith("992 more") and not set("\x1b\u202e") & set(said)
