@@ -7,11 +7,14 @@ trial may begin with weights that were trained before.
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import safetensors
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -95,12 +98,14 @@ def build_recipe(
 ) -> Recipe:
     """Run the user's factory with the search's seed, so that equal layers start with equal bits.
 
-    A model on the meta device gets memory for the values that `warm_start` has.
+    So does what it draws from the global generators of Python and NumPy, which go on afterwards as
+    if nothing had been drawn. A model on the meta device gets memory for the values that
+    `warm_start` has.
     """
 
     def build() -> Recipe:
         torch.manual_seed(seed)
-        with shared_settings_kept("estimator_gen_fn"):
+        with _seeded_generators(seed), shared_settings_kept("estimator_gen_fn"):
             made = recipe_of(factory(dict(params)))
         forget_joined_operations()  # of a model that the factory has run
         return made
@@ -111,6 +116,19 @@ def build_recipe(
             recipe = build()
         give_memory(recipe, operations)
     return recipe.bind(columns)
+
+
+@contextmanager
+def _seeded_generators(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python and NumPy for the body."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def build_keeping_random_state(

@@ -7,6 +7,7 @@ its states laid out in the shards of the new cut: the same tensors, in other seg
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +55,8 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.trial_code import trial_code
+from cerebro_hydra.shards.admission.same_builds import check_same_builds, reading_of
+from cerebro_hydra.shards.admission.trial_code import form_differences, read_trial, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
@@ -170,6 +172,7 @@ class Admission:
         if folder is not None:
             self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
+        self._built_alike: set[str] = set()  # what trials are made of that were built twice
 
     def admit(
         self,
@@ -291,12 +294,37 @@ class Admission:
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, outlook: Outlook
     ) -> tuple[TrialSpec, Recipe]:
         with refusing():
-            recipe = build_recipe(self._factory, params, self._seed, self._columns)
+            recipe, code = self._built_twice(trial, params)
             self._biller.check_compile(recipe)
-        code = trial_code(recipe)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe
+
+    def _built_twice(
+        self, trial: int, params: Mapping[str, Any]
+    ) -> tuple[Recipe, TrialCode | None]:
+        """Return a trial's recipe and its code, of a factory that makes the same one each time.
+
+        Of trials whose model and code are the same only the first is built twice.
+        """
+        build = partial(build_recipe, self._factory, params, self._seed, self._columns)
+        recipe = build()
+        read = read_trial(recipe)
+        if read is None:
+            return recipe, None
+        reader, code = read
+        if (key := code.of_model) in self._built_alike:
+            return recipe, code
+        before = reading_of(recipe.model, reader)
+        del recipe, reader, read  # two models at a time may be too large
+        gc.collect()
+        recipe = build()
+        if (read := read_trial(recipe)) is not None:
+            now = reading_of(recipe.model, read[0])
+            example = self._example_batches(recipe)[0]
+            check_same_builds(before, now, build, example, trial_seed(self._seed, trial))
+        self._built_alike.add(key)
+        return recipe, code
 
     def _compared(
         self,
@@ -541,21 +569,6 @@ def _finer_tasks(parent: TrialSpec | None, recipe: Recipe) -> TaskProfile | None
     steps = parent.batch_size, parent.accumulate
     alike = asked_recompute(recipe) is None and steps == (recipe.batch_size, recipe.accumulate)
     return TaskProfile.from_json(parent.tasks) if alike else None
-
-
-def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:
-    """Return in what a recipe has another form than the trial of a version that kept no code."""
-    count = sum(p.numel() for p in recipe.model.parameters())
-    trained = sorted(name for name, p in recipe.model.named_parameters() if p.requires_grad)
-    told = {
-        "batch_size": (spec.batch_size, recipe.batch_size),
-        "accumulate": (spec.accumulate, recipe.accumulate),
-        "the number of the model's parameters": (spec.parameters or count, count),
-        "the parameters that train": (sorted(spec.template) or trained, trained),
-    }
-    return [
-        Difference(part, str(then), str(now)) for part, (then, now) in told.items() if then != now
-    ]
 
 
 def directions_of(recipe: Recipe) -> dict[str, str]:

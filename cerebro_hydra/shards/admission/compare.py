@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss, StepDiffers
-from cerebro_hydra.foreign_text import error_text, is_error, named_error_text, traceback_of
+from cerebro_hydra.foreign_text import error_text
 from cerebro_hydra.recipe import (
     Evaluation,
     PlainTrainer,
@@ -29,7 +27,6 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.attributes import kept_in
 from cerebro_hydra.recipe.own_step import OwnStep
-from cerebro_hydra.recipe.plain_trainer import FINITE_OUTPUTS
 from cerebro_hydra.recipe.randomness import generator_states, unit_hooks
 from cerebro_hydra.shards.admission.effects.after_steps import (
     STEPS_PER_EPOCH,
@@ -47,7 +44,8 @@ from cerebro_hydra.shards.admission.effects.readings import Reading, told
 from cerebro_hydra.shards.admission.effects.shared_values import SharedState
 from cerebro_hydra.shards.admission.effects.training_effects import SideEffects
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
-from cerebro_hydra.shards.admission.metric_parts import metric_warnings
+from cerebro_hydra.shards.admission.metric_parts import warnings_of_parts
+from cerebro_hydra.shards.admission.step_errors import forms_of, told_with_batch
 from cerebro_hydra.shards.admission.written_tensors import (
     BuffersInOneMemory,
     WrittenTensors,
@@ -64,7 +62,6 @@ from cerebro_hydra.shards.cut.second_names import (
     move,
     on_copies,
 )
-from cerebro_hydra.shards.cut.torch_cond import is_of_cond, leave_cond
 from cerebro_hydra.shards.cut.values import AttributeValues, ParameterValues, TensorKey
 from cerebro_hydra.shards.engine.differences import (
     Recorder,
@@ -86,30 +83,8 @@ STEPS_PER_BATCH_SIZE = 2
 
 _SCHEDULED_STEPS = 16  # of an LR scheduler alone, which take no time
 
-_ABOUT_SHAPES = re.compile(
-    r"shape|size|dimension|\bdims?\b|\brank\b|channel|broadcast|elements|out of range in self"
-    r"|out of bounds|index \d+ is"
-)
-_ABOUT_INFERENCE = re.compile(r"[Ii]nference tensor")
-_ABOUT_SPARSE = re.compile(r"[Ss]parse")
-_REMEDIES = {
-    "forward": "; give the model inputs of that shape, or reshape the columns with collate",
-    "loss": "; give the model outputs that fit these labels, or a loss that fits both",
-}
-_OF_INFERENCE = "; take torch.no_grad() in place of torch.inference_mode(), or clone what it gives"
-_OF_SPARSE = "; set sparse=False in the embedding, or leave clipping out"
-_OF_TYPE = "; cast the columns there, or with collate"
-_OF_CODE = "; correct it, and try it on such a batch alone"
-
 _VIEWS = "such as a tensor or array that .data, .detach() or .numpy()"
 _OWN_MEMORY = "as each worker has the model in memory of its own"
-
-_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
 
 
 @dataclass(frozen=True)
@@ -151,7 +126,7 @@ class CutCheck:
     named_elsewhere: frozenset[str]
     """The buffers to which something else than the model refers, too."""
     warnings: Mapping[str, str]
-    """What the user should know of metrics, by their names; see `metric_warnings`."""
+    """What the user should know of metrics, by their names; see `warnings_of_parts`."""
     shared: Sequence[str]
     """What these steps set that the trials of a process share, in words."""
     shared_state: SharedState
@@ -201,11 +176,13 @@ class CutCheck:
             del writes  # it refers to buffers, too
             of_evaluation = EvaluationEffects(recipe, _evaluated_recipe(trainer))
             with refused_writes(trainer.evaluated_model()) as set_anew:
+                given: dict[int, Any] = {}
                 evaluated = tuple(
-                    _evaluated(trainer, example, trial_seed, of_evaluation) for example in examples
+                    _evaluated(trainer, each, trial_seed, of_evaluation, given) for each in examples
                 )
                 with told_with_batch(trainer, largest):
-                    warnings = metric_warnings(recipe, trainer.evaluated_model(), largest)
+                    warnings = warnings_of_parts(recipe, largest, given.pop(id(largest)))
+                del given
             kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
             for names in kept:
                 _check_second_names(recipe, names, written, largest, trial_seed, second_names.keys)
@@ -390,7 +367,7 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
             trainer.evaluate(_window(example, 1))
         except ConfigurationError as error:
             names = None if recipe.columns is None else recipe.columns.targets
-            labels = _forms(example[1], names)
+            labels = forms_of(example[1], names)
             raise ConfigurationError(f"on first rows with labels ({labels}), {error}") from error
 
 
@@ -438,13 +415,22 @@ def _evaluated_recipe(trainer: PlainTrainer) -> Recipe:
 
 
 def _evaluated(
-    trainer: PlainTrainer, example: Example, trial_seed: int, effects: EvaluationEffects
+    trainer: PlainTrainer,
+    example: Example,
+    trial_seed: int,
+    effects: EvaluationEffects,
+    given: dict[int, Any],
 ) -> Evaluated | None:
-    """Evaluate an example; None if its loss is not finite, from which a trial may recover."""
+    """Evaluate an example; None if its loss is not finite, from which a trial may recover.
+
+    Args:
+        given: gets a copy of the model's outputs by the id of the example.
+    """
     outputs = _Outputs()
 
-    def on_outputs(given: Any) -> None:
-        outputs(given)
+    def on_outputs(found: Any) -> None:
+        given[id(example)] = tree_map_only(Tensor, Tensor.clone, found)
+        outputs(found)
         effects.look()
 
     # Evaluation has no key, so random numbers drawn there must differ from those of the shards.
@@ -568,77 +554,3 @@ class _Outputs:
 
 def _window(example: Example, times: int) -> list[ExampleBatch]:
     return [ExampleBatch.of(example) for _ in range(times)]
-
-
-@contextmanager
-def told_with_batch(trainer: PlainTrainer, example: Example) -> Iterator[None]:
-    """Turn whatever training on an example raises into an error that names phase and columns.
-
-    Raises:
-        ConfigurationError: the user's model, loss, metric or optimizer failed, or the loss is NaN.
-    """
-    try:
-        yield
-    except ConfigurationError:
-        raise
-    except NonFiniteLoss as error:
-        text = error_text(error)
-        if FINITE_OUTPUTS not in text:
-            told, *_ = text.partition(";")
-            text = f"{told}; check the data, the loss function and the learning rate"
-        raise ConfigurationError(f"on the first rows {text}") from error
-    except Exception as error:
-        if is_of_cond(error):
-            leave_cond()
-        columns = trainer.recipe.columns
-        features, labels = (None, None) if columns is None else (columns.features, columns.targets)
-        hook = _hook_that_raised(trainer.recipe.model, error)
-        raise ConfigurationError(
-            f"{hook or f'the {trainer.phase}'} failed on a batch with features "
-            f"({_forms(example[0], features)}) and labels ({_forms(example[1], labels)}): "
-            f"{named_error_text(error)}"
-            f"{_OF_CODE if hook else _remedy(trainer.phase, error)}"
-        ) from error
-
-
-def _remedy(phase: str, error: Exception) -> str:
-    words = error_text(error)
-    if _ABOUT_INFERENCE.search(words):
-        return _OF_INFERENCE
-    if is_error(error, NotImplementedError) and _ABOUT_SPARSE.search(words):
-        return _OF_SPARSE
-    # torch raises these for what a batch holds; any other is about the code that raised it.
-    if phase not in _REMEDIES or not is_error(error, RuntimeError, ValueError, IndexError):
-        return _OF_CODE
-    if "dtype" in words or "scalar type" in words:
-        return _OF_TYPE
-    return _REMEDIES[phase] if _ABOUT_SHAPES.search(words) else _OF_CODE
-
-
-def _hook_that_raised(model: nn.Module, error: Exception) -> str | None:
-    """Return the module's hook in which an error was raised, in words, if it was in one."""
-    hooks = {
-        getattr(hook, "__code__", None): f"a {kind} of {_named(name)}"
-        for name, module in model.named_modules()
-        for attribute, kind in _HOOKS.items()
-        for hook in getattr(module, attribute).values()
-    }
-    for frame, _ in traceback.walk_tb(traceback_of(error)):
-        if frame.f_code in hooks:
-            return hooks[frame.f_code]
-    return None
-
-
-def _named(module: str) -> str:
-    return f"module {module!r}" if module else "the model"
-
-
-def _forms(tensors: Sequence[Tensor], names: Sequence[str] | None) -> str:
-    """Describe tensors, such as `tokens: int64[32, 128] from 0 to 20411`."""
-    forms = []
-    for number, tensor in enumerate(tensors):
-        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        if not tensor.is_floating_point() and tensor.numel():
-            form += f" from {tensor.min().item()} to {tensor.max().item()}"
-        forms.append(form if names is None else f"{names[number]}: {form}")
-    return ", ".join(forms)

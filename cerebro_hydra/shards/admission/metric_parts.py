@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
-from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.objective.known_metrics import doubts_of_accuracy
 from cerebro_hydra.recipe.objective.metrics import NoSingleNumber, as_made
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, is_of_torch_metric
@@ -21,6 +20,8 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 
 _NOISE = 1e-3
 """The share of a value by which it may differ because sums are rounded."""
+_SUM = 1.6
+"""How much larger a loss is than that of half of the rows, if it is a sum over rows."""
 _NOISE_OF_HALF = 3e-2
 """The same where outputs have 16 bits, which are two or three digits."""
 
@@ -33,15 +34,15 @@ class _Part(NamedTuple):
     rows: int
 
 
-def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[str, str]:
+def warnings_of_parts(recipe: Recipe, example: Example, outputs: Any) -> dict[str, str]:
     """Return a warning for each metric, by name, whose value depends on which rows make a batch.
 
     There is one for an accuracy that may take likelihoods for logits, or labels that it never hits,
-    too.
+    and for a loss that is a sum over rows, too.
 
     Args:
-        model: the one that is evaluated.
         example: with as many rows as a batch has.
+        outputs: what the model gives for it in evaluation.
 
     Raises:
         ConfigurationError: one gives something of another kind than a number, or one of
@@ -49,11 +50,12 @@ def metric_warnings(recipe: Recipe, model: nn.Module, example: Example) -> dict[
     """
     given = [m for m in recipe.metric_list if m.label is None or is_of_torch_metric(m.function)]
     doubts = [doubt for metric in recipe.metric_list for doubt in doubts_of_accuracy(metric)]
-    if not given and not doubts:
-        return {}
-    whole = _evaluated(recipe, model, example)
+    _, targets = recipe.collated(*copy_example(example), None)
+    features, _ = example
+    whole = _Part(outputs, targets, int((targets or features)[0].shape[0]))
     parted = [list(_parts(whole, number)) for number in (2, 4)]
     found = {metric.name: _difference(recipe, metric, whole, parted) for metric in given}
+    found["loss"] = _grows(recipe, whole, parted[0])
     for metric, told in doubts:
         (looks, _) = recipe.compute_metrics(*whole, [metric])[metric.name]
         if looks:
@@ -120,14 +122,22 @@ def _check_kept(recipe: Recipe, metric: Metric, whole: _Part, value: float) -> N
         )
 
 
-def _evaluated(recipe: Recipe, model: nn.Module, example: Example) -> _Part:
-    columns, labels = copy_example(example)
-    with torch.no_grad(), kept_attributes(model):
-        model.eval()
-        features, targets = recipe.collated(columns, labels, None)
-        with recipe.precision():
-            outputs = recipe.call.evaluate(model, recipe.inputs(features, targets), {})
-    return _Part(outputs, targets, int((targets or features)[0].shape[0]))
+def _grows(recipe: Recipe, whole: _Part, parts: Sequence[_Part]) -> str | None:
+    """Return a warning of a loss that is larger the more rows there are."""
+    try:
+        with torch.no_grad(), recipe.precision():
+            value, *halves = (
+                float(recipe.compute_loss(each.outputs, each.targets)) for each in (whole, *parts)
+            )
+    except Exception:  # a loss may need all rows, or more than these
+        return None
+    if not halves or not abs(value) > _SUM * max(map(abs, halves)):
+        return None
+    return (
+        f"the loss is {value:.6g} on a batch of {whole.rows} rows and {halves[0]:.6g} on half of "
+        "them, so it is a sum, and trials with other batch sizes have other losses and larger "
+        "steps; divide it by the rows, as reduction='mean' does, or decide by a metric"
+    )
 
 
 def _parts(whole: _Part, number: int) -> Iterator[_Part]:

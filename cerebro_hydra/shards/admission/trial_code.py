@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.recipe.optimizer_list import OptimizerList
+from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.named_by_code import functions_of, is_own
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
@@ -36,7 +36,8 @@ from cerebro_hydra.shards.admission.effects.readings import (
     told,
 )
 from cerebro_hydra.shards.admission.effects.value_texts import code_digest, module_of
-from cerebro_hydra.storage.trial_code import FORMAT, OPTION, THE_CLASS, TrialCode
+from cerebro_hydra.storage.run_document import TrialSpec
+from cerebro_hydra.storage.trial_code import FORMAT, OPTION, THE_CLASS, Difference, TrialCode
 
 _SETTINGS = (
     "loss", "loss_weights", "metrics", "batch_size", "lr_scheduler", "lr_interval", "lr_metric",
@@ -64,12 +65,34 @@ _NOT_COMPARED = (AS, OBJECT, GENERATOR, "weak reference")
 
 def trial_code(recipe: Recipe) -> TrialCode | None:
     """Describe the code of a trial whose recipe was just built; None if that is impossible."""
+    found = read_trial(recipe)
+    return None if found is None else found[1]
+
+
+def read_trial(recipe: Recipe) -> tuple[ObjectReader, TrialCode] | None:
+    """Return what has read a trial whose recipe was just built, too."""
     try:
         reader = HeldState(recipe).read_whole()
         parts = {part: _short(text) for part, text in _parts(recipe)}
-        return TrialCode(_versions(reader), parts, _code(reader), _values(reader, recipe.model))
+        values = _values(reader, recipe)
+        return reader, TrialCode(_versions(reader), parts, _code(reader), values)
     except Exception:  # a user's object may do anything when it is looked at
         return None
+
+
+def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:
+    """Return in what a recipe has another form than the trial of a version that kept no code."""
+    count = sum(p.numel() for p in recipe.model.parameters())
+    trained = sorted(name for name, p in recipe.model.named_parameters() if p.requires_grad)
+    forms = {
+        "batch_size": (spec.batch_size, recipe.batch_size),
+        "accumulate": (spec.accumulate, recipe.accumulate),
+        "the number of the model's parameters": (spec.parameters or count, count),
+        "the parameters that train": (sorted(spec.template) or trained, trained),
+    }
+    return [
+        Difference(part, str(then), str(now)) for part, (then, now) in forms.items() if then != now
+    ]
 
 
 def _short(text: str) -> str:
@@ -102,12 +125,10 @@ def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(digests)) for name, digests in found.items()}
 
 
-def _values(reader: ObjectReader, model: nn.Module) -> dict[str, str]:
+def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     """Return what the user's code holds, as far as no call changes it, by a name for each."""
     left_out = reader.made_by_code() | reader.set_by_code()
-    held_by = [(f"module {place!r}", each) for place, each in model.named_modules()]
-    held_by[0] = f"the model ({type(model).__name__})", model
-    of_libraries = {name for name, each in held_by if not is_own(type(each).__module__)}
+    of_libraries = _of_libraries(recipe)
     for path in reader.found:
         name = name_of(path)
         if name.startswith("attribute ") and name.rpartition(" of ")[2] in of_libraries:
@@ -121,6 +142,19 @@ def _values(reader: ObjectReader, model: nn.Module) -> dict[str, str]:
     )
     rest = {"other values": _digest(repr(found[_MOST_VALUES:]))} if found[_MOST_VALUES:] else {}
     return dict(found[:_MOST_VALUES]) | rest
+
+
+def _of_libraries(recipe: Recipe) -> set[str]:
+    """Return how readings name the modules and optimizers of libraries."""
+    model, members = recipe.model, members_of(recipe.optimizer)
+    held: list[tuple[str, Any]] = [(f"module {n!r}", each) for n, each in model.named_modules()]
+    held[0] = f"the model ({type(model).__name__})", model
+    for number, each in enumerate(members):
+        kind = type(each).__name__
+        held.append(
+            (f"optimizer {kind}" if len(members) == 1 else f"optimizer {number} ({kind})", each)
+        )
+    return {name for name, each in held if not is_own(type(each).__module__)}
 
 
 def _names_of_modules(reader: ObjectReader) -> re.Pattern[str]:

@@ -61,7 +61,8 @@ def warnings(metrics: dict[str, Any], **rules: Any) -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), metrics, batch_size=64, **rules)
+    rules = {"loss": nn.CrossEntropyLoss(), **rules}
+    recipe = Recipe(model, optimizer, metrics=metrics, batch_size=64, **rules)
     recipe.bind(Columns(("x",), ("y",)))
     before = torch.get_rng_state()
     found = admit(recipe, [EXAMPLE], trial_seed=1).warnings.values()
@@ -217,3 +218,28 @@ def test_labels_that_an_accuracy_of_one_number_never_hits_are_told_of(
     found = admit(recipe.bind(Columns(("x",), ("y",))), [example], trial_seed=1).warnings
     assert ["accuracy"] * is_told == [*found]
     assert all("labels that are neither, which are never hit" in told for told in found.values())
+
+
+class Sum(nn.Module):
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum")
+
+
+def root(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs[:, 0], labels.float()).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (Sum(), True),
+        (nn.CrossEntropyLoss(), False),
+        (root, False),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])), False),
+    ],
+)
+def test_a_loss_that_is_a_sum_over_rows_is_told_of(loss: Any, is_told: bool) -> None:
+    found = warnings({}, loss=loss)
+    assert len(found) == is_told
+    assert all("batch of 64 rows" in each and "so it is a sum" in each for each in found)

@@ -1,0 +1,102 @@
+"""Finds out whether a factory makes the same trial each time that it is called.
+
+Each worker builds a trial by itself, so that only parameters, buffers and optimizer state are those
+that another worker has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.shards.admission.effects.after_steps import ExampleBatch, plain_trainer
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.readings import Reading, changed, name_of
+from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
+from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.engine.differences import contents
+
+_MOST_TOLD = 3
+
+
+def reading_of(model: nn.Module, reader: ObjectReader) -> Reading:
+    """Return what a trial that was just built has beside what hops.
+
+    Args:
+        reader: has read its recipe.
+    """
+    forms = {f"parameter {name!r}": str(p.shape) for name, p in model.named_parameters()}
+    rebuilt = {f"buffer {name!r}": tensor_text(buffer) for name, buffer in _rebuilt(model)}
+    return {**reader.found, **forms, **rebuilt}
+
+
+def check_same_builds(
+    before: Reading, now: Reading, build: Callable[[], Recipe], example: Example, trial_seed: int
+) -> None:
+    """Check that two trials that were built alike train alike.
+
+    Values may differ in them, such as a time stamp, if they change no bit of a step and of an
+    evaluation, both of which begin with the same parameters and buffers.
+
+    Args:
+        before: the reading of one of them.
+        now: the reading of the other.
+        build: builds one more.
+
+    Raises:
+        ConfigurationError: they don't; the message names what differs.
+    """
+    if not (names := changed(before, now)):
+        return
+    first, second = build(), build()
+    if _have_equal_state(first.model, second.model):
+        results = [_trained(each, example, trial_seed) for each in (first, second)]
+        if None in results or results[0] == results[1]:
+            return
+    differing = sorted(set(map(name_of, names)))
+    more = f" and {len(differing) - _MOST_TOLD} more" if len(differing) > _MOST_TOLD else ""
+    raise ConfigurationError(
+        "estimator_gen_fn makes another trial each time that it is called, and each worker calls "
+        f"it: {', '.join(differing[:_MOST_TOLD])}{more} differ, and so does what a step computes. "
+        "Draw random numbers from the global generators of torch, NumPy or Python, which are "
+        "seeded before it is called; seed a generator of your own, as np.random.default_rng(0); "
+        "or keep what was drawn in a persistent buffer, which hops"
+    )
+
+
+def _rebuilt(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that each worker has from its own build."""
+    for place, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            if (buffer := module._buffers.get(name)) is not None:
+                yield f"{place}.{name}" if place else name, buffer
+
+
+def _have_equal_state(first: nn.Module, second: nn.Module) -> bool:
+    """Give a model the parameters and buffers of another one; return whether it has such."""
+    rebuilt = {name for name, _ in _rebuilt(first)}
+    there = dict(first.named_parameters()) | dict(first.named_buffers())
+    own = dict(second.named_parameters()) | dict(second.named_buffers())
+    if there.keys() != own.keys() or any(there[n].shape != own[n].shape for n in there):
+        return False
+    with torch.no_grad():
+        for name in own.keys() - rebuilt:
+            own[name].copy_(there[name])
+    return True
+
+
+def _trained(recipe: Recipe, example: Example, trial_seed: int) -> object:
+    """Return what a step and an evaluation give; None where they fail, which is told elsewhere."""
+    window = [ExampleBatch.of(example)]
+    try:
+        recipe.take_form(example)
+        trainer = plain_trainer(recipe, trial_seed)
+        losses = [trainer.train([window]) for _ in range(2)]
+        RandomKey(trial_seed, 0, 0).reseed("evaluation")
+        return repr((losses, trainer.evaluate(window))), contents(trainer.tensors())
+    except Exception:
+        return None

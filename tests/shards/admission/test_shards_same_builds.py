@@ -1,0 +1,166 @@
+"""A factory makes the same trial each time that it is called, or its trial is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.batch.columns import Columns
+from cerebro_hydra.recipe.build import build_recipe
+from cerebro_hydra.shards.admission.same_builds import check_same_builds, reading_of
+from cerebro_hydra.shards.admission.trial_code import read_trial
+from tests.processes import run_python
+
+BUILDS = itertools.count()
+COLUMNS = Columns(("x",), ("y",))
+
+
+class Net(nn.Module):
+    """Has what it is given as attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 3)
+        vars(self).update(held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (order := getattr(self, "order", None)) is not None:
+            x = x[:, order]
+        return self.line(x) * getattr(self, "gain", 1.0)
+
+
+class Table(nn.Module):
+    def __init__(self, table: Tensor, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table  # type: ignore[no-any-return]
+
+
+def recipe(model: nn.Module | None = None, **options: Any) -> Recipe:
+    model = Net() if model is None else model
+    options = {"loss": nn.CrossEntropyLoss(), **options}
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def unseeded() -> np.random.Generator:
+    return np.random.default_rng()
+
+
+def matrix() -> Tensor:
+    return torch.tensor(unseeded().normal(size=(8, 8)), dtype=torch.float32)
+
+
+def self_seeded() -> Tensor:
+    generator = torch.Generator()
+    generator.seed()
+    return torch.randperm(8, generator=generator)
+
+
+def shifted(by: float) -> Callable[..., Any]:
+    return lambda batch, training: {**batch, "x": batch["x"] + by}
+
+
+def with_weights(values: Any) -> Recipe:
+    model = Net()
+    with torch.no_grad():
+        model.line.weight.copy_(torch.as_tensor(values))
+    return recipe(model)
+
+
+def of_width(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.Linear(width, 3))
+
+
+OTHER_EACH_TIME: dict[str, tuple[Callable[[], Recipe], str]] = {
+    "list": (lambda: recipe(Net(order=unseeded().permutation(8).tolist())), "attribute 'order'"),
+    "array": (lambda: recipe(Net(order=unseeded().permutation(8))), "attribute 'order'"),
+    "number": (lambda: recipe(Net(gain=random.Random().random())), "attribute 'gain'"),
+    "generator of torch": (lambda: recipe(Net(order=self_seeded())), "attribute 'order'"),
+    "constant": (lambda: recipe(nn.Sequential(Table(matrix(), False), Net())), "'0.table'"),
+    "option": (lambda: recipe(nn.Sequential(nn.Dropout(random.Random().random()), Net())),
+               "attribute 'p' of module '0'"),
+    "layers": (lambda: recipe(of_width(30 + next(BUILDS))), "attribute 'out_features'"),
+    "loss": (lambda: recipe(loss=nn.CrossEntropyLoss(torch.tensor(unseeded().random(3)).float())),
+             "buffer 'weight' of the loss"),
+    "collate": (lambda: recipe(collate=shifted(unseeded().random())), "the collate"),
+}  # fmt: skip
+ALIKE: dict[str, Callable[[], Recipe]] = {
+    "NumPy": lambda: recipe(Net(order=np.random.permutation(8).tolist())),
+    "Python": lambda: recipe(Net(order=random.sample(range(8), 8))),
+    "torch": lambda: recipe(Net(order=torch.randperm(8))),
+    "seeded": lambda: recipe(Net(order=np.random.default_rng(3).permutation(8))),
+    "persistent": lambda: recipe(nn.Sequential(Table(matrix(), True), Net())),
+    "weights": lambda: with_weights(unseeded().normal(size=(3, 8))),
+    "names": lambda: recipe(Net(run=uuid.uuid4().hex, at=time.perf_counter(), by=os.getpid())),
+    "number of the build": lambda: recipe(Net(number=next(BUILDS))),
+    "class": lambda: recipe(type(f"Net{next(BUILDS)}", (Net,), {})()),
+    "state": lambda: recipe(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Net())),
+}
+
+
+def check(make: Callable[[], Recipe]) -> None:
+    """Build a trial as admission does, and check that it is the same one each time."""
+    build = partial(build_recipe, lambda params: make(), {}, 7, COLUMNS)
+    readings = []
+    for _ in range(2):
+        made = build()
+        found = read_trial(made)
+        assert found is not None
+        readings.append(reading_of(made.model, found[0]))
+    example = (torch.randn(6, 8),), (torch.arange(6) % 3,)
+    check_same_builds(*readings, build, example, 5)
+
+
+@pytest.mark.parametrize("kind", OTHER_EACH_TIME)
+def test_a_trial_that_is_another_one_each_time_is_refused_by_the_name_of_what_differs(
+    kind: str,
+) -> None:
+    make, name = OTHER_EACH_TIME[kind]
+    with pytest.raises(ConfigurationError) as refusal:
+        check(make)
+    said = str(refusal.value)
+    assert said.startswith("estimator_gen_fn makes another trial each time") and name in said
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_what_changes_no_step_may_differ(kind: str) -> None:
+    check(ALIKE[kind])
+
+
+def drawn(seed: int) -> list[Any]:
+    """Return what a factory draws from the generators that it finds."""
+    found: list[Any] = []
+
+    def factory(params: dict[str, Any]) -> Recipe:
+        found.extend([random.random(), np.random.permutation(8).tolist(), torch.rand(1).item()])
+        return recipe()
+
+    build_recipe(factory, {}, seed, COLUMNS)
+    return found
+
+
+def test_what_a_factory_draws_is_the_same_in_every_process_and_is_taken_from_nobody() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    here = drawn(3)
+    assert (random.random(), np.random.rand()) == expected
+    done = run_python("-c", f"from {__name__} import drawn; print(repr(drawn(3)))")
+    assert done.stdout.strip().splitlines()[-1] == repr(here) == repr(drawn(3)) != repr(drawn(4))
