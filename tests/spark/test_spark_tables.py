@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,35 @@ def test_a_file_that_is_no_table_is_told_before_java_sees_it(
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         read_csv(spark, tmp_path / name, "x,label\n1,2\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("label=1/notes.txt", "notes.txt' is no Parquet, for it begins with b'read'"),
+        ("label=1/b.parquet", "b.parquet' is no Parquet, for it begins with b''"),
+        ("_done", None),
+        ("label=1/.crc", None),
+    ],
+)
+def test_a_folder_with_a_file_that_is_no_parquet_is_told(
+    spark: SparkSession, tmp_path: Path, name: str, said: str | None
+) -> None:
+    for label in range(2):
+        (tmp_path / f"label={label}").mkdir()
+        pd.DataFrame({"x": [1.5]}).to_parquet(tmp_path / f"label={label}" / "a.parquet")
+    (tmp_path / name).write_text("" if name.endswith("parquet") else "read me")
+    with pytest.raises(ConfigurationError, match=said) if said else nullcontext():
+        assert dataframe_of(tmp_path, lambda: spark).count() == 2
+
+
+def test_a_column_that_files_and_the_names_of_their_folders_have_is_refused(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "label=1").mkdir()
+    pd.DataFrame({"x": [1.5], "label": [9]}).to_parquet(tmp_path / "label=1" / "a.parquet")
+    with pytest.raises(ConfigurationError, match=r"a.parquet' has \['label'\] as columns, and so"):
+        dataframe_of(tmp_path, lambda: spark)
 
 
 @pytest.mark.parametrize("types", [("int32", "int64"), ("int64", "int32")])

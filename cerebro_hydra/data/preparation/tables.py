@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
+
+import pyarrow.parquet as pq
 
 from cerebro_hydra.data.preparation.csv_files import CSV, refuse_other_file, refuse_other_rows
 from cerebro_hydra.data.preparation.table_formats import Names, refuse_tables_of_spark
@@ -26,6 +28,7 @@ _OF_SPARK = "org.apache.spark.sql.execution.datasources."
 _LISTED, _LOGGED = ".InMemoryFileIndex", ".MetadataLogFileIndex"
 """Spark's indexes of the files in folders, and of those that the log of a streamed table names."""
 
+_OF_PARQUET = (b"PAR1", b"PARE")
 _GLOB = re.compile(r"[\[\]{}*?\\]")
 """What Spark takes for a pattern in a path."""
 
@@ -84,9 +87,11 @@ def _read(spark: SparkSession, path: str) -> DataFrame:
             refuse_other_rows(spark, url, found, what)
             return found
         if here is not None:
-            _refuse_other_files(here)
+            _refuse_other_file(here)
         # Before Spark stumbles over the log; then where a pattern, a link or a partition led.
         refuse_tables_of_spark([f"{root}/any"], names, what, None)
+        if here is not None:
+            _refuse_other_files_within(here)
         found = spark.read.parquet(url)
         streamed = None if _asked_the_log(found) else "parquet"
         refuse_tables_of_spark([root, *found.inputFiles()], names, what, streamed)
@@ -108,18 +113,50 @@ def _refuse_hidden_file(path: str) -> None:
         )
 
 
-def _refuse_other_files(path: str) -> None:
+def _refuse_other_file(path: str) -> None:
     """Refuse a file that is no Parquet, of which Java would write hundreds of lines."""
-    if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        return
-    with open(path, "rb") as file:
-        begin = file.read(4)
-    if begin not in (b"PAR1", b"PARE"):
+    if os.path.isfile(path) and (begin := _begin(path)) not in _OF_PARQUET:
         raise ConfigurationError(
             f"{path!r} is neither Parquet, for it begins with {begin!r}, nor named as CSV; give "
             "the path of a folder or file of Parquet, or of a file that ends in .csv and has a "
             "header"
         )
+
+
+def _refuse_other_files_within(path: str) -> None:
+    """Refuse such files in a folder, and columns of files that names of folders have, too.
+
+    Spark would take those of the names.
+    """
+    for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        inner = folder.removeprefix(path).split(os.sep)
+        by_name = {unquote(each.partition("=")[0]) for each in inner if "=" in each}
+        for name in (name for name in files if not _is_hidden(name)):
+            file = os.path.join(folder, name)
+            if (begin := _begin(file)) not in _OF_PARQUET:
+                raise ConfigurationError(
+                    f"{file!r} is no Parquet, for it begins with {begin!r}; take it out of the "
+                    "folder, or begin its name with _, as Spark reads no such file"
+                )
+            if by_name and (both := by_name & {*pq.read_schema(file).names}):
+                raise ConfigurationError(
+                    f"{file!r} has {sorted(both)} as columns, and so do the names of its folders; "
+                    "write the file without them, or in a folder that does not name them"
+                )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _begin(path: str) -> bytes:
+    """Return by what a file is known, which may be read; else what Spark is to say why not."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4)
+    except OSError:
+        return b"PAR1"
 
 
 def refuse_tables_as_files(df: DataFrame) -> None:
