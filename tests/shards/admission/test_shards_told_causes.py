@@ -178,6 +178,16 @@ class Scales(nn.Module):
         return nn.functional.cross_entropy(outputs * self.scale, labels)
 
 
+def penalised(**rules) -> Recipe:
+    model = zoo.Net()
+
+    def loss(outputs, labels):
+        size = sum(p.square().sum() for p in model.parameters())
+        return nn.functional.cross_entropy(outputs, labels) + 0.01 * size
+
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **rules)
+
+
 class Embeds(zoo.Net):
     def add(self):
         self.table = nn.Embedding(9, 6, max_norm=2.0)
@@ -333,6 +343,11 @@ def test_a_cause_has_one_sentence_however_the_model_is_cut(what: str, cut: str) 
 
 
 TOLD: dict[str, tuple[Make, str]] = {
+    "a penalty on weights of which an average is evaluated": (
+        lambda: penalised(ema=0.8, shards=2),
+        r"loss in evaluation differs with ema=0\.8: what a loss, .*, such as model\.parameters.*, "
+        "is not the average, .*; take a penalty on weights by weight_decay",
+    ),
     "inference mode": (
         made(Infers),
         r"the forward failed .*; take torch\.no_grad\(\) in place of torch\.inference_mode\(\), or",
