@@ -123,7 +123,7 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
     files = [str(path.relative_to(folder)) for path in folder.glob("runs/**/*") if path.is_file()]
     return {
         "said": said,
-        "built": len(built) - before,
+        "built": len({*map(repr, built[before:])}),
         "files": files,
         "resumed": resumed,
         "finished": counted_by,
