@@ -12,6 +12,7 @@ FORMAT = 2
 
 THE_CLASS = "the class of the optimizer"
 OPTION = "the optimizer's "
+OF_LIBRARY = "the options of the "
 
 _MOST_TOLD = 8
 _LONGEST = 120
@@ -83,9 +84,12 @@ class TrialCode:
         ]
 
     def _both_have(self, now: TrialCode) -> tuple[str, ...]:
-        """Return the begins of parts that are compared only where both have them."""
+        """Return the begins of parts that are compared only where both have them.
+
+        A library may have been the user's own code before it was installed.
+        """
         other_class = self.parts.get(THE_CLASS) != now.parts.get(THE_CLASS)
-        return (OPTION,) if other_class else ()  # another class has other options
+        return (OF_LIBRARY, *([OPTION] if other_class else []))  # another one has other options
 
     def _of_code(self, now: TrialCode, again: TrialCode) -> Iterable[Difference]:
         """Yield what has other code; what one of both does not name is told by what names it."""

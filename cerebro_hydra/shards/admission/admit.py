@@ -340,10 +340,10 @@ def _known_cause(attempts: Sequence[FailedAttempt], check: CutCheck) -> Configur
         return _noted(refusal, attempts)
     if measured is not None and check.recipe.ema is not None:
         refusal = ConfigurationError(
-            f"{measured[0]} differs with ema={check.recipe.ema}: what a loss, a metric or a hook takes "
-            "from the model itself, such as model.parameters(), is not the average, which ema "
-            "evaluates; take a penalty on weights by weight_decay of the optimizer, or leave ema "
-            "out"
+            f"{measured[0]} differs with ema={check.recipe.ema}: what a loss, a metric or a hook "
+            "takes from the model itself, such as model.parameters(), is not the average, which "
+            "ema evaluates; take a penalty on weights by weight_decay of the optimizer, or leave "
+            "ema out"
         )
         return _noted(refusal, attempts)
     for name in check.reordered:

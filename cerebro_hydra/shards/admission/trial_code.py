@@ -37,7 +37,14 @@ from cerebro_hydra.shards.admission.effects.readings import (
 )
 from cerebro_hydra.shards.admission.effects.value_texts import code_digest, module_of
 from cerebro_hydra.storage.run_document import TrialSpec
-from cerebro_hydra.storage.trial_code import FORMAT, OPTION, THE_CLASS, Difference, TrialCode
+from cerebro_hydra.storage.trial_code import (
+    FORMAT,
+    OF_LIBRARY,
+    OPTION,
+    THE_CLASS,
+    Difference,
+    TrialCode,
+)
 
 _SETTINGS = (
     "loss", "loss_weights", "metrics", "batch_size", "lr_scheduler", "lr_interval", "lr_metric",
@@ -60,6 +67,8 @@ _LEAST_STAMP = 1e9
 """Of a number from here on it is taken that it is a time, or drawn."""
 _NUMBERS = ("int ", "float ")
 _READABLE = (*_NUMBERS, "bool ", "str ", "complex ")
+_PLACE = re.compile(r"(?<![\w.])(\w+\.)+(?=[A-Za-z_<])")
+"""Begins the name of a class or a function, whose module may be another one: that of a script."""
 _NOT_COMPARED = (AS, OBJECT, GENERATOR, "weak reference")
 
 
@@ -136,7 +145,7 @@ def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     modules = _names_of_modules(reader)
     held = ((path, text) for path, text in reader.found.items() if path not in left_out)
     found = sorted(
-        (modules.sub("", told(path)), modules.sub("", kept))
+        (modules.sub("", told(path)), kept)
         for path, text in held
         if (kept := _value(path, text)) is not None
     )
@@ -167,12 +176,18 @@ def _names_of_modules(reader: ObjectReader) -> re.Pattern[str]:
 def _value(path: str, text: str) -> str | None:
     """Return what is kept of a reading's text, None of what other processes have otherwise."""
     is_container = text.startswith(CONTAINER)
-    if not text or text.startswith(_NOT_COMPARED) or text.endswith(", not read") or CACHED in path:
+    if (
+        not text
+        or text.startswith(_NOT_COMPARED)
+        or path.startswith("the class of ")
+        or text.endswith(", not read")
+        or CACHED in path
+    ):
         return None
     if is_container and is_shared(path):  # calls may fill it
         return None
     if text.startswith("function "):  # its code is compared by itself
-        return text.rpartition(" ")[0]
+        return _PLACE.sub("", text.rpartition(" ")[0])
     kind, _, value = text.partition(" ")
     if text.startswith(_NUMBERS) and float(value) >= _LEAST_STAMP:
         return None
@@ -180,13 +195,16 @@ def _value(path: str, text: str) -> str | None:
         return None
     if text == NOTHING:
         return text
-    return value if text.startswith(_READABLE) else f"#{text}"
+    return value if text.startswith(_READABLE) else f"#{_PLACE.sub('', text)}"
 
 
 def _parts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for kind, modules in _modules(recipe.model).items():
-        texts = sorted(f"{name}({_options(module)}){_hooks(module)}" for name, module in modules)
+        texts = sorted(f"{name}{_hooks(module)}" for name, module in modules)
         yield f"the {kind} modules of the model", "#" + "; ".join(texts)
+        if not is_own(type(modules[0][1]).__module__):
+            texts = sorted(f"{name}({_options(module)})" for name, module in modules)
+            yield f"{OF_LIBRARY}{kind} modules of the model", "#" + "; ".join(texts)
     yield "the order of the model's layers", _order(recipe.model)
     yield from _tensors(recipe.model)
     yield from _optimizer(recipe)

@@ -127,7 +127,8 @@ class SegmentLayout:
         if not fits:
             raise ValueError(
                 f"the {what} segment of {memory.nbytes} bytes does not fit its layout of "
-                f"{nbytes} bytes; it belongs to another trial or cut"
+                f"{nbytes} bytes; it belongs to another trial or cut, or the factory makes another "
+                "model in each process, as by the order of a set of texts: sort it"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import tempfile
 import time
 import uuid
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,7 +28,7 @@ from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.trial_code import trial_code
 from cerebro_hydra.storage.trial_code import TrialCode, told
-from tests.processes import run_python
+from tests.processes import CHECKOUT, run_python
 from tests.shards.admission.code import coded_models
 from tests.shards.admission.code.coded_models import FACTORIES, described, net, recipe
 
@@ -253,6 +255,40 @@ def test_what_code_is_made_with_counts(make: Callable[[float], Recipe], part: st
     assert then.differences(same) == []
     (found,) = then.differences(now)
     assert found.part == part and not found.is_value
+
+
+PACKAGE = """
+from torch import nn
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.act, self.gain = nn.Linear(8, 3), nn.Softplus(beta={beta}), 2.0
+
+    def forward(self, x):
+        return self.act(self.line(x)) * self.gain
+"""
+DESCRIBES = """
+import dataclasses, json
+from mlps import Mlp
+from tests.shards.admission.code.coded_models import described, recipe
+print(json.dumps(dataclasses.asdict(described(lambda: recipe(Mlp())))))
+"""
+
+
+def test_a_package_of_the_users_is_the_same_code_once_it_is_installed(tmp_path: Path) -> None:
+    found = []
+    for place, beta in (("checkout", 1.0), ("site-packages", 1.0), ("site-packages", 3.0)):
+        folder = tmp_path / f"{place} {beta}" / place
+        folder.mkdir(parents=True)
+        (folder / "mlps.py").write_text(PACKAGE.format(beta=beta))
+        done = run_python("-c", DESCRIBES, PYTHONPATH=f"{folder}{os.pathsep}{CHECKOUT}")
+        found.append(decode(TrialCode, json.loads(done.stdout.splitlines()[-1]), place))
+    checkout, installed, other = found
+    assert checkout.code and not installed.code
+    assert checkout.differences(installed) == installed.differences(checkout) == []
+    (option,) = checkout.differences(other)
+    assert str(option) == "the options of the Softplus modules of the model"
 
 
 LOSS = """
