@@ -75,8 +75,8 @@ def shifted(by: float) -> Callable[..., Any]:
     return lambda batch, training: {**batch, "x": batch["x"] + by}
 
 
-def with_weights(values: Any) -> Recipe:
-    model = Net()
+def with_weights(values: Any, **held: Any) -> Recipe:
+    model = Net(**held)
     with torch.no_grad():
         model.line.weight.copy_(torch.as_tensor(values))
     return recipe(model)
@@ -106,6 +106,7 @@ ALIKE: dict[str, Callable[[], Recipe]] = {
     "seeded": lambda: recipe(Net(order=np.random.default_rng(3).permutation(8))),
     "persistent": lambda: recipe(nn.Sequential(Table(matrix(), True), Net())),
     "weights": lambda: with_weights(unseeded().normal(size=(3, 8))),
+    "weights and names": lambda: with_weights(unseeded().normal(size=(3, 8)), run=uuid.uuid4().hex),
     "names": lambda: recipe(Net(run=uuid.uuid4().hex, at=time.perf_counter(), by=os.getpid())),
     "number of the build": lambda: recipe(Net(number=next(BUILDS))),
     "class": lambda: recipe(type(f"Net{next(BUILDS)}", (Net,), {})()),

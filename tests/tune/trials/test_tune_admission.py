@@ -283,6 +283,19 @@ def test_a_metric_that_is_not_measured_ends_admission_at_the_first_trial(tmp_pat
     assert built == {0.1}
 
 
+def test_a_trial_that_is_another_one_each_time_fails_alone(tmp_path: Path) -> None:
+    def factory(params: dict[str, Any]) -> Any:
+        model, generator = nn.Linear(16, 4), np.random.default_rng(None if params["other"] else 5)
+        loss = nn.CrossEntropyLoss(torch.tensor(generator.random(4)).float())
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=params["lr"]), loss)
+
+    candidates = [{"lr": lr, "other": other} for lr in (0.1, 0.2) for other in (False, True)]
+    found = admit_with(factory, tmp_path, candidates)
+    assert [spec.trial for spec in found.specs] == [0, 2] and list(found.refused) == [1, 3]
+    assert "makes another trial each time that it is called" in found.refused[1]
+    assert "buffer 'weight' of the loss differ" in found.refused[3]
+
+
 def test_a_trial_that_measures_other_things_than_the_first_is_refused_alone(tmp_path: Path) -> None:
     found = admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []}, {"metrics": ["accuracy"]})
     assert [spec.trial for spec in found.specs] == [0, 2]
