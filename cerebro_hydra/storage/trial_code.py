@@ -14,6 +14,16 @@ THE_CLASS = "the class of the optimizer"
 OPTION = "the optimizer's "
 OF_LIBRARY = "the options of the "
 
+TRAINED = "which parameters of the model train"
+SETTINGS = (
+    "loss_weights", "batch_size", "lr_interval", "lr_metric", "clip_grad_norm", "clip_grad_value",
+    "accumulate", "autocast", "ema", "early_stopping", "schedule", "vertical_sync", "grad_scaler",
+    "replicas", "optimizer_on", "compile",
+)  # fmt: skip
+"""The fields of a recipe that hold numbers and texts."""
+FUNCTIONS = ("loss", "metrics", "lr_scheduler", "collate", "decode", "training_step")
+"""Those that hold the user's functions and objects."""
+
 _MOST_TOLD = 8
 _LONGEST = 120
 
@@ -61,7 +71,7 @@ class TrialCode:
     @property
     def of_model(self) -> str:
         """Return what says of all but the recipe's settings what they are."""
-        parts = {name: text for name, text in self.parts.items() if " model" in name}
+        parts = {name: text for name, text in self.parts.items() if not is_setting(name)}
         return repr((parts, self.code, self.values))
 
     def is_comparable(self, now: TrialCode) -> bool:
@@ -97,6 +107,11 @@ class TrialCode:
             then, here = set(self.code[name]), set(now.code[name])
             if here == set(again.code[name]) and not (then <= here or here <= then):
                 yield Difference(f"the code of {name}")
+
+
+def is_setting(part: str) -> bool:
+    """Return whether a part is one of the recipe's settings, in which no time stamp stands."""
+    return part in SETTINGS or part.startswith((OPTION, THE_CLASS, TRAINED))
 
 
 def told(differences: Iterable[Difference]) -> str:

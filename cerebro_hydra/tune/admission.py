@@ -315,12 +315,12 @@ class Admission:
         reader, code = read
         if (key := code.of_model) in self._built_alike:
             return recipe, code
-        before = reading_of(recipe.model, reader)
+        before = reading_of(recipe.model, reader, code)
         del recipe, reader, read  # two models at a time may be too large
         gc.collect()
         recipe = build()
         if (read := read_trial(recipe)) is not None:
-            now = reading_of(recipe.model, read[0])
+            now = reading_of(recipe.model, *read)
             example = self._example_batches(recipe)[0]
             check_same_builds(before, now, build, example, trial_seed(self._seed, trial))
         self._built_alike.add(key)

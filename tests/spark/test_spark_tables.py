@@ -165,7 +165,10 @@ def test_a_file_that_is_no_table_is_told_before_java_sees_it(
     ("name", "said"),
     [
         ("label=1/notes.txt", "notes.txt' is no Parquet, for it begins with b'read'"),
-        ("label=1/b.parquet", "b.parquet' is no Parquet, for it begins with b''"),
+        ("label=1/b.parquet", None),
+        ("label=1_$folder$", None),
+        ("c._COPYING_", None),
+        ("label=1/torn.parquet", "torn.parquet' is not a whole Parquet file"),
         ("_done", None),
         ("label=1/.crc", None),
     ],
@@ -176,18 +179,27 @@ def test_a_folder_with_a_file_that_is_no_parquet_is_told(
     for label in range(2):
         (tmp_path / f"label={label}").mkdir()
         pd.DataFrame({"x": [1.5]}).to_parquet(tmp_path / f"label={label}" / "a.parquet")
-    (tmp_path / name).write_text("" if name.endswith("parquet") else "read me")
+    empty = name.endswith(("b.parquet", "$"))
+    (tmp_path / name).write_text("" if empty else "PAR1" if "torn" in name else "read me")
     with pytest.raises(ConfigurationError, match=said) if said else nullcontext():
         assert dataframe_of(tmp_path, lambda: spark).count() == 2
 
 
-def test_a_column_that_files_and_the_names_of_their_folders_have_is_refused(
-    spark: SparkSession, tmp_path: Path
+@pytest.mark.parametrize("column", ["label", "Label"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_column_that_files_have_otherwise_than_the_names_of_their_folders_is_refused(
+    spark: SparkSession, tmp_path: Path, column: str, is_link: bool
 ) -> None:
-    (tmp_path / "label=1").mkdir()
-    pd.DataFrame({"x": [1.5], "label": [9]}).to_parquet(tmp_path / "label=1" / "a.parquet")
-    with pytest.raises(ConfigurationError, match=r"a.parquet' has \['label'\] as columns, and so"):
-        dataframe_of(tmp_path, lambda: spark)
+    rows = tmp_path / ("elsewhere" if is_link else "rows/label=1")
+    rows.mkdir(parents=True)
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    if is_link:
+        (tmp_path / "rows" / "label=1").symlink_to(rows)
+    pd.DataFrame({"x": [1.5], column: [1]}).to_parquet(rows / "a.parquet")
+    assert dataframe_of(tmp_path / "rows", lambda: spark).count() == 1
+    pd.DataFrame({"x": [1.5], column: [9]}).to_parquet(rows / "b.parquet")
+    with pytest.raises(ConfigurationError, match=r"b.parquet' has other values of column '\wabel'"):
+        dataframe_of(tmp_path / "rows", lambda: spark)
 
 
 @pytest.mark.parametrize("types", [("int32", "int64"), ("int64", "int32")])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cerebro_hydra.data.preparation.csv_files import CSV, refuse_other_file, refuse_other_rows
@@ -124,30 +125,48 @@ def _refuse_other_file(path: str) -> None:
 
 
 def _refuse_other_files_within(path: str) -> None:
-    """Refuse such files in a folder, and columns of files that names of folders have, too.
+    """Refuse such files in a folder, and other values of a column than names of folders give it.
 
-    Spark would take those of the names.
+    Spark would take those of the names. It passes over empty files.
     """
-    for folder, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        inner = folder.removeprefix(path).split(os.sep)
-        by_name = {unquote(each.partition("=")[0]) for each in inner if "=" in each}
-        for name in (name for name in files if not _is_hidden(name)):
+    seen = set[str]()
+    for folder, folders, files in os.walk(path, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        inner = (os.path.join(folder, name) for name in folders if "=" in name)
+        folders[:] = [
+            os.path.basename(each) for each in inner if os.path.realpath(each) not in seen
+        ]
+        names = (each.partition("=") for each in folder.removeprefix(path).split(os.sep))
+        by_name = {unquote(name).lower(): unquote(value) for name, mark, value in names if mark}
+        for name in (name for name in files if not name.startswith((".", "_"))):
             file = os.path.join(folder, name)
-            if (begin := _begin(file)) not in _OF_PARQUET:
+            begin = b"" if name.endswith("._COPYING_") else _begin(file)
+            if begin and begin not in _OF_PARQUET:
                 raise ConfigurationError(
                     f"{file!r} is no Parquet, for it begins with {begin!r}; take it out of the "
                     "folder, or begin its name with _, as Spark reads no such file"
                 )
-            if by_name and (both := by_name & {*pq.read_schema(file).names}):
-                raise ConfigurationError(
-                    f"{file!r} has {sorted(both)} as columns, and so do the names of its folders; "
-                    "write the file without them, or in a folder that does not name them"
-                )
+            if begin == b"PAR1" and by_name:
+                _refuse_other_values(file, by_name)
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+def _refuse_other_values(file: str, by_name: Mapping[str, str]) -> None:
+    try:
+        whole = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigurationError(
+            f"{file!r} is not a whole Parquet file ({error}): write the data again"
+        ) from error
+    columns = [whole.schema.column(n).path for n in range(whole.num_columns)]
+    for number, column in enumerate(columns):
+        if (named := by_name.get(column.lower())) is None:
+            continue
+        groups = (whole.row_group(n).column(number).statistics for n in range(whole.num_row_groups))
+        if any(each is None or {str(each.min), str(each.max)} != {named} for each in groups):
+            raise ConfigurationError(
+                f"{file!r} has other values of column {column!r} than the name of its folder, "
+                f"which is {named!r}; write the file without that column"
+            )
 
 
 def _begin(path: str) -> bytes:
@@ -156,7 +175,7 @@ def _begin(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(4)
     except OSError:
-        return b"PAR1"
+        return b"PARE"
 
 
 def refuse_tables_as_files(df: DataFrame) -> None:

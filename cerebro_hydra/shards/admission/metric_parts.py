@@ -20,8 +20,6 @@ from cerebro_hydra.shards.cut.sample import Example, copy_example
 
 _NOISE = 1e-3
 """The share of a value by which it may differ because sums are rounded."""
-_SUM = 1.6
-"""How much larger a loss is than that of half of the rows, if it is a sum over rows."""
 _NOISE_OF_HALF = 3e-2
 """The same where outputs have 16 bits, which are two or three digits."""
 
@@ -123,7 +121,7 @@ def _check_kept(recipe: Recipe, metric: Metric, whole: _Part, value: float) -> N
 
 
 def _grows(recipe: Recipe, whole: _Part, parts: Sequence[_Part]) -> str | None:
-    """Return a warning of a loss that is larger the more rows there are."""
+    """Return a warning of a loss that is the sum of those of its parts."""
     try:
         with torch.no_grad(), recipe.precision():
             value, *halves = (
@@ -131,7 +129,7 @@ def _grows(recipe: Recipe, whole: _Part, parts: Sequence[_Part]) -> str | None:
             )
     except Exception:  # a loss may need all rows, or more than these
         return None
-    if not halves or not abs(value) > _SUM * max(map(abs, halves)):
+    if not halves or not value or not _alike(value, sum(halves), whole.outputs):
         return None
     return (
         f"the loss is {value:.6g} on a batch of {whole.rows} rows and {halves[0]:.6g} on half of "

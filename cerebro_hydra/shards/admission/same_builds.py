@@ -6,6 +6,7 @@ that another worker has left.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,25 +14,27 @@ from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.effects.after_steps import ExampleBatch, plain_trainer
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import Reading, changed, name_of
 from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.differences import contents
+from cerebro_hydra.storage.trial_code import TrialCode, is_setting
 
 _MOST_TOLD = 3
 
 
-def reading_of(model: nn.Module, reader: ObjectReader) -> Reading:
+def reading_of(model: nn.Module, reader: ObjectReader, code: TrialCode) -> Reading:
     """Return what a trial that was just built has beside what hops.
 
     Args:
         reader: has read its recipe.
+        code: what it read.
     """
-    forms = {f"parameter {name!r}": str(p.shape) for name, p in model.named_parameters()}
     rebuilt = {f"buffer {name!r}": tensor_text(buffer) for name, buffer in _rebuilt(model)}
-    return {**reader.found, **forms, **rebuilt}
+    return {**reader.found, **code.parts, **rebuilt}
 
 
 def check_same_builds(
@@ -52,12 +55,10 @@ def check_same_builds(
     """
     if not (names := changed(before, now)):
         return
-    first, second = build(), build()
-    if _have_equal_state(first.model, second.model):
-        results = [_trained(each, example, trial_seed) for each in (first, second)]
-        if None in results or results[0] == results[1]:
-            return
-    differing = sorted(set(map(name_of, names)))
+    settings = {name for name in names if is_setting(name)}
+    if not settings and _train_alike(build(), build(), example, trial_seed):
+        return
+    differing = sorted(settings or set(map(name_of, names)))
     more = f" and {len(differing) - _MOST_TOLD} more" if len(differing) > _MOST_TOLD else ""
     raise ConfigurationError(
         "estimator_gen_fn makes another trial each time that it is called, and each worker calls "
@@ -74,6 +75,25 @@ def _rebuilt(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers.get(name)) is not None:
                 yield f"{place}.{name}" if place else name, buffer
+
+
+def _train_alike(first: Recipe, second: Recipe, example: Example, trial_seed: int) -> bool:
+    """Return whether two builds, which may share modules, give the same from equal states on."""
+    if not _have_equal_state(first.model, second.model):
+        return False
+    kept = {id(t): (t, t.clone()) for each in (first, second) for t in _tensors(each.model)}
+    results = []
+    for each in (first, second):
+        with kept_attributes(first.model), kept_attributes(second.model):
+            results.append(_trained(each, example, trial_seed))
+        with torch.no_grad():
+            for tensor, before in kept.values():
+                tensor.copy_(before)
+    return None in results or results[0] == results[1]
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return (each.detach() for each in itertools.chain(model.parameters(), model.buffers()))
 
 
 def _have_equal_state(first: nn.Module, second: nn.Module) -> bool:

@@ -39,20 +39,15 @@ from cerebro_hydra.shards.admission.effects.value_texts import code_digest, modu
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.storage.trial_code import (
     FORMAT,
+    FUNCTIONS,
     OF_LIBRARY,
     OPTION,
+    SETTINGS,
     THE_CLASS,
+    TRAINED,
     Difference,
     TrialCode,
 )
-
-_SETTINGS = (
-    "loss", "loss_weights", "metrics", "batch_size", "lr_scheduler", "lr_interval", "lr_metric",
-    "clip_grad_norm", "clip_grad_value", "accumulate", "autocast", "ema", "early_stopping",
-    "collate", "schedule", "vertical_sync", "grad_scaler", "decode", "training_step", "replicas",
-    "optimizer_on", "compile",
-)  # fmt: skip
-"""The fields of a recipe that are compared; of the others some only say where shards lie."""
 
 _OF_SCALER = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
 _NOT_OPTIONS = ("training", "params", "param_names")
@@ -208,7 +203,7 @@ def _parts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "the order of the model's layers", _order(recipe.model)
     yield from _tensors(recipe.model)
     yield from _optimizer(recipe)
-    for name in _SETTINGS:
+    for name in (*FUNCTIONS, *SETTINGS):  # of the others some only say where shards lie
         yield name, _kind(getattr(recipe, name))
 
 
@@ -234,7 +229,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
     forms = [f"{n}={t}:{_form(p)}" for (n, p), t in zip(named, tied, strict=True)]
     yield "the names and shapes of the model's parameters", "#" + "; ".join(forms)
     frozen = "; ".join(name for name, p in named if not p.requires_grad)
-    yield "which parameters of the model train", "#" + frozen
+    yield TRAINED, "#" + frozen
     buffers = sorted(model.named_buffers(remove_duplicate=False), key=lambda each: each[0])
     forms = [f"{name}:{_form(buffer)}" for name, buffer in buffers]
     yield "the names and shapes of the model's buffers", "#" + "; ".join(forms)

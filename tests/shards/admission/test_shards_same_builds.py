@@ -86,6 +86,27 @@ def of_width(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.Linear(width, 3))
 
 
+def by_lr(lr: float) -> Recipe:
+    model = Net()
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=lr), nn.CrossEntropyLoss())
+
+
+def frozen(place: int) -> Recipe:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[place].requires_grad_(False)
+    return recipe(model)
+
+
+SHARED = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
+
+
+def logged(model: nn.Module) -> Recipe:
+    """Give each build one more hook, on modules that all builds share."""
+    model.run = uuid.uuid4().hex  # type: ignore[assignment]
+    model.register_forward_hook(lambda module, inputs, output: None)
+    return recipe(model)
+
+
 OTHER_EACH_TIME: dict[str, tuple[Callable[[], Recipe], str]] = {
     "list": (lambda: recipe(Net(order=unseeded().permutation(8).tolist())), "attribute 'order'"),
     "array": (lambda: recipe(Net(order=unseeded().permutation(8))), "attribute 'order'"),
@@ -97,6 +118,11 @@ OTHER_EACH_TIME: dict[str, tuple[Callable[[], Recipe], str]] = {
     "layers": (lambda: recipe(of_width(30 + next(BUILDS))), "attribute 'out_features'"),
     "loss": (lambda: recipe(loss=nn.CrossEntropyLoss(torch.tensor(unseeded().random(3)).float())),
              "buffer 'weight' of the loss"),
+    "clipping": (lambda: recipe(clip_grad_norm=random.Random().random()), "clip_grad_norm"),
+    "learning rate": (lambda: by_lr(random.Random().random()), "the optimizer's lr"),
+    "frozen layers": (lambda: frozen(next(BUILDS) % 2), "which parameters of the model train"),
+    "activation": (lambda: recipe(nn.Sequential([nn.Tanh, nn.SiLU][next(BUILDS) % 2](), Net())),
+                   "module '0'"),
     "collate": (lambda: recipe(collate=shifted(unseeded().random())), "the collate"),
 }  # fmt: skip
 ALIKE: dict[str, Callable[[], Recipe]] = {
@@ -110,6 +136,7 @@ ALIKE: dict[str, Callable[[], Recipe]] = {
     "names": lambda: recipe(Net(run=uuid.uuid4().hex, at=time.perf_counter(), by=os.getpid())),
     "number of the build": lambda: recipe(Net(number=next(BUILDS))),
     "class": lambda: recipe(type(f"Net{next(BUILDS)}", (Net,), {})()),
+    "a model of a notebook": lambda: logged(SHARED),
     "state": lambda: recipe(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Net())),
 }
 
@@ -122,7 +149,7 @@ def check(make: Callable[[], Recipe]) -> None:
         made = build()
         found = read_trial(made)
         assert found is not None
-        readings.append(reading_of(made.model, found[0]))
+        readings.append(reading_of(made.model, *found))
     example = (torch.randn(6, 8),), (torch.arange(6) % 3,)
     check_same_builds(*readings, build, example, 5)
 
