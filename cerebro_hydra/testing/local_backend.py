@@ -321,7 +321,7 @@ class LocalLauncher:
         with self._lock:
             self._processes[start.worker], self._starts[start.worker] = process, start.number
         with _starting, environment(**self._variables):
-            start_process(process)
+            start_process(process, self.limits)
         writing.close()
         return process, reading
 

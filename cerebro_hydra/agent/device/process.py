@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any
@@ -46,15 +47,19 @@ from cerebro_hydra.agent.device.worker_devices import DeviceStart, WorkerDevice
 from cerebro_hydra.agent.memory.pool import MappedSlabs, Slabs
 from cerebro_hydra.available_memory import memory_kills
 from cerebro_hydra.hopper.protocol.agent_spec import DEFAULT_LIMITS, LossLimits
+from cerebro_hydra.process_identity import begun
 from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_deterministically
 from cerebro_hydra.shards.heap import share_heap
+from cerebro_hydra.threads import start
 
 _log = logging.getLogger(__name__)
 
 _LOST = 1  # the exit code of a device that can't compute any more
 ORPHANED_SERVER = "cerebro_hydra.agent.device.orphaned_server"
 """What a server of forks loads before all else."""
+
+_loaded: int | None = None  # the server that has forked a process, and so has loaded all
 
 _PRELOADED = (
     ORPHANED_SERVER,
@@ -160,7 +165,8 @@ class DeviceProcess:
             daemon=True,
             name="cerebro-hydra-device",
         )
-        start_process(self._process)
+        start_process(self._process, settings.limits)
+        self._server = server_of_forks()
         theirs.close()
         threading.Thread(target=self._listen, name="device-answers", daemon=True).start()
         threading.Thread(target=self._hang_up, name="device-ends", daemon=True).start()
@@ -230,20 +236,69 @@ class DeviceProcess:
         self._slabs.on_freed.remove(self._freed.append)
         self._on_gone(self)
 
+    def _is_mere_entry(self) -> bool:
+        """Return whether the process is dead, and nobody has asked how it ended."""
+        with suppress(OSError):
+            return begun(self.pid) is None
+        return False
+
     def _hang_up(self) -> None:
-        """End the pipe with the process: what its code has forked may hold the other end open."""
-        wait([self._process.sentinel])
+        """End the pipe with the process: what its code has forked may hold the other end open.
+
+        It is the server of forks that tells of that end, unless it is stopped.
+        """
+        was_dead = False
+        while not wait([self._process.sentinel], self.limits.silence_seconds):
+            if was_dead:
+                end_server(self._server)
+            was_dead = self._is_mere_entry()
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)  # what it has said before is still read
 
 
-def start_process(process: Any) -> None:
-    """Start a process; a server of forks that was killed may still seem to be there."""
+def server_of_forks() -> int | None:
+    """Return the id of this process's server, None if it has none."""
+    server: Any = forkserver
+    pid: int | None = server._forkserver._forkserver_pid
+    return pid
+
+
+def end_server(server: int | None) -> None:
+    """Kill a server with what it has just forked, unless another one has taken its place."""
+    if server is None or server != server_of_forks():
+        return
+    _log.warning("the server that processes are forked from shows no life; it is replaced")
+    for end in (os.killpg, os.kill):  # one that is just starting leads no group yet
+        with suppress(ProcessLookupError):
+            end(server, signal.SIGKILL)
+
+
+def start_process(process: Any, limits: LossLimits) -> None:
+    """Start a process; a server of forks that was killed may still seem to be there.
+
+    One that does not answer is killed, and another one is asked. While it loads it may take as long
+    as a device that starts, and then be silent for as long as one that has started.
+    """
     for wait_seconds in (0.1, 0.3, 1.0):
         with suppress(ConnectionError, EOFError):
-            return process.start()
+            return _start_within(process, limits)
         time.sleep(wait_seconds)
-    return process.start()
+    return _start_within(process, limits)
+
+
+def _start_within(process: Any, limits: LossLimits) -> None:
+    global _loaded
+    server = server_of_forks()
+    loaded = server is not None and server == _loaded
+    seconds = limits.silence_seconds if loaded else limits.join_timeout
+    timer = threading.Timer(seconds, lambda: end_server(server_of_forks()))
+    timer.daemon = True
+    start(timer)
+    try:
+        process.start()
+    finally:
+        timer.cancel()
+    _loaded = server_of_forks()
 
 
 def _limit_sends(connection: Any, seconds: float) -> None:

@@ -62,6 +62,32 @@ def test_a_worker_loses_its_server_of_forks_and_a_device_and_itself_and_changes_
     assert_gone([*killed, *left])
 
 
+def test_a_worker_whose_server_of_forks_is_stopped_as_a_device_dies_changes_no_bit(
+    tmp_path: Path,
+) -> None:
+    """It neither tells of that death nor forks another one, and is killed in the end."""
+    backend = LocalBackend(1, PRELOADED, devices_per_worker=2)
+    stopped: list[int] = []
+
+    def stop(tape: Tape) -> None:
+        agent = agent_of(backend)
+        devices = devices_of(agent)
+        if stopped or len(devices) != 2 or not tape.commits:
+            return
+        stopped.extend(each for each in children_of(agent) if children_of(each))
+        os.kill(stopped[0], signal.SIGSTOP)
+        os.kill(devices[0], signal.SIGKILL)
+
+    space = {"model": ["mlp"], "schedule": ["gpipe"], "recompute": [True, False]}
+    tape = Tape(stop)
+    options = {"evaluation_metric": "loss", "num_epochs": 3, "observers": [tape]}
+    result = grid(backend, tmp_path, pipelined, space, **options).fit(ROWS)
+    assert statuses(result) == ["finished", "finished"], result.trials
+    assert len(stopped) == 1 and not tape.of(WorkerLost)
+    assert_replays(result)
+    assert_gone(stopped)
+
+
 def slow_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     """Take so long that an evaluation of all rows lasts for more than a second."""
     time.sleep(0.05)
