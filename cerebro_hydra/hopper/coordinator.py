@@ -38,6 +38,7 @@ from cerebro_hydra.hopper.trials import MergeStates, News, NewTrial, TrialSource
 from cerebro_hydra.observe.records import (
     AgentStarted,
     Decision,
+    NotSaved,
     Observer,
     Observers,
     OutputLine,
@@ -319,6 +320,9 @@ class Coordinator:
                 check_compilers([spec], self._roster.agents)
                 self._specs.add(spec)
                 return event
+            case NotSaved():
+                self._observers.on_record(item)
+                return None
             case _JobEnded(error):
                 raise self._job_ended(error) from (None if isinstance(error, JobStopped) else error)
             case AgentInfo():

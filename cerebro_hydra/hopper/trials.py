@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from cerebro_hydra.observe.records import Decision
+from cerebro_hydra.errors import StoreError
+from cerebro_hydra.observe.records import Decision, NotSaved
 from cerebro_hydra.plan.messages.events import (
     Event,
     TrialAdded,
@@ -29,8 +30,36 @@ class NewTrial:
     event: TrialAdded | TrialForked
 
 
-News = Event | NewTrial | BaseException
+News = Event | NewTrial | NotSaved | BaseException
 """What a source tells; an error ends the run."""
+
+
+class NotWritten(StoreError):
+    """The store refuses a file of a trial, which can't be admitted without it.
+
+    Attributes:
+        error: says why.
+        again: writes that file.
+    """
+
+    def __init__(self, error: StoreError, again: Callable[[], object]) -> None:
+        super().__init__(str(error))
+        self.error, self.again = error, again
+
+
+T = TypeVar("T")
+
+
+def written(write: Callable[[], T]) -> T:
+    """Write a file of a trial; return what that returns.
+
+    Raises:
+        NotWritten: the store refuses it.
+    """
+    try:
+        return write()
+    except StoreError as error:
+        raise NotWritten(error, write) from error
 
 
 class TrialSource(Protocol):

@@ -22,6 +22,7 @@ from cerebro_hydra.data.preparation.prepared import value_ranges
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.foreign_text import traceback_text
 from cerebro_hydra.hopper.run_config import trial_config
+from cerebro_hydra.hopper.trials import written
 from cerebro_hydra.kernels import as_in_shell
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.human_units import bytes_text
@@ -189,6 +190,7 @@ class Admission:
         Raises:
             Refused: its own code failed, or something did that nobody foresaw, or it measures other
                 things than the trials before it.
+            NotWritten: the store refuses a file; what was written before needs no second try.
             StoreError: the store can't be read or written, which no candidate can help.
             DataError: rows can't be read as they were prepared.
             ConfigurationError: the evaluation metric is not measured.
@@ -377,7 +379,8 @@ class Admission:
         shards = self._written(initial) if parent is None else parent.shards
         if parent is None and self._folder is not None:  # a fork begins with its parent's state
             entries = [{"frozen": f, "trainable": t, "cursor": None} for f, t in shards]
-            self._folder.write_state(trial, 0, {"trial": trial, "state": 0, "shards": entries})
+            document = {"trial": trial, "state": 0, "shards": entries}
+            written(partial(self._folder.write_state, trial, 0, document))
         if finer_tasks is not None:
             profile = replace(admission.profile, tasks=finer_tasks)
             admission = replace(admission, profile=profile)
@@ -401,7 +404,7 @@ class Admission:
             with refusing():
                 stages = self._biller.check(spec, admission.profile)
         if self._folder is not None:
-            self._folder.write_trial(spec)
+            written(partial(self._folder.write_trial, spec))
         self._report_cut(spec, admission.report, stages)
         for metric, warning in admission.warnings.items():
             self._report_once(metric, f"warning: {spec.trial_id}: {warning}")
@@ -460,7 +463,8 @@ class Admission:
 
     def _written(self, initial: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
         """Write the segments of a state by digest; return (frozen, trainable) of each shard."""
-        return tuple(write_segments(self._folder, segments) for segments in initial)
+        write = partial(write_segments, self._folder)
+        return tuple(written(partial(write, segments)) for segments in initial)
 
     def _example_batches(self, recipe: Recipe) -> list[Example]:
         return [(b.features, b.labels) for b in self._examples.batches(recipe.batch_size)]

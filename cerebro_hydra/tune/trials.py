@@ -6,6 +6,7 @@ The user's code is called in a thread that can be given up when it takes too lon
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import queue
 import sys
@@ -20,12 +21,14 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cerebro_hydra.data.manifest import Manifest
-from cerebro_hydra.errors import Cancelled, ConfigurationError
+from cerebro_hydra.errors import Cancelled, ConfigurationError, StoreError
 from cerebro_hydra.hopper.protocol.resources import WorkerResources
 from cerebro_hydra.hopper.run_config import trial_config
-from cerebro_hydra.hopper.trials import News, NewTrial
+from cerebro_hydra.hopper.trials import News, NewTrial, NotWritten
+from cerebro_hydra.observe.records import NotSaved
 from cerebro_hydra.observe.text import parameters
 from cerebro_hydra.plan.costs.model import CostModel
+from cerebro_hydra.plan.hop.checkpoints import wait_for_trial_after
 from cerebro_hydra.plan.messages.events import (
     Event,
     RecutRefused,
@@ -80,6 +83,10 @@ GRACE_SECONDS = 2.0
 """How long a thread that was given up may take to unwind."""
 
 
+class Unsaved(Exception):
+    """The store refuses a file of a trial for minutes; the message is its error."""
+
+
 class SearchTrials:
     """Admits candidates one at a time, in the order in which they are proposed; a `TrialSource`.
 
@@ -124,6 +131,7 @@ class SearchTrials:
         self._call: TimedCall[Any] | None = None
         self._beginning = threading.Lock()  # of a call, which `close` gives up, or keeps from it
         self._closed = threading.Event()
+        self._put: Callable[[News], None] | None = None  # once the run has begun
 
     def admit_first(self) -> None:
         """Admit candidates until one can train.
@@ -193,6 +201,7 @@ class SearchTrials:
 
     def start(self, put: Callable[[News], None]) -> Iterable[News]:
         """Return what has happened before, and admit the other candidates from now on."""
+        self._put = put
         threading.Thread(target=self._admit_all, args=(put,), name="search", daemon=True).start()
         if (seconds := self._end.seconds) is not None:
             event = RunSuspended(f"its time_budget of {seconds:g} seconds is spent")
@@ -285,6 +294,40 @@ class SearchTrials:
         finally:
             self._call = None
 
+    def _written(self, trial: int, admit: Callable[[], T]) -> T:
+        """Return what admits a trial gives, which is done anew once the store takes its files.
+
+        Meanwhile nobody lacks what only one admission at a time may use, nor is its time counted.
+
+        Raises:
+            Unsaved: for minutes the store refuses one, while a run trains.
+            StoreError: it does before that; or whatever `_timed` raises.
+        """
+        while True:
+            try:
+                return self._timed(admit)
+            except NotWritten as refused:
+                if self._put is None:
+                    raise refused.error from refused.error.__cause__
+                again, error = refused.again, str(refused)  # the traceback would keep the model
+            self._put(NotSaved(trial_name(trial), error))
+            self._write(again, error)
+            del again  # with the bytes of a shard
+
+    def _write(self, again: Callable[[], object], error: str) -> None:
+        """Write a file that the store has refused, as other files of a run are tried again."""
+        for failures in itertools.count(1):
+            if (wait := wait_for_trial_after(failures)) is None:
+                raise Unsaved(error)
+            if self._closed.wait(wait):
+                raise Cancelled("the run is over")
+            try:
+                again()
+            except StoreError as refused:
+                error = str(refused)
+            else:
+                return
+
     def _admit(self, candidate: TrialProposed) -> NewTrial | TrialRefused:
         number, parent = candidate.trial, None
         self._waiting.now(f"checking model {self._checked + 1} of {self._to_check}")
@@ -293,7 +336,10 @@ class SearchTrials:
         outlook = Outlook(max(self._to_check, number + 1), candidate.budget)
         admit = partial(self._admission.admit, number, candidate.params, parent, outlook)
         try:
-            admitted = self._timed(admit)
+            admitted = self._written(number, admit)
+        except Unsaved as unsaved:
+            self._report(f"{trial_name(number)} ({parameters(candidate.params)}) failed: {unsaved}")
+            return TrialRefused(number, str(unsaved))
         except Refused as refusal:
             return TrialRefused(number, str(refusal))
         except Overdue as overdue:

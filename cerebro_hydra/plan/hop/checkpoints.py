@@ -277,3 +277,12 @@ class Retention:
 def wait_after(failures: int) -> float | None:
     """Return the seconds to wait after so many failures in a row, or None to give up."""
     return WAITS[failures - 1] if failures <= len(WAITS) else None
+
+
+def wait_for_trial_after(failures: int) -> float | None:
+    """Return the seconds to wait where a trial can't go on without a file; None to give it up.
+
+    These are minutes: as often as other writes are tried for it that fail in a row.
+    """
+    rounds, tries = divmod(failures - 1, len(WAITS))
+    return WAITS[tries] if rounds < MOST_FAILED_WRITES else None

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cerebro_hydra.plan.hop.checkpoints import LONGEST_WAIT, MOST_FAILED_WRITES, WAITS, wait_after
+from cerebro_hydra.plan.hop.checkpoints import (
+    LONGEST_WAIT,
+    MOST_FAILED_WRITES,
+    WAITS,
+    wait_after,
+    wait_for_trial_after,
+)
 from cerebro_hydra.plan.hop.journal import RemadeStates
 from cerebro_hydra.plan.hop.state import HopState
 from cerebro_hydra.plan.messages import events as ev
@@ -221,6 +227,9 @@ def test_a_segment_that_another_state_is_being_written_with_is_not_deleted() -> 
 def test_waits_between_tries_grow_and_end() -> None:
     assert [wait_after(n) for n in range(1, len(WAITS) + 1)] == sorted(WAITS)
     assert wait_after(len(WAITS) + 1) is None and max(WAITS) == LONGEST_WAIT
+    last = len(WAITS) * MOST_FAILED_WRITES
+    waits = [wait_for_trial_after(n) for n in range(1, last + 1)]
+    assert waits == [*WAITS] * MOST_FAILED_WRITES and wait_for_trial_after(last + 1) is None
 
 
 def commits(*made: tuple[int, int, str]) -> list[tuple[ev.Event, list[ins.Instruction]]]:
