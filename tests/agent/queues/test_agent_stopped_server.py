@@ -9,7 +9,9 @@ from multiprocessing import forkserver
 import pytest
 
 from cerebro_hydra.agent.memory.pool import Slabs
+from cerebro_hydra.hopper.protocol.agent_spec import LossLimits
 from cerebro_hydra.plan.messages.events import TaskFailed
+from cerebro_hydra.testing.local_backend import fork_server
 from tests.agent.byte_visits import ByteTrials
 from tests.agent.queues.queue_bench import SIZES, bench
 from tests.agent.queues.test_agent_lost_devices import SOON, ready
@@ -57,3 +59,19 @@ def test_a_trial_that_ends_devices_and_leaves_forks_fails_alone_though_no_server
         assert "the process of a device 3 times" in failed.error
         for trial, result in results.items():
             made.check(trial, result)
+
+
+@pytest.mark.long
+def test_devices_start_although_their_server_is_stopped_before_it_has_forked_any() -> None:
+    """It may be loading then, and has as long as a device may take to start."""
+    context = fork_server(["transformers.modeling_utils"])
+    if (server := forkserver._forkserver._forkserver_pid) is not None:
+        os.kill(server, signal.SIGKILL)
+        assert_gone([server])
+    forkserver.ensure_running()
+    stopped = stop_server()
+    limits = LossLimits(join_timeout=30.0, heartbeat_interval=0.1, missed_heartbeats=30)
+    with bench(ByteTrials(SIZES), [4500, 4500], context=context, limits=limits) as made:
+        made.begin(3)
+        made.end(3)
+    assert_gone([stopped])
