@@ -132,10 +132,8 @@ def _refuse_other_files_within(path: str) -> None:
     seen = set[str]()
     for folder, folders, files in os.walk(path, followlinks=True):
         seen.add(os.path.realpath(folder))
-        inner = (os.path.join(folder, name) for name in folders if "=" in name)
-        folders[:] = [
-            os.path.basename(each) for each in inner if os.path.realpath(each) not in seen
-        ]
+        inner = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
+        folders[:] = [name for name, place in inner.items() if "=" in name and place not in seen]
         names = (each.partition("=") for each in folder.removeprefix(path).split(os.sep))
         by_name = {unquote(name).lower(): unquote(value) for name, mark, value in names if mark}
         for name in (name for name in files if not name.startswith((".", "_"))):
