@@ -56,8 +56,8 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.same_builds import check_same_builds, reading_of
-from cerebro_hydra.shards.admission.trial_code import form_differences, read_trial, trial_code
+from cerebro_hydra.shards.admission.same_builds import check_same_builds, read_build
+from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
 from cerebro_hydra.shards.cut.sample import Example
@@ -311,20 +311,17 @@ class Admission:
         """
         build = partial(build_recipe, self._factory, params, self._seed, self._columns)
         recipe = build()
-        read = read_trial(recipe)
-        if read is None:
+        if (read := read_build(recipe)) is None:
             return recipe, None
-        reader, code = read
+        before, code = read
         if (key := code.of_model) in self._built_alike:
             return recipe, code
-        before = reading_of(recipe.model, reader, code)
-        del recipe, reader, read  # two models at a time may be too large
+        del recipe  # two models at a time may be too large
         gc.collect()
         recipe = build()
-        if (read := read_trial(recipe)) is not None:
-            now = reading_of(recipe.model, *read)
+        if (read := read_build(recipe)) is not None:
             example = self._example_batches(recipe)[0]
-            check_same_builds(before, now, build, example, trial_seed(self._seed, trial))
+            check_same_builds(before, read[0], build, example, trial_seed(self._seed, trial))
         self._built_alike.add(key)
         return recipe, code
 

@@ -7,7 +7,7 @@ that another worker has left.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,29 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.effects.after_steps import ExampleBatch, plain_trainer
-from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.held_state import OF_SCHEDULER
 from cerebro_hydra.shards.admission.effects.readings import Reading, changed, name_of
 from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
+from cerebro_hydra.shards.admission.trial_code import read_trial
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.differences import contents
 from cerebro_hydra.storage.trial_code import TrialCode, is_setting
 
 _MOST_TOLD = 3
+_MOST_BUILDS = 4
+_OF_SCHEDULE = f"a value{OF_SCHEDULER}"
 
 
-def reading_of(model: nn.Module, reader: ObjectReader, code: TrialCode) -> Reading:
-    """Return what a trial that was just built has beside what hops.
+def read_build(recipe: Recipe) -> tuple[Reading, TrialCode] | None:
+    """Return what a trial that was just built has beside what hops, and its code.
 
-    Args:
-        reader: has read its recipe.
-        code: what it read.
+    It is None if its objects can't be read.
     """
-    rebuilt = {f"buffer {name!r}": tensor_text(buffer) for name, buffer in _rebuilt(model)}
-    return {**reader.found, **code.parts, **rebuilt}
+    if (read := read_trial(recipe)) is None:
+        return None
+    reader, code = read
+    rebuilt = {f"buffer {name!r}": tensor_text(each) for name, each in _rebuilt(recipe.model)}
+    return {**reader.found, **code.parts, **rebuilt}, code
 
 
 def check_same_builds(
@@ -42,8 +46,9 @@ def check_same_builds(
 ) -> None:
     """Check that two trials that were built alike train alike.
 
-    Values may differ in them, such as a time stamp, if they change no bit of a step and of an
-    evaluation, both of which begin with the same parameters and buffers.
+    Values may differ in them, such as a time stamp, if they change no bit of two steps and of an
+    evaluation, which begin with the same parameters and buffers. Settings may not, nor what an LR
+    schedule has, which may act later.
 
     Args:
         before: the reading of one of them.
@@ -55,8 +60,8 @@ def check_same_builds(
     """
     if not (names := changed(before, now)):
         return
-    settings = {name for name in names if is_setting(name)}
-    if not settings and _train_alike(build(), build(), example, trial_seed):
+    settings = {name for name in map(name_of, names) if is_setting(name) or name == _OF_SCHEDULE}
+    if not settings and _train_alike(*_unlike(names, build), example, trial_seed):
         return
     differing = sorted(settings or set(map(name_of, names)))
     more = f" and {len(differing) - _MOST_TOLD} more" if len(differing) > _MOST_TOLD else ""
@@ -67,6 +72,18 @@ def check_same_builds(
         "seeded before it is called; seed a generator of your own, as np.random.default_rng(0); "
         "or keep what was drawn in a persistent buffer, which hops"
     )
+
+
+def _unlike(names: Collection[str], build: Callable[[], Recipe]) -> tuple[Recipe, Recipe]:
+    """Return two builds in which something of these names differs, if a few builds have it."""
+    first, second = build(), build()
+    before = read_build(first)
+    for _ in range(_MOST_BUILDS):
+        now = read_build(second)
+        if before is None or now is None or changed(before[0], now[0]) & set(names):
+            break
+        second = build()
+    return first, second
 
 
 def _rebuilt(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,6 +106,7 @@ def _train_alike(first: Recipe, second: Recipe, example: Example, trial_seed: in
         with torch.no_grad():
             for tensor, before in kept.values():
                 tensor.copy_(before)
+        each.model.zero_grad()
     return None in results or results[0] == results[1]
 
 

@@ -20,8 +20,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.build import build_recipe
-from cerebro_hydra.shards.admission.same_builds import check_same_builds, reading_of
-from cerebro_hydra.shards.admission.trial_code import read_trial
+from cerebro_hydra.shards.admission.same_builds import check_same_builds, read_build
 from tests.processes import run_python
 
 BUILDS = itertools.count()
@@ -97,6 +96,11 @@ def frozen(place: int) -> Recipe:
     return recipe(model)
 
 
+def later(step: int) -> Callable[..., Any]:
+    return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step)
+
+
+COIN = itertools.cycle([nn.Tanh, nn.SiLU, nn.Tanh, nn.Tanh, nn.SiLU])
 SHARED = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
 
 
@@ -123,6 +127,8 @@ OTHER_EACH_TIME: dict[str, tuple[Callable[[], Recipe], str]] = {
     "frozen layers": (lambda: frozen(next(BUILDS) % 2), "which parameters of the model train"),
     "activation": (lambda: recipe(nn.Sequential([nn.Tanh, nn.SiLU][next(BUILDS) % 2](), Net())),
                    "module '0'"),
+    "schedule": (lambda: recipe(lr_scheduler=later(100 + next(BUILDS))), "the lr_scheduler"),
+    "coin": (lambda: recipe(nn.Sequential(next(COIN)(), Net())), "module '0'"),
     "collate": (lambda: recipe(collate=shifted(unseeded().random())), "the collate"),
 }  # fmt: skip
 ALIKE: dict[str, Callable[[], Recipe]] = {
@@ -146,10 +152,9 @@ def check(make: Callable[[], Recipe]) -> None:
     build = partial(build_recipe, lambda params: make(), {}, 7, COLUMNS)
     readings = []
     for _ in range(2):
-        made = build()
-        found = read_trial(made)
+        found = read_build(build())
         assert found is not None
-        readings.append(reading_of(made.model, *found))
+        readings.append(found[0])
     example = (torch.randn(6, 8),), (torch.arange(6) % 3,)
     check_same_builds(*readings, build, example, 5)
 
