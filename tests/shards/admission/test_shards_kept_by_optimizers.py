@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,6 +61,33 @@ def counting_hook(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def ones() -> Iterator[float]:
+    for number in [1.0] * 30:  # whose place no variable has
+        yield 1 * number
+
+
+def counts() -> dict[str, Any]:
+    """Return what has another place, or value, after each step."""
+    return {
+        "count": itertools.count(), "zip": zip(itertools.count(), itertools.count(), strict=False),
+        "map": map(float, itertools.count()), "chain": itertools.chain([1, 2, 3], [4]),
+        "islice": itertools.islice(itertools.count(), 99), "cycle": itertools.cycle([1, 2]),
+        "enumerate": enumerate(itertools.count()), "list": iter([1.0] * 9), "generator": ones(),
+        "pairs": itertools.pairwise(itertools.repeat(1.0, 9)),
+        "sums": itertools.accumulate(itertools.repeat(1.0)),
+    }  # fmt: skip
+
+
+def adding(name: str) -> Callable[[Any], object]:
+    return {
+        "float": lambda held: held.update(n=held["n"] + 1.0),
+        "bool": lambda held: held.update(n=not held["n"]),
+        "number of numpy": lambda held: held.update(n=np.int64(held["n"]) + 1),
+        "tuple": lambda held: held.update(n=(*(held["n"] or ()), 1.0)),
+        "entries": lambda held: held.update({len(held): 1.0}),
+    }[name]
+
+
 def by(optimizer: type[torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: optimizer(model.parameters(), lr=0.1)
 
@@ -105,6 +135,33 @@ def test_it_is_refused_by_the_same_name_in_each_cut(what: str, shards: int) -> N
     make, message = REFUSED[what]
     with pytest.raises(ConfigurationError, match=message):
         start(bound(make(shards))(), [VECTORS])
+
+
+@pytest.mark.parametrize("kind", counts())
+def test_an_iterator_that_an_lr_lambda_or_a_hook_advances_is_a_count(kind: str) -> None:
+    def advanced(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        places = counts()[kind]
+        return LambdaLR(optimizer, lambda epoch: 1.0 if next(places) else 0.9)
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, places = torch.optim.SGD(model.parameters(), lr=0.1), counts()[kind]
+        optimizer.register_step_post_hook(lambda *_: next(places) and None)
+        return optimizer
+
+    for make in (mlp_recipe(lr_scheduler=advanced), mlp_recipe(hooked)):
+        with pytest.raises(ConfigurationError, match=r"each step changes .* at .*places"):
+            start(bound(make)(), [VECTORS])
+
+
+@pytest.mark.parametrize("kind", ["float", "bool", "number of numpy", "tuple", "entries"])
+def test_what_each_step_moves_on_in_a_hook_is_a_count_of_whatever_type(kind: str) -> None:
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), {"n": 0.0}
+        optimizer.register_step_pre_hook(lambda *_: adding(kind)(held))
+        return optimizer
+
+    with pytest.raises(ConfigurationError, match=r"a step pre hook of .* at \[0\]\.held"):
+        start(bound(mlp_recipe(hooked))(), [VECTORS])
 
 
 def test_what_each_step_sets_anew_is_admitted_and_known_by_its_path() -> None:

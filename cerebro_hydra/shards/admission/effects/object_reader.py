@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import gc
 import itertools
 import multiprocessing.sharedctypes
 import multiprocessing.synchronize
@@ -57,6 +58,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     CONTAINER,
     GENERATOR,
+    ITERATING,
     NOTHING,
     OBJECT,
     OF_CLASS,
@@ -349,10 +351,10 @@ class ObjectReader:
             for name in ("func", "args", "keywords"):
                 self.read(f"{path}{PART}.{name}", getattr(value, name))
         elif isinstance(value, types.GeneratorType):
-            frame = value.gi_frame  # None at its end
-            self.found[path] = f"generator {frame and frame.f_lasti}"
-            for name, each in frame.f_locals.items() if frame else ():
-                self.read(f"{path}{PART}.{name}", each)
+            self._read_generator(path, value)
+        elif isinstance(value, itertools.pairwise):  # which pickle can't take
+            self.found[path] = f"{OBJECT}{name_of_type(type(value))}"
+            self._read_items(path, gc.get_referents(value))
         elif isinstance(value, _WEAK):
             self._read_weak(path, value)
         elif isinstance(value, threading.local):  # as the thread that reads has it
@@ -374,6 +376,17 @@ class ObjectReader:
             self._read_state(path, value)
         else:
             self._read_of_library(path, value)
+
+    def _read_generator(self, path: str, value: types.GeneratorType[Any, Any, Any]) -> None:
+        frame = value.gi_frame  # None at its end
+        self.found[path] = f"{ITERATING}{frame and frame.f_lasti}"
+        variables = dict(frame.f_locals) if frame else {}
+        for name, each in variables.items():
+            self.read(f"{path}{PART}.{name}", each)
+        known = set(map(id, variables.values()))
+        unnamed = (each for each in gc.get_referents(value) if id(each) not in known)
+        for number, each in enumerate(each for each in unnamed if isinstance(each, Iterator)):
+            self.read(f"{path}{PART}.iterator {number}", each)  # that of a loop has no name
 
     def _read_weak(self, path: str, value: Any) -> None:
         if isinstance(value, weakref.ref):

@@ -26,6 +26,9 @@ CONTAINER = "<"
 OBJECT = "object "
 """Begins what is read of an object with attributes."""
 
+ITERATING = "generator "
+"""Begins what is read of the frame of a generator function."""
+
 GENERATOR = "a generator of random numbers "
 """Begins what is read of one."""
 

@@ -31,7 +31,9 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 from cerebro_hydra.shards.admission.effects.readings import (
     AS,
     CACHED,
+    CONTAINER,
     GENERATOR,
+    ITERATING,
     PART,
     KnownChanges,
     Reading,
@@ -61,6 +63,11 @@ IN_ATTRIBUTE = "keep it in an attribute of a module that every forward sets anew
 """Ends what to do in place of changing what is in a container, or what trials share."""
 _SIZES = (0.5, 2.0)
 """What weights are multiplied by so that the largest or smallest value so far is not the last."""
+
+_COUNTING = ("int ", f"{CONTAINER}list ", f"{CONTAINER}collections.deque ", "count(", ITERATING)
+"""Begin what is read of a value that counts, if a step changes it."""
+_TURNING = ("bool ", f"{CONTAINER}tuple ", "int64 ", "int32 ", "int16 ", "int8 ", "uint")
+"""Begin it likewise, if each step does; one may set a flag."""
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
@@ -134,9 +141,10 @@ class SideEffects:
         """
         built, first, second = self._readings[:3]
         of_scheduler = {p for p in changed(first, second) if OF_SCHEDULER in name_of(p)}
-        counted = _counts(changed(*self._optimizers[:2]), self._optimizers[1])
-        counted |= _counts(changed(*self._schedulers[:2]), self._schedulers[1])
-        for path in sorted(counted | _counts(of_scheduler, second)):
+        counted = _counts(of_scheduler, second)
+        for readings in (self._optimizers[:3], self._schedulers[:3]):
+            counted |= _counts(changed(*readings[:2]), readings[1]) | _moving(readings)
+        for path in sorted(counted):
             raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
         for path in sorted(second.keys() - built.keys()):
             if path.startswith(OF_GRADIENT_HOOKS):
@@ -499,9 +507,33 @@ def _is_member(path: str) -> bool:
 
 
 def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
-    """Return which changed values are integers, or the lengths of lists."""
-    kinds = ("int ", "<list ", "<collections.deque ")
-    return {path for path in paths if reading.get(path, "").startswith(kinds)}
+    """Return which changed values are integers, lengths of lists, or places of iterators."""
+    return {path for path in paths if reading.get(path, "").startswith(_COUNTING)}
+
+
+def _moving(readings: Sequence[Reading]) -> set[str]:
+    """Return the values that each of two steps has changed, as one does that goes on and on.
+
+    A float that is no whole number, a text and a tensor are left out, as steps may set them anew.
+
+    Args:
+        readings: one before the steps and one after each.
+    """
+    built, first, second = readings
+    moved = changed(built, first) & changed(first, second)
+    turned = {path for path in moved if second.get(path, "").startswith(_TURNING)}
+    counted = {path for path in moved if all(_is_whole(each.get(path)) for each in (first, second))}
+    return turned | counted | (_gained(built, first) & _gained(first, second))
+
+
+def _gained(before: Reading, after: Reading) -> set[str]:
+    """Return the dicts and sets that have an entry more."""
+    holders = {path.rpartition(PART)[0] for path in after.keys() - before.keys()}
+    return {path for path in holders if before.get(path, "").startswith(CONTAINER)}
+
+
+def _is_whole(text: str | None) -> bool:
+    return text is not None and text.startswith("float ") and text.endswith(".0")
 
 
 def remedy(path: str, read: str = "") -> str:
