@@ -7,9 +7,9 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,24 @@ _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_m
 MOST_CODE = 1 << 16
 """Functions of which is kept what their code names; a large project has some ten thousand."""
 _OF_GLOBALS = {_LOAD, dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
+
+
+T = TypeVar("T")
+
+
+def kept_by_code(function: Callable[[types.CodeType], T]) -> Callable[[types.CodeType], T]:
+    """Let a function keep what it returns for each code, whose hash takes longer than its id."""
+    kept: dict[int, tuple[types.CodeType, T]] = {}  # with the code, which keeps its id
+
+    @functools.wraps(function)
+    def found(code: types.CodeType) -> T:
+        if (known := kept.get(id(code))) is None:
+            if len(kept) >= MOST_CODE:
+                kept.clear()
+            known = kept[id(code)] = code, function(code)
+        return known[1]
+
+    return found
 
 
 @functools.lru_cache(1000)
@@ -68,7 +86,7 @@ def operations(code: types.CodeType) -> Iterator[tuple[int, int]]:
             argument = 0
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the global variables that code reads or writes, also in inner code."""
     names = {
@@ -82,14 +100,14 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Return the names in code, attributes among them, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return frozenset(code.co_names).union(*map(attribute_names, inner))
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def constant_texts(code: types.CodeType) -> frozenset[str]:
     """Return the texts that stand in code, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -97,7 +115,7 @@ def constant_texts(code: types.CodeType) -> frozenset[str]:
     return own.union(*map(constant_texts, inner))
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def attributes_set(code: types.CodeType) -> frozenset[str]:
     """Return the names of attributes that code may set once an object is built, also inner code."""
     if code.co_name == "__init__":
@@ -108,7 +126,7 @@ def attributes_set(code: types.CodeType) -> frozenset[str]:
     return found.union(texts, *map(attributes_set, inner))
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def globals_set(code: types.CodeType) -> frozenset[str]:
     """Return the names of global variables that code sets, also in inner code."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -117,7 +135,7 @@ def globals_set(code: types.CodeType) -> frozenset[str]:
     return found.union(*map(globals_set, inner))
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def names_where_written(code: types.CodeType) -> frozenset[str]:
     """Return the names in code that sets entries of what it names, as far as one can see."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -127,7 +145,7 @@ def names_where_written(code: types.CodeType) -> frozenset[str]:
     return found.union(code.co_names, code.co_freevars)
 
 
-@functools.lru_cache(MOST_CODE)
+@kept_by_code
 def environment_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of environment variables that code may read or write, also in inner code."""
     names: set[str] = set()

@@ -79,6 +79,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     function_text,
     module_of,
     name_of_type,
+    place_text,
     plain_text,
     short,
     tensor_text,
@@ -122,6 +123,8 @@ class ObjectReader:
             if all that is in them can be; of other installed packages no object is.
         addresses: what stands for numbers by which objects are known in this process alone, as for
             the ids of leaves.
+        places: whether it is read what stands in the place of each method, and of each function,
+            class and module that code names, though it holds nothing.
     """
 
     def __init__(
@@ -129,7 +132,9 @@ class ObjectReader:
         leaves: Mapping[int, str],
         packages: Collection[str],
         addresses: Mapping[int, str] | None = None,
+        places: bool = True,
     ) -> None:
+        self._places = places
         self.found: Reading = {}
         self._leaves = leaves
         self._addresses = addresses or {}
@@ -140,6 +145,7 @@ class ObjectReader:
         self._depth = 0
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
+        self._met: list[type | types.FunctionType] = []  # the same, in order
         self._names: dict[tuple[Any, int], frozenset[str]] = {}  # in that code, by its size
         self._named: Counter[str] = Counter()
         self.caches: list[Cache[Any]] = []  # the user's own functions with one
@@ -180,7 +186,9 @@ class ObjectReader:
 
     def meet(self, code: type | types.FunctionType) -> None:
         """Let `read_code` read what a class or function names."""
-        self._code.setdefault(id(code), code)
+        if id(code) not in self._code:
+            self._code[id(code)] = code
+            self._met.append(code)
 
     def read_code(self) -> None:
         """Read what the user's own classes and functions name, of those that were met.
@@ -189,9 +197,7 @@ class ObjectReader:
         class. It belongs to the process; all trials there share it.
         """
         read: set[tuple[int, str]] = set()
-        left = deque(self._code.values())
-        while left:
-            code, known = left.popleft(), len(self._code)
+        for code in self._met:  # to which what is read adds
             if isinstance(code, type):
                 for owner in code.__mro__:
                     if is_own(owner.__module__) and (id(owner), "") not in read:
@@ -207,7 +213,6 @@ class ObjectReader:
                 for name in environment_names(code.__code__):
                     path = f"{OF_ENVIRONMENT}{name!r} that {module_of(code)} names"
                     self.found[path] = short(os.environ.get(name, "not set"))
-            left.extend(itertools.islice(self._code.values(), known, None))
         for _, paths in self._sentinels.values():  # code compares with what it names
             first = next(filter(is_of_process, paths), paths[0])
             self.found |= {path: AS + first for path in paths if path != first}
@@ -266,12 +271,20 @@ class ObjectReader:
         return dict.fromkeys(owner for kind in kinds for owner in kind.__mro__)
 
     def _read_global(self, name: str, module: str, value: Any) -> None:
-        if isinstance(value, type):
+        path = f"{OF_GLOBAL}{name!r} of {module}"
+        if isinstance(value, types.FunctionType):
+            self._read_held(path, value)
+        elif isinstance(value, NAMED):
+            self._read_place(path, value)
+        elif not is_ours(type(value).__module__):
+            self.read(path, value)
+
+    def _read_place(self, path: str, value: Any) -> None:
+        """Read what stands there, and holds nothing, or is read elsewhere."""
+        if isinstance(value, type | types.FunctionType):
             self.meet(value)
-        elif isinstance(value, types.FunctionType):
-            self._read_held(f"{OF_GLOBAL}{name!r} of {module}", value)
-        elif not isinstance(value, NAMED) and not is_ours(type(value).__module__):
-            self.read(f"{OF_GLOBAL}{name!r} of {module}", value)
+        if self._places:
+            self.found[path] = place_text(value)
 
     def _read_class(self, kind: type) -> None:
         told = f"{module_of(kind)}.{kind.__qualname__}"
@@ -284,7 +297,7 @@ class ObjectReader:
                 for function in functions:
                     self._read_held(f"method {path}", function)
             elif isinstance(value, type):
-                self.meet(value)
+                self._read_place(f"attribute {path}", value)
             elif not (name.startswith("__") or isinstance(value, _DESCRIPTORS)):
                 self.read(f"attribute {path}", value)
                 self.class_attributes[f"attribute {path}"] = Variable(kind, name)
@@ -293,11 +306,13 @@ class ObjectReader:
         """Read what a function holds, and meet it."""
         others = set(function.__code__.co_freevars) - {"__class__"}  # which super() asks for
         held = (others, function.__defaults__, function.__kwdefaults__, vars(function))
+        while path in self.found:  # as the getter and the setter of a property
+            path += "'"
         if any(held) and id(function) not in self._seen:
-            while path in self.found:  # as the getter and the setter of a property
-                path += "'"
             self.read(path, function)
-        self.meet(function)
+            self.meet(function)
+        else:
+            self._read_place(path, function)
 
     def _read_tensor(self, path: str, value: Tensor) -> None:
         self.found[path] = self._once(value, tensor_text)

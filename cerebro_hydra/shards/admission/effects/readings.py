@@ -52,7 +52,7 @@ _MADE = (
     *_TENSORS,
     *_FUNCTIONS,
 )  # what the first step may make
-_ATTRIBUTES = ("attribute ", "buffer ")
+_ATTRIBUTES = ("attribute ", "buffer ", "method ")
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")

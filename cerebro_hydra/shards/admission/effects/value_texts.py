@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import ctypes
 import dis
-import functools
 import itertools
 import re
 import types
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cerebro_hydra.shards.admission.effects.named_by_code import MOST_CODE, operations
+from cerebro_hydra.shards.admission.effects.named_by_code import kept_by_code, operations
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
@@ -75,7 +74,15 @@ def function_text(value: types.FunctionType) -> str:
     return f"function {module_of(value)}.{value.__qualname__} {code_digest(value.__code__)}"
 
 
-@functools.lru_cache(MOST_CODE)
+def place_text(value: Any) -> str:
+    """Return what stands in the place of a function, or of what has a name of its own."""
+    if isinstance(value, types.FunctionType):
+        return function_text(value)
+    named = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or value
+    return f"{name_of_type(type(value))} {getattr(value, '__module__', None)}.{named}"
+
+
+@kept_by_code
 def code_digest(code: types.CodeType) -> str:
     """Return the digest of what code does: not of where it is written, nor of its docstring."""
     loaded = sorted({n for each, n in operations(code) if each in dis.hasconst})
