@@ -206,11 +206,12 @@ class CutTrial:
             if effects.awaits_first_step:
                 effects.first_step_ended()
 
-        with effects.watched():
-            given = windows, self.step, self.need, self.publish
-            totals = self.engine().train(*given, on_step=ended)
-        effects.give_back()
-        effects.check([(self.recipe.optimizer, None)])
+        with effects.ending():
+            with effects.watched():
+                given = windows, self.step, self.need, self.publish
+                totals = self.engine().train(*given, on_step=ended)
+            effects.give_back()
+            effects.check([(self.recipe.optimizer, None)])
         self.step += totals.steps
         return totals
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -432,16 +432,16 @@ class TrainingVisit(_Training):
 
     def close(self) -> None:
         """End the visit after its last task."""
-        try:
-            self._visit.close()
-        finally:
-            self._memory.close()
-        self._effects.check(self._visit.optimizers)
+        with self._effects.ending():
+            with closing(self._memory):
+                self._visit.close()
+            self._effects.check(self._visit.optimizers)
 
     def cancel(self) -> None:
         """End the visit where it stands."""
         self._visit.cancel()
         self._memory.close()
+        self._effects.abandon()
 
 
 class EvaluationVisit:
@@ -522,7 +522,7 @@ class EvaluationVisit:
         Raises:
             ConfigurationError: it changed what admission's evaluations left alone.
         """
-        with self._kept:
+        with self._kept, self._effects.ending():
             try:
                 written = self._visit.written()
             finally:
@@ -535,6 +535,7 @@ class EvaluationVisit:
         """End the evaluation where it stands."""
         with self._kept:
             self._visit.close()
+            self._effects.abandon()
 
 
 class PlainVisit(_Training):
@@ -634,14 +635,14 @@ class PlainVisit(_Training):
 
     def close(self) -> None:
         """End the visit."""
-        try:
-            self._end_training()
-        finally:
-            self._memory.close()
-        self._effects.check(self._optimizers)
+        with self._effects.ending():
+            with closing(self._memory):
+                self._end_training()
+            self._effects.check(self._optimizers)
 
     def cancel(self) -> None:
         """End the visit where it stands."""
         self._training = None
         self._stack.close()
         self._memory.close()
+        self._effects.abandon()

@@ -29,6 +29,7 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 )
 from cerebro_hydra.shards.admission.effects.late_effects import FREE_SECONDS, EarlierReadings
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     AS,
     KnownChanges,
@@ -40,6 +41,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
@@ -241,6 +243,8 @@ class LateEvaluation:
         self._held = HeldState(trial.recipe, {each.name for each in trial.cut_model.buffers})
         self._trains = self._read_trains()
         self._draws = GlobalDraws()
+        self._texts = partial(earlier.texts_in_code, self._held)
+        self._shared = SharedWatch(self._trained, self._known, self._texts)
         self._before: Reading | None = None
 
     def stand_in(self) -> None:
@@ -250,7 +254,29 @@ class LateEvaluation:
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
-        self._before = self._read()
+        reader = self._read()
+        self._before = reader.found
+        self._shared.begin(reader)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let the body end the evaluation; if it fails, others have what they shared before it."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._shared.end()
+
+    def abandon(self) -> None:
+        """Give back what trials share, as far as the evaluation should not have changed it."""
+        if self._before is not None:
+            with suppress(Exception):  # of code that can't be looked at where it failed
+                reader = self._read()
+                late = self._late(self._changed_attributes(self._before, reader.found))
+                self._shared.give_back(late, reader, lambda: self._read().found)
+        self._shared.end()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -284,17 +310,23 @@ class LateEvaluation:
                 "an evaluation changed which parameters train, or made one; choose in the factory "
                 "what trains"
             )
-        found = tensors | self._changed_attributes()
-        if late := sorted((p for p in found if name_of(p) not in self._known), key=_in_order):
+        reader = None if self._before is None else self._read()
+        before, after = self._before or {}, {} if reader is None else reader.found
+        late = self._late(tensors | self._changed_attributes(before, after))
+        if late and reader is not None:
+            self._shared.check_cause(late, reader)
+        if late:
             raise ConfigurationError(
                 f"an evaluation changed {told(late[0])}, as none did at admission, and it must "
                 f"leave the trial as it is; {_remedy(late[0])}"
             )
+        if reader is not None:
+            self._shared.check(after)
 
-    def _changed_attributes(self) -> set[str]:
-        if self._before is None:
-            return set()
-        before, after = self._before, self._read()
+    def _late(self, found: set[str]) -> list[str]:
+        return sorted((path for path in found if name_of(path) not in self._known), key=_in_order)
+
+    def _changed_attributes(self, before: Reading, after: Reading) -> set[str]:
         found = changed(before, after)
         # Another trial of the process may have trained meanwhile.
         found -= {p for p in found if is_of_process(p) and self._trained.covers(p)}
@@ -310,15 +342,15 @@ class LateEvaluation:
 
     def _may_grow(self, path: str, before: Reading) -> bool:
         """Return whether it may be a cache: training has made some, or another trial shares it."""
-        texts = partial(self._earlier.texts_in_code, self._held)
         known = self._trained.covers(path) or _is_of_metric(path)
-        return known or self._trained.may_grow(path, before, texts)
+        return known or self._trained.may_grow(path, before, self._texts)
 
-    def _read(self) -> Reading:
+    def _read(self) -> ObjectReader:
         begun = time.thread_time()
-        found = _read(self._held)
+        reader = self._held.read_all()
+        reader.found |= self._held.read_metrics()
         self._budget.spent += max(0.0, time.thread_time() - begun - FREE_SECONDS)
-        return found
+        return reader
 
     def _read_trains(self) -> dict[str, bool]:
         return {name: p.requires_grad for name, p in self._recipe.model.named_parameters()}

@@ -60,6 +60,8 @@ class Variable:
         """Give it a value, or let its owner have it no more."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
+        elif isinstance(self.owner, type) and value is ABSENT:
+            type.__delattr__(self.owner, self.name)
         elif isinstance(self.owner, type):
             type.__setattr__(self.owner, self.name, value)
         elif value is ABSENT:

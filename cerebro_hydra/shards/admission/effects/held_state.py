@@ -199,11 +199,11 @@ class HeldState:
         self._read_beside(reader)
         return reader
 
-    def read_beside(self) -> Reading:
-        """Return what `read` does, but for what the model holds."""
+    def read_beside(self) -> ObjectReader:
+        """Return what has read all but what the model holds."""
         reader = self._reader()
         self._read_beside(reader)
-        return reader.found
+        return reader
 
     def _read_beside(self, reader: ObjectReader) -> None:
         recipe = self._recipe
@@ -219,14 +219,17 @@ class HeldState:
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
 
-    def read_plain(self) -> Reading:
-        """Return the numbers, texts and None among the model's attributes, which takes no time."""
+    def read_plain(self) -> ObjectReader:
+        """Return what has read the numbers, texts and None among the model's attributes.
+
+        That takes no time.
+        """
         reader = self._reader()
         for place, module in self._recipe.model.named_modules():
             for name, value in _own_attributes(module):
                 if type(value) in PLAIN:
                     reader.read(f"attribute {name!r} of {self._told(place)}", value)
-        return reader.found
+        return reader
 
     def attributes(self, names: Collection[str]) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield the modules that have attributes of these names, as readings have them, or may."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe.optimizer_list import let_go
 from cerebro_hydra.shards.admission.effects.held_state import HeldState, SetBefore
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     PART,
     KnownChanges,
@@ -33,6 +34,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.effects.training_effects import IN_ATTRIBUTE, SET_ANEW, remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.second_names import told_if_nan
@@ -120,6 +122,8 @@ class LateEffects:
         self._held = HeldState(trial.recipe, {name for kind, name in kinds if kind == "buffer"})
         self._by_graph = trial.cut_model.graphs is not None  # which sets no attributes
         self._draws = GlobalDraws()
+        self._texts = partial(earlier.texts_in_code, self._held)
+        self._shared = SharedWatch(self._known, self._evaluated, self._texts)
         self._before: tuple[Reading, Reading, Reading] | None = None
         self._between: set[str] = set()  # changed in visits that did not look
         self._whole = self._beside = True
@@ -143,9 +147,11 @@ class LateEffects:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
         self._beside = self._whole or earlier.beside <= FREE_SECONDS
-        found, of_optimizer, of_schedule = self._read(), Reading(), Reading()
+        reader, of_optimizer, of_schedule = self._read_now(), Reading(), Reading()
+        found = reader.found
         if self._beside:
             of_optimizer, of_schedule = self._held.read_optimizer(optimizer), self._read_schedule()
+            self._shared.begin(reader)
         self._before = found, of_optimizer, of_schedule
         if not self._whole:
             earlier.missed = True
@@ -165,7 +171,7 @@ class LateEffects:
 
     def first_step_ended(self) -> None:
         """Note what that step has made, which those of later sub-epochs make again."""
-        reading = self._read()
+        reading = self._read_now().found
         self._earlier.made = {path: reading[path] for path in self._known.made & reading.keys()}
 
     @contextmanager
@@ -193,23 +199,18 @@ class LateEffects:
         if self._before is None:
             return
         before, of_optimizer, of_schedule = self._before
-        after = self._read()
-        found = changed(before, after)
-        in_order = {path for path in found if before.get(path) == after.get(path)}
-        texts = partial(self._earlier.texts_in_code, self._held)
-        new = have_grown(found, before, after)
-        grown = {p for p in new if self._known.may_grow(p, before, texts)}
-        found -= grown | {path for path in in_order if is_shared(path)}
+        reader = self._read_now()
+        after = reader.found
+        found = self._changed(before, after)
         for optimizer, scheduler in optimizers if self._beside else ():
             found |= changed(of_optimizer, self._held.read_optimizer(optimizer))
             if scheduler is not None:
                 found |= changed(of_schedule, self._held.read_scheduler(scheduler))
-        found |= self._between
-        keys = texts() if any(PART in path for path in found) else ()
-        found = {path for path in found if not self._known.covers(path, keys)}
+        found = self._not_known(found | self._between)
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         if late := sorted(found, key=_by_cause):
+            self._shared.check_cause(late, reader)
             instead = remedy(late[0], after.get(late[0], ""))
             if PART in late[0]:
                 instead = instead.replace(SET_ANEW, IN_ATTRIBUTE)
@@ -219,27 +220,61 @@ class LateEffects:
                 f"training changed {told(late[0])}, as it did not in the trial's first steps; it "
                 f"is no part of the state that hops: {instead}"
             )
+        if self._beside:
+            self._shared.check(after)
         if self._whole:
             takes_time = self._earlier.seconds > FREE_SECONDS
             self._earlier.latest = _own(after) if takes_time else None
             self._earlier.missed = False
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let the body end the visit; if it fails, others have what they shared before it."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._shared.end()
+
+    def abandon(self) -> None:
+        """Give back what trials share, as far as the trial should not have changed it."""
+        if self._before is not None and self._beside:
+            with suppress(Exception):  # of code that can't be looked at where it failed
+                reader = self._read_now()
+                late = self._not_known(self._changed(self._before[0], reader.found))
+                self._shared.give_back(late, reader, lambda: self._read_now().found)
+        self._shared.end()
+
+    def _changed(self, before: Reading, after: Reading) -> set[str]:
+        """Return what changed, but for caches that trials share."""
+        found = changed(before, after)
+        in_order = {path for path in found if before.get(path) == after.get(path)}
+        new = have_grown(found, before, after)
+        grown = {p for p in new if self._known.may_grow(p, before, self._texts)}
+        return found - grown - {path for path in in_order if is_shared(path)}
+
+    def _not_known(self, found: set[str]) -> set[str]:
+        keys = self._texts() if any(PART in path for path in found) else ()
+        return {path for path in found if not self._known.covers(path, keys)}
+
     def begin_step(self, window: int) -> None:
         """Note what there is before a step."""
-        self._step = window, self._read_whole()
+        self._step = window, self._read_whole().found
 
     def of_step(self, window: int) -> Mapping[str, str]:
         """Return what a step has changed since its begin was noted, value by value."""
         if self._step is None or self._step[0] != window:
             return {}
-        before, after = self._step[1], self._read_whole()
+        before, after = self._step[1], self._read_whole().found
         self._step = None
         found = ((path, v) for path, v in after.items() if before.get(path) != v)
         return {EFFECT + path: v for path, v in found if not is_of_process(path)}
 
     def all_values(self) -> Mapping[str, str]:
         """Return everything that there is, value by value."""
-        return {EFFECT + path: value for path, value in self._read_whole().items()}
+        return {EFFECT + path: value for path, value in self._read_whole().found.items()}
 
     def _read_schedule(self) -> Reading:
         """Return what an LR scheduler holds that is made anew, as each visit makes its own."""
@@ -254,24 +289,25 @@ class LateEffects:
         finally:
             let_go(optimizer)
 
-    def _read(self) -> Reading:
-        """Return all of it, or what there is time for."""
+    def _read_now(self) -> ObjectReader:
+        """Return what has read all of it, or what there is time for."""
         if self._whole:
             return self._read_whole()
-        found = self._held.read_plain()
-        if self._beside:
-            begun = time.thread_time()
-            found |= self._held.read_beside()
-            seconds = self._earlier.beside = time.thread_time() - begun
-            self._budget.spent += max(0.0, seconds - FREE_SECONDS)
-        return found
-
-    def _read_whole(self) -> Reading:
+        if not self._beside:
+            return self._held.read_plain()
         begun = time.thread_time()
-        found = self._held.read()
+        reader = self._held.read_beside()
+        seconds = self._earlier.beside = time.thread_time() - begun
+        self._budget.spent += max(0.0, seconds - FREE_SECONDS)
+        reader.found.update(self._held.read_plain().found)
+        return reader
+
+    def _read_whole(self) -> ObjectReader:
+        begun = time.thread_time()
+        reader = self._held.read_all()
         seconds = self._earlier.seconds = time.thread_time() - begun
         self._budget.spent += max(0.0, seconds - FREE_SECONDS)
-        return found
+        return reader
 
 
 def _by_cause(path: str) -> tuple[bool, bool, str]:

@@ -153,6 +153,7 @@ class ObjectReader:
         self.containers: dict[str, Container] = {}  # that trials share, by path
         self.variables: dict[str, Variable] = {}  # that trials share, by path
         self.class_attributes: dict[str, Variable] = {}  # likewise
+        self.classes: dict[str, type] = {}  # the user's own, by the end of such paths
 
     def read(self, path: str, value: Any) -> None:
         """Read a value and all that it holds; the path must be a new one."""
@@ -291,6 +292,7 @@ class ObjectReader:
         self._named[told] += 1
         if (number := self._named[told]) > 1:  # another one that the same function made
             told = f"{told}#{number}"
+        self.classes[told] = kind
         for name, value in tuple(vars(kind).items()):
             path = f"{name!r}{OF_CLASS}{told}"
             if functions := functions_of(value):

@@ -1,0 +1,202 @@
+"""Gives back what a trial changes late of what the trials of its process share.
+
+Its own trial fails for that. Another one must not train on what it left there, nor finish as if
+nothing had been if it computed in the meantime.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from typing import ClassVar
+
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.readings import (
+    CACHED,
+    NOTHING,
+    OF_CLASS,
+    PART,
+    KnownChanges,
+    Reading,
+    containers_of,
+    is_of_process,
+    name_of,
+    told,
+)
+from cerebro_hydra.shards.cut.values import Contents
+
+_MOST_ITEMS = 1000
+"""Of a container with more items nothing is given back."""
+
+_MEANWHILE = (
+    "another trial of its process changed {} while this one computed, whose code names it, too, so "
+    "that steps had one value or the other"
+)
+_LEFT = (
+    "another trial of the same process has changed {}, which this one's code names, too, and that "
+    "can't be given back; let no step change what trials share, or run the search again without it"
+)
+
+
+class SharedWatch:
+    """Knows what a trial shares with others of its process, as it was when a visit began.
+
+    Args:
+        known: what the trial's first steps changed.
+        evaluated: the names of what admission's evaluations changed.
+        texts: returns the texts that stand in its code.
+    """
+
+    _open: ClassVar[weakref.WeakSet[SharedWatch]] = weakref.WeakSet()
+    _given_back: ClassVar[list[frozenset[str]]] = []  # the paths, of each time
+    _left: ClassVar[dict[str, str]] = {}  # what could not be given back, as it is read since then
+
+    def __init__(
+        self,
+        known: KnownChanges,
+        evaluated: Collection[str],
+        texts: Callable[[], Collection[str]],
+    ) -> None:
+        self._known, self._evaluated, self._texts = known, evaluated, texts
+        self._before: Reading = {}
+        self._noted: _Noted | None = None
+        self._since = 0
+
+    def begin(self, reader: ObjectReader) -> None:
+        """Note what there is.
+
+        Args:
+            reader: has just read it.
+
+        Raises:
+            ConfigurationError: another trial has left something else there for good.
+        """
+        self._before, self._noted = reader.found, _Noted(reader)
+        self._since = len(self._given_back)
+        self._open.add(self)
+        for path, text in self._left.items():
+            if self._before.get(path) == text:
+                raise ConfigurationError(_LEFT.format(told(path)))
+
+    def end(self) -> None:
+        """End the visit."""
+        self._open.discard(self)
+
+    def check(self, after: Reading) -> None:
+        """Look whether another trial has changed something while this one computed.
+
+        Raises:
+            StepDiffers: one has.
+        """
+        found = {p for each in self._given_back[self._since :] for p in each if self._names(p)}
+        for other in self._others():
+            found |= {path for path in other._changed_in(after) if not self._changes(path)}
+        if found:
+            raise StepDiffers(_MEANWHILE.format(told(min(found))))
+
+    def check_cause(self, late: Collection[str], reader: ObjectReader) -> None:
+        """Look whether another trial may have changed what is not as it was.
+
+        Raises:
+            StepDiffers: one may, and this one's own code changes none of it.
+        """
+        names = {path for path in late if is_of_process(path)}
+        others = any(other._names(path) for other in self._others() for path in names)
+        given_back = any(not names.isdisjoint(each) for each in self._given_back[self._since :])
+        if len(names) == len(late) and (others or given_back):
+            own, paths = reader.set_by_code(), {p for each in names for p in containers_of(each)}
+            if own.isdisjoint(paths) and not any(map(reader.is_written, paths - names)):
+                raise StepDiffers(_MEANWHILE.format(told(min(names))))
+
+    def give_back(
+        self, late: Collection[str], reader: ObjectReader, read: Callable[[], Reading]
+    ) -> None:
+        """Let what was changed be as it was when the visit began, as far as it can be.
+
+        Args:
+            late: what was changed.
+            reader: has read it since then.
+            read: reads it again.
+        """
+        done = frozenset[str]().union(*self._given_back[self._since :])  # by another trial
+        paths = frozenset(path for path in late if is_of_process(path)) - done
+        if self._noted is None or not paths:
+            return
+        self._noted.give_back({each for path in paths for each in containers_of(path)}, reader)
+        self._given_back.append(paths)
+        now = read()
+        left = (path for path in paths if path in now and now[path] != self._before.get(path))
+        self._left.update({path: now[path] for path in left})
+
+    def _others(self) -> Iterator[SharedWatch]:
+        return (each for each in tuple(self._open) if each is not self)
+
+    def _names(self, path: str) -> bool:
+        """Return whether the trial's code names a value, or what it is in."""
+        of_class = name_of(path).partition(OF_CLASS)[2]
+        known = self._noted is not None and of_class in self._noted.classes
+        return known or any(each in self._before for each in containers_of(path))
+
+    def _changed_in(self, after: Reading) -> set[str]:
+        """Return what is another one in a reading, and is not to change while this visit lasts."""
+        found = set[str]()
+        for path, text in after.items():
+            if self._before.get(path) == text or CACHED in path or not is_of_process(path):
+                continue
+            is_new = self._before.get(path, NOTHING) == NOTHING
+            if is_new and (not self._names(path) or self._may_grow(path)):
+                continue
+            if not self._changes(path):
+                found.add(path)
+        return found
+
+    def _changes(self, path: str) -> bool:
+        """Return whether the trial's first steps or evaluations did."""
+        return name_of(path) in self._evaluated or self._known.covers(path)
+
+    def _may_grow(self, path: str) -> bool:
+        return self._known.may_grow(path, self._before, self._texts)
+
+
+class _Noted:
+    """Holds variables, attributes of classes and items of containers, by their paths."""
+
+    def __init__(self, reader: ObjectReader) -> None:
+        shared = ((p, v) for p, v in reader.variables.items() if is_of_process(p))
+        self._variables = {path: (each, each.value) for path, each in shared}
+        self.classes = {told: (kind, dict(vars(kind))) for told, kind in reader.classes.items()}
+        self._contents = {
+            path: (held, Contents.of(held))
+            for path, held in reader.containers.items()
+            if len(held) <= _MOST_ITEMS
+        }
+
+    def give_back(self, paths: Collection[str], reader: ObjectReader) -> None:
+        """Let these be as they were; what was not there is taken away.
+
+        Args:
+            reader: has met what was not.
+        """
+        for path in sorted(paths):  # what holds others comes first
+            with suppress(Exception):  # a class may refuse it
+                self._give_back(path, reader)
+
+    def _give_back(self, path: str, reader: ObjectReader) -> None:
+        name, _, of = name_of(path).partition(OF_CLASS)
+        if PART not in path and of in self.classes:
+            kind, attributes = self.classes[of]
+            attribute = name.split("'")[1]
+            found: Variable | None = Variable(kind, attribute)
+            before: object = attributes.get(attribute, ABSENT)
+        else:
+            known = self._variables.get(path)
+            found, before = known or (reader.variables.get(path), ABSENT)
+        if found is not None and found.value is not before:
+            found.set(before)
+        if path in self._contents:
+            holder, contents = self._contents[path]
+            if not Contents.of(holder).is_same(contents):
+                contents.fill(holder)

@@ -1,0 +1,269 @@
+"""What a failed trial has changed of what trials share is given back, and no other trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.data.batches import Batch
+from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.plan.messages import events
+from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
+from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
+from tests.agent.late_events import HAPPENS, RARE, Event, made
+from tests.agent.lone_agent import BATCH, Agent
+from tests.shards import hopping
+
+
+class Shared:
+    scale = 1.0
+    options: dict[str, float] = {"k": 1.0}  # noqa: RUF012
+
+    def act(self, x: Tensor) -> Tensor:
+        return x
+
+
+FACTOR, TABLE, NUMBERS, SPACE = 1.0, {"w": 1.0}, [1.0], SimpleNamespace(scale=1.0)
+TENSOR = torch.ones(16)
+AUXILIARY: list[Tensor] = []
+
+
+def helper(x: Tensor) -> Tensor:
+    return x
+
+
+def computed(x: Tensor) -> Tensor:
+    """Compute with all that is shared."""
+    more = 0.5 if "late" in TABLE or hasattr(SPACE, "late") or hasattr(Shared, "late") else 1.0
+    x = helper(Shared().act(x)) * FACTOR * Shared.scale * Shared.options["k"] * more
+    return x * TABLE["w"] * sum(NUMBERS) * SPACE.scale
+
+
+def sets_a_global(*_: Any) -> None:
+    global FACTOR
+    FACTOR = 0.5
+
+
+def sets_a_function(*_: Any) -> None:
+    global helper
+    helper = torch.tanh
+
+
+def sets_an_attribute(*_: Any) -> None:
+    Shared.scale = 0.5
+
+
+def sets_a_new_attribute(*_: Any) -> None:
+    Shared.late = True  # type: ignore[attr-defined]
+
+
+def sets_a_method(*_: Any) -> None:
+    Shared.act = lambda self, x: x.tanh()  # type: ignore[method-assign]
+
+
+def sets_an_option(*_: Any) -> None:
+    Shared.options["k"] = 0.5
+
+
+def sets_an_entry(*_: Any) -> None:
+    TABLE["w"] = 0.5
+
+
+def sets_a_new_entry(*_: Any) -> None:
+    TABLE["late"] = 0.5
+
+
+def sets_an_item(*_: Any) -> None:
+    NUMBERS[0] = 0.5
+
+
+def adds_an_item(*_: Any) -> None:
+    NUMBERS.append(0.5)
+
+
+def sets_of_an_object(*_: Any) -> None:
+    SPACE.scale = 0.5
+
+
+def sets_a_new_one_of_an_object(*_: Any) -> None:
+    SPACE.late = 0.5
+
+
+CHANGES = [
+    sets_a_global, sets_a_function, sets_an_attribute, sets_a_new_attribute, sets_a_method,
+    sets_an_option, sets_an_entry, sets_a_new_entry, sets_an_item, adds_an_item, sets_of_an_object,
+    sets_a_new_one_of_an_object,
+]  # fmt: skip
+KIND = {"argvalues": CHANGES, "ids": [each.__name__ for each in CHANGES]}
+
+
+def state() -> tuple[Any, ...]:
+    of_class = {name: each for name, each in vars(Shared).items() if not name.startswith("__")}
+    held = dict(TABLE), list(NUMBERS), dict(vars(SPACE)), dict(Shared.options)
+    return FACTOR, helper, of_class, *held
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let all be as in a process that has just begun."""
+    for name, own in (("_given_back", []), ("_left", {})):
+        monkeypatch.setattr(SharedWatch, name, own)
+    factor, function, of_class, table, numbers, space, options = state()
+    yield
+    globals().update(FACTOR=factor, helper=function)
+    for name in state()[2].keys() - of_class.keys():
+        delattr(Shared, name)
+    for name, each in of_class.items():
+        setattr(Shared, name, each)
+    for held, before in ((TABLE, table), (vars(SPACE), space), (Shared.options, options)):
+        held.clear()
+        held.update(before)
+    NUMBERS[:] = numbers
+    TENSOR.fill_(1.0)
+
+
+class Writer(Event):
+    def forward(self, x: Tensor) -> Tensor:
+        return computed(super().forward(x))
+
+
+class Reader(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return computed(x)
+
+
+class Fails(Writer):
+    """Fails by another error after it has changed something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if HAPPENS[0] and self.steps > RARE + 1:
+            raise ValueError("no more")
+        return found
+
+
+@pytest.mark.parametrize("model", [Writer, Fails])
+@pytest.mark.parametrize("change", **KIND)
+def test_what_a_trial_changed_is_as_before_once_it_has_failed(
+    start: Callable[..., Agent], change: Callable[..., None], model: type[Writer]
+) -> None:
+    before = state()
+    agent = start(lambda: made(model(change), shards=2), share=0.0)
+    agent.runs._looks.share = 0.01
+    failed = agent.train()
+    agent.settle()
+    assert isinstance(failed, events.TaskFailed), failed
+    assert ("training changed " if model is Writer else "no more") in failed.error
+    assert state() == before
+
+
+BATCHES = [
+    [Batch((torch.randn(BATCH, 6),), (torch.randint(0, 3, (BATCH,)),), BATCH)] for _ in range(2)
+]
+
+
+def trial_of(middle: nn.Module) -> hopping.Trial:
+    HAPPENS[0] = False
+    return hopping.start(made(middle, shards=2), BATCHES)
+
+
+def begun(trial: hopping.Trial, of: type[Any] = LateEffects) -> Any:
+    known = trial.admission.attributes, trial.admission.set_in_evaluation
+    effects = of(trial.runtime(), *known, AuditBudget(1.0), EarlierReadings())
+    effects.begin()
+    return effects
+
+
+def ends(effects: LateEffects | LateEvaluation) -> None:
+    with effects.ending():
+        effects.check(*([()] if isinstance(effects, LateEffects) else [(), False]))
+
+
+@pytest.fixture(scope="module")
+def reader() -> hopping.Trial:
+    return trial_of(Reader())
+
+
+OF = pytest.mark.parametrize("of", [LateEffects, LateEvaluation])
+HOW = pytest.mark.parametrize(
+    ("of", "first"), [(LateEffects, True), (LateEffects, False), (LateEvaluation, False)]
+)  # whether it begins first, too
+
+
+@HOW
+@pytest.mark.parametrize("change", **KIND)
+def test_who_ends_while_another_trial_has_changed_something_does_not_finish(
+    reader: hopping.Trial, change: Callable[..., None], of: type[Any], first: bool
+) -> None:
+    writes = begun(trial_of(Writer(change)))
+    reads = begun(reader, of) if first else None
+    change()
+    reads = reads or begun(reader, of)
+    with pytest.raises(StepDiffers, match="another trial of its process changed"):
+        ends(reads)
+    writes.abandon()
+
+
+@HOW
+@pytest.mark.parametrize("change", **KIND)
+def test_who_computed_while_something_was_given_back_does_not_finish(
+    reader: hopping.Trial, change: Callable[..., None], of: type[Any], first: bool
+) -> None:
+    writes = begun(trial_of(Writer(change)))
+    reads = begun(reader, of) if first else None
+    change()
+    reads = reads or begun(reader, of)
+    own = change is not adds_an_item  # of which no code tells whose it is
+    with pytest.raises(ConfigurationError if own else StepDiffers):
+        ends(writes)
+    with pytest.raises(StepDiffers, match="another trial of its process changed"):
+        ends(reads)
+    ends(begun(reader, of))  # again, with what was given back
+
+
+@OF
+def test_what_cannot_be_given_back_is_told_to_who_comes_next(of: type[Any]) -> None:
+    class Computes(Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * TENSOR
+
+    reader, writes = trial_of(Computes()), begun(trial_of(Computes()))
+    TENSOR.mul_(0.5)
+    with pytest.raises(ConfigurationError, match="training changed global variable 'TENSOR'"):
+        ends(writes)
+    with pytest.raises(ConfigurationError, match=r"'TENSOR'.*can't be given back"):
+        begun(reader, of)
+
+
+class SetsAnew(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        AUXILIARY.clear()
+        AUXILIARY.append(x.pow(2).mean())
+        return x * sum(AUXILIARY)
+
+
+class LooksUp(Reader):
+    tables: dict[int, Tensor] = {}  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.tables.setdefault(len(x), torch.ones(len(x), 1))
+
+
+@OF
+@pytest.mark.parametrize("model", [SetsAnew, LooksUp])
+def test_what_each_step_sets_anew_and_caches_disturb_no_other_trial(
+    model: type[Reader], of: type[Any]
+) -> None:
+    one, other = trial_of(model()), trial_of(model())
+    first, second = begun(one), begun(other, of)
+    one.recipe.model(torch.randn(BATCH - 1, 6))
+    ends(second)
+    ends(first)
+    ends(begun(other, of))
