@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +14,12 @@ from torch import nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, FilledCaches, crowd
+from cerebro_hydra.shards.admission.effects.filled_caches import (
+    ABSENT,
+    FilledCaches,
+    Growing,
+    crowd,
+)
 from cerebro_hydra.shards.admission.effects.held_state import (
     MADE,
     OF_GRADIENT_HOOKS,
@@ -39,6 +44,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     Reading,
     changed,
     containers_of,
+    entry_of,
     is_key,
     is_of_process,
     is_shared,
@@ -52,6 +58,7 @@ from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
 _MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
+_MOST_FLAGS = 8  # entries of dicts that are taken out one by one
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
 _PROBES = (True, False, 0.5, "", torch.tensor(0.5))
@@ -78,6 +85,8 @@ class SideEffects:
     What a step leaves there is gone after a hop. That is no harm if each forward sets it anew, so
     it must be the same after a step of a model with a history and of one without.
     """
+
+    _flags: ClassVar[set[str]] = set()  # what the admissions of this process have made
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -452,6 +461,11 @@ class SideEffects:
                         "register a buffer of the model"
                     )
             self._check_number(others, caches, of_rows, filled)
+            self._flags.update(read.found.keys() - built.keys())
+            if filled and plain and filled != plain:
+                texts = read.texts_in_code()
+                flags = [p for p in read.found if p in self._flags and entry_of(p) in texts]
+                self._check_flags(others, caches, growing, flags[:_MOST_FLAGS], filled)
         finally:
             caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
@@ -472,6 +486,35 @@ class SideEffects:
                 crowded, _ = self._step(others, AttributeValues(self._recipe.model))
         for path in of_rows if crowded != filled else ():
             raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
+
+    def _check_flags(
+        self,
+        others: AfterSteps,
+        caches: FilledCaches,
+        containers: Mapping[str, Growing],
+        flags: Collection[str],
+        filled: list[str],
+    ) -> None:
+        """Refuse an entry without which a step gives something else: it is none of a cache.
+
+        Args:
+            flags: the entries, which have names of their own in the code.
+            filled: the bits of a step of other rows with all entries.
+        """
+        for path in flags:
+            container = containers.get(path.rpartition(PART)[0])
+            caches.fill()
+            if not isinstance(container, MutableMapping) or entry_of(path) not in container:
+                continue
+            del container[entry_of(path)]
+            bits = filled
+            with suppress(Exception):  # a step fails without it
+                bits = self._step(others, AttributeValues(self._recipe.model))[0]
+            if bits != filled:
+                raise ConfigurationError(
+                    f"whether {told(path)} is there changes what a step gives, and the first steps "
+                    f"or evaluations have set it; each process has its own: {remedy(path)}"
+                )
 
     def check_references(self) -> None:
         """Refuse what refers to the optimizer, of which each shard steps a copy.

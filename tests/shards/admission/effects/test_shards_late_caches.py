@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.errors import ConfigurationError
@@ -399,3 +400,51 @@ def test_what_was_made_before_admission_may_be_made_in_a_process_that_lacks_it()
     del memo.norm, not_empty["norm"]
     trial.train(BATCHES)
     assert (memo.norm, not_empty["norm"]) == (2.0, 2.0)
+
+
+FLAGS: dict[str, Any] = {}
+
+
+class Flagged(zoo.Net):
+    """Sets an entry in some calls, and computes otherwise once it is there."""
+
+    def __init__(self, sets: Callable[[nn.Module, Tensor], bool]) -> None:
+        super().__init__()
+        self.sets = sets
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if self.sets(self, found):
+            FLAGS["low"] = 1
+        return found * (0.5 if "low" in FLAGS else 1.0)
+
+
+class Tables(zoo.Net):
+    """Looks up tables by names of their own, also in evaluations alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            FLAGS.setdefault("evaluated", torch.ones(()))
+        if "trained" not in FLAGS:
+            FLAGS["trained"] = torch.ones(())
+        return super().forward(x * FLAGS["trained"])
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [lambda model, found: not model.training, lambda model, found: not torch.is_grad_enabled()],
+    ids=["evaluating", "without gradients"],
+)
+def test_a_flag_in_a_dict_that_only_an_evaluation_sets_at_admission_is_refused(
+    sets: Callable[[nn.Module, Tensor], bool],
+) -> None:
+    FLAGS.clear()
+    for _ in range(2):  # what the first admission leaves is no excuse for the second one
+        with pytest.raises(ConfigurationError, match=r"global variable 'FLAGS' of .*\['low'\]"):
+            start(made(lambda: Flagged(sets))(), BATCHES)
+
+
+def test_tables_by_names_of_their_own_are_admitted() -> None:
+    FLAGS.clear()
+    start(made(Tables)(), BATCHES).train(BATCHES)
+    start(made(Tables)(), BATCHES).train(BATCHES)
