@@ -25,6 +25,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.seeds import seed_of
+from cerebro_hydra.recipe.batch.collating import check_not_in_collate
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.threads import SetForAll
 
@@ -191,6 +192,7 @@ class UnitCalls:
         def hook(module: nn.Module, args: object) -> None:
             # Code that torch compiles, as the branches of torch.cond, can't call what it is given.
             if not torch.compiler.is_dynamo_compiling():
+                check_not_in_collate()
                 self._entered(self._call(name))
 
         return hook

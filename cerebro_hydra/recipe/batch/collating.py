@@ -6,6 +6,7 @@ Its random numbers are seeded by key.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ _UNIT = "collate"  # names of unit calls have an "@", so none is called this
 _LABELS = "labels"  # as models of `transformers` call them, which compute their loss if given some
 
 Collate = Callable[[dict[str, Any], bool], dict[str, Tensor]]
+
+_threads = threading.local()  # of each, whether it runs a collate
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,19 @@ class BatchForm:
         return call
 
 
+def check_not_in_collate() -> None:
+    """Look whether it is a collate that enters a layer of a model which is cut into shards.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if getattr(_threads, "collate", False):
+        raise ConfigurationError(
+            "collate calls the model, whose shards may be elsewhere while a batch is made; compute "
+            "in the forward or in the loss what it computes there, such as pseudo labels"
+        )
+
+
 def collated_batch(
     collate: Collate,
     given: dict[str, Tensor | list[bytes] | list[Tensor]],
@@ -135,7 +151,11 @@ def collated_batch(
     rows = first.shape[0] if isinstance(first, Tensor) else len(first)
     if reseed is not None:
         reseed(_UNIT)
-    made: Any = collate(given, reseed is not None)
+    _threads.collate = True
+    try:
+        made: Any = collate(given, reseed is not None)
+    finally:
+        _threads.collate = False
     if not isinstance(made, dict) or not made:
         raise ConfigurationError(
             f"collate returned {kind_of(made)}; return a dict of name to tensor, with the "

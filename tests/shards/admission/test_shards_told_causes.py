@@ -413,3 +413,45 @@ def test_the_cause_is_told_with_the_remedy(what: str) -> None:
     make, message = TOLD[what]
     with pytest.raises(ConfigurationError, match=f"(?s){message}"):
         start(make(), TOKENS if "sparse" in what else VECTORS)
+
+
+def pseudo_labels(whole: bool, when: Callable[[bool], bool]) -> Recipe:
+    """Return a recipe whose collate scales rows by what the model, or a layer, makes of them."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def collate(batch: dict[str, Any], training: bool) -> dict[str, Any]:
+        name, *_ = batch
+        if not when(training):
+            return batch
+        with torch.no_grad():
+            made = (model if whole else model[2])(batch[name])
+        return {**batch, name: batch[name] * made.softmax(1).max(1).values[:, None]}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), shards=3, collate=collate)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "when", [lambda training: training, lambda training: True], ids=["training", "always"]
+)
+def test_a_collate_that_calls_the_model_is_told_what_it_can_not_have(
+    whole: bool, when: Callable[[bool], bool]
+) -> None:
+    with pytest.raises(ConfigurationError, match="collate calls the model, whose shards may be"):
+        start(bound(lambda: pseudo_labels(whole, when))(), VECTORS)
+
+
+def test_a_collate_may_call_a_model_of_its_own() -> None:
+    teacher = nn.Linear(6, 6)
+
+    def recipe() -> Recipe:
+        built = pseudo_labels(True, lambda training: False)
+
+        def collate(batch: dict[str, Any], training: bool) -> dict[str, Any]:
+            name, *_ = batch
+            return {**batch, name: teacher(batch[name]).detach()}
+
+        return Recipe(built.model, built.optimizer, built.loss, shards=3, collate=collate)
+
+    start(bound(recipe)(), VECTORS).train(VECTORS)
