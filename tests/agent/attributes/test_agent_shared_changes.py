@@ -267,3 +267,22 @@ def test_what_each_step_sets_anew_and_caches_disturb_no_other_trial(
     ends(second)
     ends(first)
     ends(begun(other, of))
+
+
+class Names(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if AUXILIARY is not None else 2 * x
+
+
+@OF
+def test_who_is_taken_back_while_another_one_sets_something_anew_takes_nothing_from_it(
+    of: type[Any],
+) -> None:
+    setter, named = trial_of(SetsAnew()), trial_of(Names())
+    sets, names = begun(setter), begun(named, of)
+    setter.recipe.model(torch.randn(BATCH - 1, 6))
+    left = list(AUXILIARY)
+    names.abandon()
+    assert list(AUXILIARY) == left
+    ends(sets)
+    ends(begun(named, of))

@@ -163,9 +163,11 @@ class KnownChanges:
     EMPTY = f"{PART}0"
     FILLED = f"{PART}1"
     THERE = f"{PART}+"
+    _NO_CHANGES = (MADE, ANEW, ONCE, SAME, EMPTY, FILLED, THERE)
 
     _filled: ClassVar[set[str]] = set()  # in the first steps of any trial of this process
     _there: ClassVar[set[str]] = set()  # at admission of any trial of this process
+    _moved: ClassVar[set[str]] = set()  # likewise, of what the process has
 
     MOST = 256
     """Marks for one name; if there were more, everything below it is known."""
@@ -185,13 +187,13 @@ class KnownChanges:
         self._filled.update(filled)
         there = (mark.removesuffix(self.THERE) for mark in marks if mark.endswith(self.THERE))
         self._there.update(there, filter(is_shared, marks))
+        moved = {mark.removesuffix(self.ANY) for mark in marks if is_of_process(mark)} | self.anew
+        self._moved.update(each for each in moved if not each.endswith(self._NO_CHANGES))
 
     def told(self, most: int) -> list[str]:
         """Return what changed, in words, the first of it."""
-        others = (
-            self.MADE, self.ANEW, self.ONCE, self.SAME, self.EMPTY, self.FILLED, self.THERE
-        )  # fmt: skip
-        paths = (mark.removesuffix(self.ANY) for mark in self._marks if not mark.endswith(others))
+        changes = (mark for mark in self._marks if not mark.endswith(self._NO_CHANGES))
+        paths = (mark.removesuffix(self.ANY) for mark in changes)
         return sorted(set(map(told, paths)))[:most]
 
     def may_grow(self, path: str, before: Reading, texts: Callable[[], Collection[str]]) -> bool:
@@ -222,6 +224,11 @@ class KnownChanges:
         _, of_class, kind = path.partition(OF_CLASS)
         known = not of_class or any(name_of(p).partition(OF_CLASS)[2] == kind for p in before)
         return known and attribute_of(path) is not None
+
+    @classmethod
+    def moved_by_any(cls, path: str) -> bool:
+        """Return whether the first steps of any trial of this process changed what it has there."""
+        return not cls._moved.isdisjoint(containers_of(path))
 
     @classmethod
     def shared_marks(

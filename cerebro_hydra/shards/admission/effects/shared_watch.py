@@ -76,10 +76,10 @@ class SharedWatch:
         """
         self._before, self._noted = reader.found, _Noted(reader)
         self._since = len(self._given_back)
-        self._open.add(self)
         for path, text in self._left.items():
             if self._before.get(path) == text:
                 raise ConfigurationError(_LEFT.format(told(path)))
+        self._open.add(self)
 
     def end(self) -> None:
         """End the visit."""
@@ -93,8 +93,8 @@ class SharedWatch:
         """
         found = {p for each in self._given_back[self._since :] for p in each if self._names(p)}
         for other in self._others():
-            found |= {path for path in other._changed_in(after) if not self._changes(path)}
-        if found:
+            found |= other._changed_in(after)
+        if found := {path for path in found if not self._changes(path)}:
             raise StepDiffers(_MEANWHILE.format(told(min(found))))
 
     def check_cause(self, late: Collection[str], reader: ObjectReader) -> None:
@@ -122,7 +122,8 @@ class SharedWatch:
             read: reads it again.
         """
         done = frozenset[str]().union(*self._given_back[self._since :])  # by another trial
-        paths = frozenset(path for path in late if is_of_process(path)) - done
+        own = (path for path in late if is_of_process(path) and not self._changes(path))
+        paths = frozenset(own) - done
         if self._noted is None or not paths:
             return
         self._noted.give_back({each for path in paths for each in containers_of(path)}, reader)
@@ -154,8 +155,9 @@ class SharedWatch:
         return found
 
     def _changes(self, path: str) -> bool:
-        """Return whether the trial's first steps or evaluations did."""
-        return name_of(path) in self._evaluated or self._known.covers(path)
+        """Return whether the trial's first steps or evaluations did, or those of any other."""
+        own = name_of(path) in self._evaluated or self._known.covers(path)
+        return own or KnownChanges.moved_by_any(path)
 
     def _may_grow(self, path: str) -> bool:
         return self._known.may_grow(path, self._before, self._texts)
