@@ -228,6 +228,23 @@ def test_who_computed_while_something_was_given_back_does_not_finish(
     ends(begun(reader, of))  # again, with what was given back
 
 
+@pytest.mark.parametrize("change", **KIND)
+def test_who_was_disturbed_leaves_it_to_the_other_to_give_it_back(
+    reader: hopping.Trial, change: Callable[..., None]
+) -> None:
+    before, reads = state(), begun(reader)
+    writes = begun(trial_of(Writer(change)))
+    change()
+    with pytest.raises(StepDiffers, match="another trial of its process changed"):
+        ends(reads)
+    with pytest.raises((ConfigurationError, StepDiffers)) as told:
+        ends(writes)
+    seen = change not in (adds_an_item, sets_a_new_attribute, sets_a_new_one_of_an_object)
+    assert isinstance(told.value, ConfigurationError) or not seen  # else no code tells whose it is
+    assert state() == before
+    ends(begun(reader))
+
+
 @OF
 def test_what_cannot_be_given_back_is_told_to_who_comes_next(of: type[Any]) -> None:
     class Computes(Reader):

@@ -61,6 +61,7 @@ class SharedWatch:
         texts: Callable[[], Collection[str]],
     ) -> None:
         self._known, self._evaluated, self._texts = known, evaluated, texts
+        self._reader: ObjectReader | None = None
         self._before: Reading = {}
         self._noted: _Noted | None = None
         self._since = 0
@@ -74,7 +75,7 @@ class SharedWatch:
         Raises:
             ConfigurationError: another trial has left something else there for good.
         """
-        self._before, self._noted = reader.found, _Noted(reader)
+        self._reader, self._before, self._noted = reader, reader.found, _Noted(reader)
         self._since = len(self._given_back)
         for path, text in self._left.items():
             if self._before.get(path) == text:
@@ -91,7 +92,7 @@ class SharedWatch:
         Raises:
             StepDiffers: one has.
         """
-        found = {p for each in self._given_back[self._since :] for p in each if self._names(p)}
+        found = set(filter(self._names, self._given_back_meanwhile()))
         for other in self._others():
             found |= other._changed_in(after)
         if found := {path for path in found if not self._changes(path)}:
@@ -103,13 +104,11 @@ class SharedWatch:
         Raises:
             StepDiffers: one may, and this one's own code changes none of it.
         """
-        names = {path for path in late if is_of_process(path)}
-        others = any(other._names(path) for other in self._others() for path in names)
-        given_back = any(not names.isdisjoint(each) for each in self._given_back[self._since :])
-        if len(names) == len(late) and (others or given_back):
-            own, paths = reader.set_by_code(), {p for each in names for p in containers_of(each)}
-            if own.isdisjoint(paths) and not any(map(reader.is_written, paths - names)):
-                raise StepDiffers(_MEANWHILE.format(told(min(names))))
+        self._reader, names = reader, {path for path in late if is_of_process(path)}
+        given_back = set(filter(self._is_given_back, names))
+        others = {p for p in names - given_back if any(o._names(p) for o in self._others())}
+        if names and given_back | others == set(late) and not any(map(self._sets, others)):
+            raise StepDiffers(_MEANWHILE.format(told(min(names))))
 
     def give_back(
         self, late: Collection[str], reader: ObjectReader, read: Callable[[], Reading]
@@ -121,9 +120,14 @@ class SharedWatch:
             reader: has read it since then.
             read: reads it again.
         """
-        done = frozenset[str]().union(*self._given_back[self._since :])  # by another trial
-        own = (path for path in late if is_of_process(path) and not self._changes(path))
-        paths = frozenset(own) - done
+        self._reader = reader
+        paths = frozenset(
+            path
+            for path in late
+            if is_of_process(path) and not (self._changes(path) or self._is_given_back(path))
+            # Whose code sets it gives it back, if it is under way.
+            if self._sets(path) or not any(other._sets(path) for other in self._others())
+        )
         if self._noted is None or not paths:
             return
         self._noted.give_back({each for path in paths for each in containers_of(path)}, reader)
@@ -131,6 +135,21 @@ class SharedWatch:
         now = read()
         left = (path for path in paths if path in now and now[path] != self._before.get(path))
         self._left.update({path: now[path] for path in left})
+
+    def _given_back_meanwhile(self) -> frozenset[str]:
+        return frozenset[str]().union(*self._given_back[self._since :])
+
+    def _is_given_back(self, path: str) -> bool:
+        """Return whether another trial has given back a value, or what it is in, meanwhile."""
+        return not self._given_back_meanwhile().isdisjoint(containers_of(path))
+
+    def _sets(self, path: str) -> bool:
+        """Return whether the trial's code sets a value, as far as one can see."""
+        if self._reader is None:
+            return False
+        holders = [*containers_of(path)]
+        own = self._reader.set_by_code()
+        return not own.isdisjoint(holders) or any(map(self._reader.is_written, holders[:-1]))
 
     def _others(self) -> Iterator[SharedWatch]:
         return (each for each in tuple(self._open) if each is not self)

@@ -566,13 +566,7 @@ def _moving(readings: Sequence[Reading]) -> set[str]:
     moved = changed(built, first) & changed(first, second)
     turned = {path for path in moved if second.get(path, "").startswith(_TURNING)}
     counted = {path for path in moved if all(_is_whole(each.get(path)) for each in (first, second))}
-    return turned | counted | (_gained(built, first) & _gained(first, second))
-
-
-def _gained(before: Reading, after: Reading) -> set[str]:
-    """Return the dicts and sets that have an entry more."""
-    holders = {path.rpartition(PART)[0] for path in after.keys() - before.keys()}
-    return {path for path in holders if before.get(path, "").startswith(CONTAINER)}
+    return turned | counted
 
 
 def _is_whole(text: str | None) -> bool:
