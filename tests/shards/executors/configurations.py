@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,9 +38,10 @@ def watched(train: Train) -> Train:
 
     def run(trial: Trial, profile: TrialProfile, windows: SubEpoch) -> None:
         effects = begun(trial, trial.recipe)
-        with effects.watched():
-            train(trial, profile, windows)
-        effects.check([(trial.recipe.optimizer, None)])
+        with effects.ending():
+            with effects.watched():
+                train(trial, profile, windows)
+            effects.check([(trial.recipe.optimizer, None)])
 
     return run
 
@@ -59,13 +61,15 @@ def pipelined(
 
     def make() -> VisitRun:
         recipe, shared = copy.deepcopy(trial.recipe), trial.cut_model.shared
-        devices.append((begun(trial, recipe), recipe))
+        devices.append((effects := begun(trial, recipe), recipe))
+        stack.enter_context(effects.ending())
         return shard_run(trial, windows, recipe, recompute, shared, None, True)
 
-    Worker([Resident(trial, spec, Moving(make, spec))], 0, 0, 3).run()
-    trial.step += len(windows)
-    for effects, recipe in devices:
-        effects.check([(recipe.optimizer, None)])
+    with ExitStack() as stack:
+        Worker([Resident(trial, spec, Moving(make, spec))], 0, 0, 3).run()
+        trial.step += len(windows)
+        for effects, recipe in devices:
+            effects.check([(recipe.optimizer, None)])
 
 
 @dataclass(frozen=True)
