@@ -181,8 +181,10 @@ class CutCheck:
                     _evaluated(trainer, each, trial_seed, of_evaluation, given) for each in examples
                 )
                 with told_with_batch(trainer, largest):
-                    warnings = warnings_of_parts(recipe, largest, given.pop(id(largest)))
-                del given
+                    outputs = given.pop(id(largest))
+                    evaluated_model = trainer.evaluated_model()
+                    warnings = warnings_of_parts(recipe, evaluated_model, largest, outputs)
+                del given, outputs
             kept.append(SecondNames(model, known=1))  # by what gives the parameters these values
             for names in kept:
                 _check_second_names(recipe, names, written, largest, trial_seed, second_names.keys)

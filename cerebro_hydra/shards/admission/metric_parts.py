@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Metric, Recipe, StateMetric, mean, merge_metrics
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.objective.known_metrics import doubts_of_accuracy
 from cerebro_hydra.recipe.objective.metrics import NoSingleNumber, as_made
 from cerebro_hydra.recipe.objective.torch_metrics import NoNumber, is_of_torch_metric
@@ -32,13 +33,16 @@ class _Part(NamedTuple):
     rows: int
 
 
-def warnings_of_parts(recipe: Recipe, example: Example, outputs: Any) -> dict[str, str]:
+def warnings_of_parts(
+    recipe: Recipe, model: nn.Module, example: Example, outputs: Any
+) -> dict[str, str]:
     """Return a warning for each metric, by name, whose value depends on which rows make a batch.
 
     There is one for an accuracy that may take likelihoods for logits, or labels that it never hits,
     and for a loss that is a sum over rows, too.
 
     Args:
+        model: the one that is evaluated, to which a loss may refer, too.
         example: with as many rows as a batch has.
         outputs: what the model gives for it in evaluation.
 
@@ -53,7 +57,9 @@ def warnings_of_parts(recipe: Recipe, example: Example, outputs: Any) -> dict[st
     whole = _Part(outputs, targets, int((targets or features)[0].shape[0]))
     parted = [list(_parts(whole, number)) for number in (2, 4)]
     found = {metric.name: _difference(recipe, metric, whole, parted) for metric in given}
-    found["loss"] = _grows(recipe, whole, parted[0])
+    with kept_attributes(model):
+        model.eval()
+        found["loss"] = _grows(recipe, whole, parted[0])
     for metric, told in doubts:
         (looks, _) = recipe.compute_metrics(*whole, [metric])[metric.name]
         if looks:
