@@ -68,12 +68,6 @@ class TrialCode:
     code: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def of_model(self) -> str:
-        """Return what says of all but the recipe's settings what they are."""
-        parts = {name: text for name, text in self.parts.items() if not is_setting(name)}
-        return repr((parts, self.code, self.values))
-
     def is_comparable(self, now: TrialCode) -> bool:
         """Return whether both depend on the same versions, so that equal code is told alike."""
         both = self.versions.keys() & now.versions.keys()

@@ -56,7 +56,7 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
-from cerebro_hydra.shards.admission.same_builds import check_same_builds, read_build
+from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
 from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
@@ -173,7 +173,7 @@ class Admission:
         if folder is not None:
             self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
-        self._built_alike: set[str] = set()  # what trials are made of that were built twice
+        self._built_alike: set[str] = set()  # the kinds of trials that were built twice
 
     def admit(
         self,
@@ -307,14 +307,14 @@ class Admission:
     ) -> tuple[Recipe, TrialCode | None]:
         """Return a trial's recipe and its code, of a factory that makes the same one each time.
 
-        Of trials whose model and code are the same only the first is built twice.
+        Of trials that differ in settings and options of the optimizer alone one is built twice.
         """
         build = partial(build_recipe, self._factory, params, self._seed, self._columns)
         recipe = build()
         if (read := read_build(recipe)) is None:
             return recipe, None
         before, code = read
-        if (key := code.of_model) in self._built_alike:
+        if (key := kind_of_build(before)) in self._built_alike:
             return recipe, code
         del recipe  # two models at a time may be too large
         gc.collect()

@@ -6,8 +6,9 @@ that another worker has left.
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.effects.after_steps import ExampleBatch, plain_trainer
-from cerebro_hydra.shards.admission.effects.held_state import OF_SCHEDULER
+from cerebro_hydra.shards.admission.effects.held_state import OF_OPTIMIZER, OF_SCHEDULER
 from cerebro_hydra.shards.admission.effects.readings import Reading, changed, name_of
 from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
-from cerebro_hydra.shards.admission.trial_code import read_trial
+from cerebro_hydra.shards.admission.trial_code import read_trial, rebuilt
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.engine.differences import contents
+from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.trial_code import TrialCode, is_setting
 
 _MOST_TOLD = 3
@@ -37,8 +39,18 @@ def read_build(recipe: Recipe) -> tuple[Reading, TrialCode] | None:
     if (read := read_trial(recipe)) is None:
         return None
     reader, code = read
-    rebuilt = {f"buffer {name!r}": tensor_text(each) for name, each in _rebuilt(recipe.model)}
-    return {**reader.found, **code.parts, **rebuilt}, code
+    buffers = {f"buffer {n!r}": tensor_text(each) for n, each in rebuilt(recipe.model)}
+    return {**reader.found, **code.parts, **buffers}, code
+
+
+def kind_of_build(reading: Reading) -> str:
+    """Return what builds have in common that differ in settings and options of the optimizer."""
+    beside = sorted(
+        (path, text)
+        for path, text in reading.items()
+        if not (is_setting(path) or OF_OPTIMIZER in name_of(path))
+    )
+    return digest(repr(beside).encode(errors="surrogatepass"))
 
 
 def check_same_builds(
@@ -61,7 +73,7 @@ def check_same_builds(
     if not (names := changed(before, now)):
         return
     settings = {name for name in map(name_of, names) if is_setting(name) or name == _OF_SCHEDULE}
-    if not settings and _train_alike(*_unlike(names, build), example, trial_seed):
+    if not settings and _train_alike(names, build, example, trial_seed):
         return
     differing = sorted(settings or set(map(name_of, names)))
     more = f" and {len(differing) - _MOST_TOLD} more" if len(differing) > _MOST_TOLD else ""
@@ -74,67 +86,66 @@ def check_same_builds(
     )
 
 
-def _unlike(names: Collection[str], build: Callable[[], Recipe]) -> tuple[Recipe, Recipe]:
-    """Return two builds in which something of these names differs, if a few builds have it."""
-    first, second = build(), build()
-    before = read_build(first)
+def _train_alike(
+    names: Collection[str], build: Callable[[], Recipe], example: Example, trial_seed: int
+) -> bool:
+    """Return whether two builds give the same from equal states on.
+
+    They differ in something of these names, if a few builds have it. They may share modules.
+    """
+    first = build()
+    before, state = read_build(first), _state(first.model)
+    expected = _trained(first, state, example, trial_seed)
+    del first  # with what its steps have made, as large as the model
+    gc.collect()
     for _ in range(_MOST_BUILDS):
+        second = build()
         now = read_build(second)
         if before is None or now is None or changed(before[0], now[0]) & set(names):
             break
-        second = build()
-    return first, second
-
-
-def _rebuilt(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that each worker has from its own build."""
-    for place, module in model.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            if (buffer := module._buffers.get(name)) is not None:
-                yield f"{place}.{name}" if place else name, buffer
-
-
-def _train_alike(first: Recipe, second: Recipe, example: Example, trial_seed: int) -> bool:
-    """Return whether two builds, which may share modules, give the same from equal states on."""
-    if not _have_equal_state(first.model, second.model):
+    own, forms = _state(second.model), [{n: t.shape for n, t in state.items()}]
+    forms.append({name: tensor.shape for name, tensor in own.items()})
+    if forms[0] != forms[1]:
         return False
-    kept = {id(t): (t, t.clone()) for each in (first, second) for t in _tensors(each.model)}
-    results = []
-    for each in (first, second):
-        with kept_attributes(first.model), kept_attributes(second.model):
-            results.append(_trained(each, example, trial_seed))
-        with torch.no_grad():
-            for tensor, before in kept.values():
-                tensor.copy_(before)
-        each.model.zero_grad()
-    return None in results or results[0] == results[1]
+    own = state | {name: own[name] for name, _ in rebuilt(second.model)}
+    found = _trained(second, own, example, trial_seed)
+    return None in (expected, found) or expected == found
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    return (each.detach() for each in itertools.chain(model.parameters(), model.buffers()))
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a model's parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in _tensors(model)}
 
 
-def _have_equal_state(first: nn.Module, second: nn.Module) -> bool:
-    """Give a model the parameters and buffers of another one; return whether it has such."""
-    rebuilt = {name for name, _ in _rebuilt(first)}
-    there = dict(first.named_parameters()) | dict(first.named_buffers())
-    own = dict(second.named_parameters()) | dict(second.named_buffers())
-    if there.keys() != own.keys() or any(there[n].shape != own[n].shape for n in there):
-        return False
-    with torch.no_grad():
-        for name in own.keys() - rebuilt:
-            own[name].copy_(there[name])
-    return True
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-def _trained(recipe: Recipe, example: Example, trial_seed: int) -> object:
-    """Return what a step and an evaluation give; None where they fail, which is told elsewhere."""
+def _trained(
+    recipe: Recipe, state: Mapping[str, Tensor], example: Example, trial_seed: int
+) -> object:
+    """Return what two steps from a state and an evaluation give; the model has that state then.
+
+    It is None where they fail, which is told elsewhere.
+    """
     window = [ExampleBatch.of(example)]
+    _give(recipe.model, state)
     try:
-        recipe.take_form(example)
-        trainer = plain_trainer(recipe, trial_seed)
-        losses = [trainer.train([window]) for _ in range(2)]
-        RandomKey(trial_seed, 0, 0).reseed("evaluation")
-        return repr((losses, trainer.evaluate(window))), contents(trainer.tensors())
+        with kept_attributes(recipe.model):
+            recipe.take_form(example)
+            trainer = plain_trainer(recipe, trial_seed)
+            losses = [trainer.train([window]) for _ in range(2)]
+            RandomKey(trial_seed, 0, 0).reseed("evaluation")
+            return repr((losses, trainer.evaluate(window))), contents(trainer.tensors())
     except Exception:
         return None
+    finally:
+        _give(recipe.model, state)
+        recipe.model.zero_grad()
+
+
+def _give(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in _tensors(model):
+            if name in state:  # a step may have made a buffer
+                tensor.copy_(state[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -31,11 +32,12 @@ from cerebro_hydra.shards.admission.effects.readings import (
     GENERATOR,
     NOTHING,
     OBJECT,
+    PART,
     is_shared,
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.value_texts import code_digest, module_of
+from cerebro_hydra.shards.admission.effects.value_texts import code_digest, module_of, tensor_text
 from cerebro_hydra.storage.run_document import TrialSpec
 from cerebro_hydra.storage.trial_code import (
     FORMAT,
@@ -56,10 +58,12 @@ _LONGEST = 60
 _MOST_VALUES = 500
 """Values that are named one by one; of what comes behind them is kept one digest."""
 
-_OF_PROCESS = re.compile(r" at 0x|[0-9a-f]{8}|\d{4}|\d\d[:._-]\d\d|(^.|\s)(/|[A-Za-z]+:[/\\])")
+_OF_PROCESS = re.compile(
+    r" at 0x|[0-9a-f]{8}|(19|20)\d\d|\d{5}|\d\d[:._-]\d\d|(^.|\s)(/|[A-Za-z]+:[/\\])"
+)
 """Is in a text that no other process may have: an address, an id that was drawn, a time, a path."""
-_LEAST_STAMP = 1e9
-"""Of a number from here on it is taken that it is a time, or drawn."""
+_LEAST_STAMP, _LEAST_HASH = 1e9, 1e12
+"""Of a number from here on it is taken that it is a time, or drawn; below zero, a hash."""
 _NUMBERS = ("int ", "float ")
 _READABLE = (*_NUMBERS, "bool ", "str ", "complex ")
 _PLACE = re.compile(r"(?<![\w.])(\w+\.)+(?=[A-Za-z_<])")
@@ -134,22 +138,43 @@ def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     left_out = reader.made_by_code() | reader.set_by_code()
     of_libraries = _of_libraries(recipe)
     for path in reader.found:
-        name = name_of(path)
-        if name.startswith("attribute ") and name.rpartition(" of ")[2] in of_libraries:
-            left_out.add(path)  # options there are parts
+        told_as, _, holder = name_of(path).rpartition(" of ")
+        kind = of_libraries.get(holder) if told_as.startswith("attribute '") else None
+        if kind is not None and (
+            issubclass(kind, torch.optim.Optimizer) or told_as.split("'")[1] in _options_of(kind)  # type: ignore[arg-type]
+        ):
+            left_out.add(path)  # it is a part
     modules = _names_of_modules(reader)
     held = ((path, text) for path, text in reader.found.items() if path not in left_out)
-    found = sorted(
-        (modules.sub("", told(path)), kept)
-        for path, text in held
-        if (kept := _value(path, text)) is not None
-    )
+    texts = [(path, kept) for path, text in held if (kept := _value(path, text)) is not None]
+    texts += [(f"buffer {name!r}", f"#{tensor_text(t)}") for name, t in rebuilt(recipe.model)]
+    texts += _keys(path for path in reader.found if path not in left_out)
+    found = sorted((modules.sub("", told(path)), text) for path, text in texts)
     rest = {"other values": _digest(repr(found[_MOST_VALUES:]))} if found[_MOST_VALUES:] else {}
     return dict(found[:_MOST_VALUES]) | rest
 
 
-def _of_libraries(recipe: Recipe) -> set[str]:
-    """Return how readings name the modules and optimizers of libraries."""
+def _keys(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield containers that no other trial fills, with a digest of their keys or members."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        container, _, key = path.rpartition(PART)
+        if key.startswith(("[", "{")) and not is_shared(path) and CACHED not in path:
+            found.setdefault(container, []).append(key)
+    for container, keys in found.items():
+        yield f"{container}{PART} has", _digest(repr(sorted(keys)))
+
+
+def rebuilt(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that each process has from its own build."""
+    for place, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            if (buffer := module._buffers.get(name)) is not None:
+                yield f"{place}.{name}" if place else name, buffer
+
+
+def _of_libraries(recipe: Recipe) -> dict[str, type]:
+    """Return the classes of modules and optimizers that are a library's, by their names there."""
     model, members = recipe.model, members_of(recipe.optimizer)
     held: list[tuple[str, Any]] = [(f"module {n!r}", each) for n, each in model.named_modules()]
     held[0] = f"the model ({type(model).__name__})", model
@@ -158,12 +183,13 @@ def _of_libraries(recipe: Recipe) -> set[str]:
         held.append(
             (f"optimizer {kind}" if len(members) == 1 else f"optimizer {number} ({kind})", each)
         )
-    return {name for name, each in held if not is_own(type(each).__module__)}
+    return {name: type(each) for name, each in held if not is_own(type(each).__module__)}
 
 
 def _names_of_modules(reader: ObjectReader) -> re.Pattern[str]:
     """Return what finds the user's modules in readings: a script is one of another name."""
-    own = {*map(module_of, reader.own_functions()), *map(module_of, reader.own_classes())}
+    found = (*map(module_of, reader.own_functions()), *map(module_of, reader.own_classes()))
+    own = set(filter(None, found))  # functions that were made of a text have none
     either = "|".join(map(re.escape, sorted(own, key=len, reverse=True))) or "(?!)"
     return re.compile(rf"(?<![\w.])(?:{either})\.| of (?:{either})(?= at |$)")
 
@@ -181,10 +207,12 @@ def _value(path: str, text: str) -> str | None:
         return None
     if is_container and is_shared(path):  # calls may fill it
         return None
-    if text.startswith("function "):  # its code is compared by itself
+    if path.startswith("method ") and PART not in path:  # code is compared by itself
+        return None
+    if text.startswith("function "):
         return _PLACE.sub("", text.rpartition(" ")[0])
     kind, _, value = text.partition(" ")
-    if text.startswith(_NUMBERS) and float(value) >= _LEAST_STAMP:
+    if text.startswith(_NUMBERS) and not -_LEAST_HASH < float(value) < _LEAST_STAMP:
         return None
     if kind == "str" and _OF_PROCESS.search(value):
         return None
@@ -216,9 +244,8 @@ def _modules(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
 
 
 def _order(model: nn.Module) -> str:
-    """Return the order of layers where it is that of their calls."""
-    held = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Sequential))
-    return "#" + "; ".join(f"{name}: {', '.join(module._modules)}" for name, module in held)
+    """Return the order in which layers were made, by which they lie in shards."""
+    return "#" + "; ".join(name for name, _ in model.named_modules())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -290,8 +317,19 @@ def _kind(value: Any, depth: int = 0) -> str:
 
 def _options(module: nn.Module) -> str:
     """Return the options of a library's module; those of the user's modules are values."""
-    attributes = {} if is_own(type(module).__module__) else vars(module)
-    return _pairs((n, v) for n, v in attributes.items() if _is_option(n, v))
+    names = frozenset() if is_own(type(module).__module__) else _options_of(type(module))  # type: ignore[arg-type]
+    return _pairs((n, v) for n, v in vars(module).items() if n in names and _is_option(n, v))
+
+
+@functools.lru_cache(1000)
+def _options_of(kind: type) -> frozenset[str]:
+    """Return the names of what a class of modules is given, and of what it says is constant."""
+    found: set[str] = set()
+    for owner in kind.__mro__:
+        found.update(vars(owner).get("__constants__", ()))
+        if isinstance(made := vars(owner).get("__init__"), types.FunctionType):
+            found.update(inspect.signature(made).parameters)
+    return frozenset(found)
 
 
 def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:

@@ -296,6 +296,22 @@ def test_a_trial_that_is_another_one_each_time_fails_alone(tmp_path: Path) -> No
     assert "buffer 'weight' of the loss differ" in found.refused[3]
 
 
+def test_only_trials_that_differ_in_settings_alone_are_built_once(tmp_path: Path) -> None:
+    built: list[dict[str, Any]] = []
+
+    def factory(params: dict[str, Any]) -> Any:
+        built.append(params)
+        model = nn.Sequential(nn.Dropout(params.get("p", 0.5)), nn.Linear(16, 4))
+        model.table = set(range(params.get("table", 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=params.get("lr", 0.1))
+        clip = params.get("clip")
+        return Recipe(model, optimizer, nn.CrossEntropyLoss(), clip_grad_norm=clip)
+
+    trials = [{"lr": 0.1}, {"lr": 0.2}, {"clip": 1.0}, {"p": 0.1}, {"table": 2}]
+    assert not admit_with(factory, tmp_path, trials).refused
+    assert [built.count(params) for params in trials] == [2, 1, 1, 2, 2]
+
+
 def test_a_trial_that_measures_other_things_than_the_first_is_refused_alone(tmp_path: Path) -> None:
     found = admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []}, {"metrics": ["accuracy"]})
     assert [spec.trial for spec in found.specs] == [0, 2]

@@ -188,11 +188,8 @@ class HeldState:
         return reader
 
     def read_whole(self) -> ObjectReader:
-        """Return what has read that, the metrics and the recipe's optimizer.
-
-        What stands in the place of functions is left out, as whoever compares code has it.
-        """
-        reader = self._reader(places=False)
+        """Return what has read that, the metrics and the recipe's optimizer."""
+        reader = self._reader()
         self._read_model(reader)
         self._read_metrics(reader)
         _read_optimizer(reader, self._recipe.optimizer)
@@ -297,7 +294,6 @@ class HeldState:
         self,
         optimizer: torch.optim.Optimizer | None = None,
         leaves: Mapping[int, str] = MappingProxyType({}),
-        places: bool = True,
     ) -> ObjectReader:
         """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
         model, leaves = self._recipe.model, dict(leaves)
@@ -319,7 +315,7 @@ class HeldState:
         for name, tensor in (*self._parameters.items(), *model.named_buffers()):
             if tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 addresses[address] = f"the address of {name!r}"
-        return ObjectReader(leaves, self._packages, addresses, places)
+        return ObjectReader(leaves, self._packages, addresses)
 
     def _told(self, place: str) -> str:
         return f"module {place!r}" if place else self._root

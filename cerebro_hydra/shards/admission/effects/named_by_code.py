@@ -20,6 +20,7 @@ _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unseten
 _SETS = {dis.opmap["STORE_SUBSCR"]}
 _ADDS = frozenset({"setdefault", "update"})
 _STORE = dis.opmap["STORE_ATTR"]
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 MOST_CODE = 1 << 16
@@ -113,6 +114,28 @@ def constant_texts(code: types.CodeType) -> frozenset[str]:
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     own = frozenset(each for each in code.co_consts if isinstance(each, str))
     return own.union(*map(constant_texts, inner))
+
+
+@kept_by_code
+def _names_imported(code: types.CodeType) -> frozenset[str]:
+    """Return the names of modules that code imports, also in inner code."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    found = frozenset(code.co_names[n] for each, n in operations(code) if each == _IMPORT)
+    return found.union(*map(_names_imported, inner))
+
+
+def modules_imported(function: types.FunctionType) -> list[types.ModuleType]:
+    """Return the user's modules that a function imports when it is called, and which are there."""
+    found = []
+    for name in sorted(_names_imported(function.__code__)):
+        package = str(function.__globals__.get("__package__") or "")
+        names = [name]
+        while package:  # a relative name begins at one of these
+            names.append(f"{package}.{name}".rstrip("."))
+            package = package.rpartition(".")[0]
+        there = (each for each in map(sys.modules.get, names) if each is not None)
+        found += [each for each in there if is_own(each.__name__)]
+    return found
 
 
 @kept_by_code

@@ -51,6 +51,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     is_installed,
     is_ours,
     is_own,
+    modules_imported,
     names_where_written,
 )
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -123,8 +124,6 @@ class ObjectReader:
             if all that is in them can be; of other installed packages no object is.
         addresses: what stands for numbers by which objects are known in this process alone, as for
             the ids of leaves.
-        places: whether it is read what stands in the place of each method, and of each function,
-            class and module that code names, though it holds nothing.
     """
 
     def __init__(
@@ -132,9 +131,7 @@ class ObjectReader:
         leaves: Mapping[int, str],
         packages: Collection[str],
         addresses: Mapping[int, str] | None = None,
-        places: bool = True,
     ) -> None:
-        self._places = places
         self.found: Reading = {}
         self._leaves = leaves
         self._addresses = addresses or {}
@@ -284,8 +281,7 @@ class ObjectReader:
         """Read what stands there, and holds nothing, or is read elsewhere."""
         if isinstance(value, type | types.FunctionType):
             self.meet(value)
-        if self._places:
-            self.found[path] = place_text(value)
+        self.found[path] = place_text(value)
 
     def _read_class(self, kind: type) -> None:
         told = f"{module_of(kind)}.{kind.__qualname__}"
@@ -561,17 +557,26 @@ class ObjectReader:
 def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the global variables that a function names: their module, its variables, their name.
 
-    Those of other modules that the user wrote are named behind the module. Some may not be made
-    yet.
+    Those of other modules that the user wrote are named behind the module, which it may import
+    itself. Some may not be made yet.
     """
-    variables = code.__globals__
+    variables, modules = code.__globals__, modules_imported(code)
     for name in global_names(code.__code__):
         value = variables.get(name)
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
-            for attribute in attribute_names(code.__code__) & vars(value).keys():
-                yield value.__name__, vars(value), attribute
+            modules.append(value)
         elif name in variables or not hasattr(builtins, name):
             yield module_of(code), variables, name
+    seen = set[str]()
+    for module in modules:  # to which are added those that are named behind them
+        if module.__name__ not in seen:
+            seen.add(module.__name__)
+            for name in attribute_names(code.__code__) & vars(module).keys():
+                value = vars(module)[name]
+                if isinstance(value, types.ModuleType) and is_own(value.__name__):
+                    modules.append(value)
+                else:
+                    yield module.__name__, vars(module), name
 
 
 def _generator_state(value: Any) -> str | None:

@@ -120,7 +120,8 @@ def plain_text(value: Any) -> str | None:
     if isinstance(value, _BUFFERS):
         return f"{name_of_type(type(value))} {len(value)} {digest(bytes(value))}"
     if isinstance(value, Enum):
-        return f"enum {name_of_type(type(value))} {value.name}"
+        content = f" {short(repr(value.value))}" if type(value.value) in ATOMS else ""
+        return f"enum {name_of_type(type(value))} {value.name}{content}"
     if isinstance(value, NAMED):
         return f"{name_of_type(type(value))} {getattr(value, '__qualname__', None) or value}"
     if isinstance(value, itertools.count | np.random.SeedSequence):

@@ -67,7 +67,7 @@ class Own(nn.Module):
         self.scale = 1 / 3
         self.first = nn.Linear(8, options.width)
         self.act = functional.relu
-        self.last = nn.ModuleDict({word: nn.Linear(options.width, 3) for word in WORDS})
+        self.last = nn.ModuleDict({word: nn.Linear(options.width, 3) for word in sorted(WORDS)})
 
     @property
     def doubled(self) -> float:

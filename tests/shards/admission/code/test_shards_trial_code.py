@@ -150,6 +150,9 @@ VALUES: dict[str, Callable[[float], Any]] = {
     "slots": lambda v: {"config": Slotted(v)},
     "array": lambda v: {"scale": np.float32(v)},
     "range": lambda v: {"steps": range(int(v))},
+    "set": lambda v: {"layers": {1, v}},
+    "keys": lambda v: {"by": {v: 1}},
+    "function": lambda v: {"act": functional.silu if v > 1 else functional.gelu},
 }
 
 
@@ -325,6 +328,10 @@ HELD = {
     "attribute 'by' of class": "class helper:\n    by = {factor}",
     "global variable 'share'": "class Has:\n    def __init__(self, by):\n        self.by = by\n"
     "share = Has({factor})\ndef helper(x):\n    return x * share.by",
+    "global variable 'act'": "act = [torch.tanh, torch.relu][{factor} - 2]\n"
+    "def helper(x):\n    return act(x)",
+    "global variable 'Kind'": "Kind = [torch.nn.SiLU, torch.nn.GELU][{factor} - 2]\n"
+    "def helper(x):\n    return Kind()(x)",
     "global variable 'table'": "table = torch.tensor([1, {factor}])\ndef helper(x):\n"
     "    return x * table",
 }
@@ -353,6 +360,91 @@ def test_what_code_names_is_told(name: str) -> None:
     found = then.differences(written(HELD[name], factor=3))
     assert found and all(each.is_value for each in found)
     assert all(str(each).startswith(name) for each in found), found
+
+
+FORWARDS = {
+    "behind two dots": ("import own.deep.layers\n", "own.deep.layers.scaled(x)"),
+    "behind a package": ("import own\nimport own.deep.layers\n", "own.deep.layers.scaled(x)"),
+    "imported in the call": ("", "__import__('own.deep.layers') and imported(x)"),
+}
+WITHIN = """
+import torch
+{imports}
+def imported(x):
+    from own.deep.layers import scaled
+    import own.deep.layers as mine
+    return mine.BY * scaled(x)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return {call} + super().forward(x).sum() * 0
+"""
+DESCRIBES_OWN = """
+import dataclasses, json, own.deep.layers, nets
+from tests.shards.admission.code.coded_models import described, recipe
+print(json.dumps(dataclasses.asdict(described(lambda: recipe(nets.Net(8, 3))))))
+"""
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_code_of_modules_behind_dots_and_of_imports_in_functions_counts(
+    tmp_path: Path, kind: str
+) -> None:
+    imports, call = FORWARDS[kind]
+    found = []
+    for number, (by, factor) in enumerate([(1, 2), (1, 3), (4, 2)]):
+        folder = tmp_path / str(number)
+        (folder / "own" / "deep").mkdir(parents=True)
+        (folder / "own" / "__init__.py").touch()
+        (folder / "own" / "deep" / "__init__.py").touch()
+        layers = f"BY = {by}\ndef scaled(x):\n    return x * {factor} * BY\n"
+        (folder / "own" / "deep" / "layers.py").write_text(layers)
+        (folder / "nets.py").write_text(WITHIN.format(imports=imports, call=call))
+        done = run_python("-c", DESCRIBES_OWN, PYTHONPATH=f"{folder}{os.pathsep}{CHECKOUT}")
+        found.append(decode(TrialCode, json.loads(done.stdout.splitlines()[-1]), kind))
+    then, other_code, other_value = found
+    assert [str(each) for each in then.differences(other_code)] == ["the code of scaled"]
+    (value,) = then.differences(other_value)
+    assert value.is_value and str(value) == "global variable 'BY', 4 and not 1"
+
+
+def of_text(factor: int) -> nn.Module:
+    """Return a model whose forward torch.fx makes of a text, in no module."""
+
+    class Scales(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    return nn.Sequential(torch.fx.symbolic_trace(Scales()), nn.Linear(8, 3))
+
+
+def with_buffer(scale: float) -> nn.Module:
+    model = net()
+    model[0].register_buffer("table", torch.ones(3) * scale, persistent=False)
+    return model
+
+
+def test_code_that_was_made_of_a_text_counts() -> None:
+    then, same, now = (described(lambda f=f: recipe(of_text(f))) for f in (2, 2, 3))
+    assert then.differences(same) == []
+    code = [each for each in then.differences(now) if not each.is_value]
+    assert [str(each) for each in code] == ["the code of forward"]
+
+
+def test_what_users_set_on_modules_of_libraries_and_other_buffers_are_values() -> None:
+    def named(run: str, scale: float) -> Recipe:
+        model = with_buffer(scale)
+        model.run, model[0].moment = run, time.perf_counter()
+        return recipe(model)
+
+    then, now = described(lambda: named("brave", 1.0)), described(lambda: named("calm", 2.0))
+    found = then.differences(now)
+    assert all(each.is_value for each in found)
+    assert {str(each).partition(",")[0] for each in found} == {
+        "attribute 'run' of the model (Sequential)",
+        "attribute 'moment' of module '0'",
+        "buffer '0.table'",
+    }
 
 
 def test_other_versions_of_a_library_are_not_compared() -> None:
