@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -93,6 +94,14 @@ def recipe_of(built: Any) -> Recipe:
     return recipe
 
 
+_builds = Counter[str]()  # of this process
+
+
+def builds_so_far() -> int:
+    """Return how many trials this process has built, each of which may set what they share."""
+    return _builds.total()
+
+
 def build_recipe(
     factory: Callable[[Any], Any], params: Mapping[str, Any], seed: int, columns: Columns
 ) -> Recipe:
@@ -104,6 +113,7 @@ def build_recipe(
     """
 
     def build() -> Recipe:
+        _builds["begun"] += 1
         torch.manual_seed(seed)
         with _seeded_generators(seed), shared_settings_kept("estimator_gen_fn"):
             made = recipe_of(factory(dict(params)))

@@ -56,6 +56,7 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
+from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
 from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
@@ -299,7 +300,7 @@ class Admission:
             recipe, code = self._built_twice(trial, params)
             self._biller.check_compile(recipe)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
-        with self._within_memory(trial, recipe):
+        with self._within_memory(trial, recipe), shared_kept(recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe
 
     def _built_twice(

@@ -41,7 +41,7 @@ from cerebro_hydra.shards.admission.effects.evaluation_effects import (
 )
 from cerebro_hydra.shards.admission.effects.held_state import HeldState, kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.readings import Reading, told
-from cerebro_hydra.shards.admission.effects.shared_values import SharedState
+from cerebro_hydra.shards.admission.effects.shared_values import SharedState, shared_kept
 from cerebro_hydra.shards.admission.effects.training_effects import SideEffects
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
 from cerebro_hydra.shards.admission.metric_parts import warnings_of_parts
@@ -364,7 +364,7 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
         ConfigurationError: as `told_with_batch`.
     """
     trainer = plain_trainer(recipe, trial_seed)
-    with told_with_batch(trainer, example), suppress(NonFiniteLoss):
+    with shared_kept(recipe), told_with_batch(trainer, example), suppress(NonFiniteLoss):
         try:
             trainer.evaluate(_window(example, 1))
         except ConfigurationError as error:

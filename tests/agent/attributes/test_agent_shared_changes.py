@@ -14,6 +14,7 @@ from cerebro_hydra.data.batches import Batch
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
+from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
 from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
@@ -303,3 +304,28 @@ def test_who_is_taken_back_while_another_one_sets_something_anew_takes_nothing_f
     assert list(AUXILIARY) == left
     ends(sets)
     ends(begun(named, of))
+
+
+class Counted(Reader):
+    """Counts its instances, as numbers of layers are given."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Counted.built += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if Counted.built else 2 * x
+
+
+@OF
+def test_what_is_built_while_trials_compute_disturbs_none_of_them(of: type[Any]) -> None:
+    def factory(params: dict[str, Any]) -> Recipe:
+        model = nn.Sequential(Counted(), nn.Linear(6, 3))
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    first, second = begun(trial_of(Counted())), begun(trial_of(Counted()), of)
+    build_recipe(factory, {}, 0, Columns(("x",), ("y",)))
+    ends(second)
+    ends(first)

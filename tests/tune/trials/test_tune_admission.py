@@ -312,6 +312,27 @@ def test_only_trials_that_differ_in_settings_alone_are_built_once(tmp_path: Path
     assert [built.count(params) for params in trials] == [2, 1, 1, 2, 2]
 
 
+class TellsOnce(nn.Linear):
+    told = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not TellsOnce.told:
+            TellsOnce.told = True  # and writes a line to a logger
+        return super().forward(x)
+
+
+def test_a_flag_that_first_steps_set_once_is_there_for_those_of_the_next_trial(
+    tmp_path: Path,
+) -> None:
+    def factory(params: dict[str, Any]) -> Any:
+        model = nn.Sequential(nn.Dropout(params["p"]), TellsOnce(16, 4))
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    first, second = admit_with(factory, tmp_path, [{"p": 0.1}, {"p": 0.2}]).specs
+    assert any(each.startswith("attribute 'told' of class") for each in first.attributes)
+    assert first.attributes == second.attributes and not TellsOnce.told
+
+
 def test_a_trial_that_measures_other_things_than_the_first_is_refused_alone(tmp_path: Path) -> None:
     found = admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []}, {"metrics": ["accuracy"]})
     assert [spec.trial for spec in found.specs] == [0, 2]

@@ -314,6 +314,9 @@ class LateEvaluation:
         before, after = self._before or {}, {} if reader is None else reader.found
         late = self._late(tensors | self._changed_attributes(before, after))
         if late and reader is not None:
+            meanwhile = self._shared.made_by_builds(late, reader)
+            late = [path for path in late if path not in meanwhile]
+        if late and reader is not None:
             self._shared.check_cause(late, reader)
         if late:
             raise ConfigurationError(

@@ -209,6 +209,7 @@ class LateEffects:
         found = self._not_known(found | self._between)
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
+        found -= self._shared.made_by_builds(found, reader)
         if late := sorted(found, key=_by_cause):
             self._shared.check_cause(late, reader)
             instead = remedy(late[0], after.get(late[0], ""))

@@ -10,14 +10,19 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import SetBefore, not_computed_with
+from cerebro_hydra.shards.admission.effects.held_state import (
+    HeldState,
+    SetBefore,
+    not_computed_with,
+)
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     PART,
@@ -149,6 +154,24 @@ class SharedState:
 
     def _now(self) -> _Noted:
         return _Noted({path: place.value for path, place in self._places.items()})
+
+
+@contextmanager
+def shared_kept(recipe: Recipe) -> Iterator[None]:
+    """Let what trials share be afterwards as before the body, in which a trial takes first steps.
+
+    A flag that these set once is then there to be set by those of the next trial, as in an agent.
+    """
+    shared = None
+    with suppress(Exception):  # admission looks at it again, and tells why it can't be read
+        shared = SharedState(HeldState(recipe).read_all())
+    try:
+        yield
+    finally:
+        if shared is not None:
+            shared.note()
+            shared.note()
+            shared.give_back()
 
 
 class _Noted:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.recipe.build import builds_so_far
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -64,7 +65,7 @@ class SharedWatch:
         self._reader: ObjectReader | None = None
         self._before: Reading = {}
         self._noted: _Noted | None = None
-        self._since = 0
+        self._since = self._builds = 0
 
     def begin(self, reader: ObjectReader) -> None:
         """Note what there is.
@@ -76,7 +77,7 @@ class SharedWatch:
             ConfigurationError: another trial has left something else there for good.
         """
         self._reader, self._before, self._noted = reader, reader.found, _Noted(reader)
-        self._since = len(self._given_back)
+        self._since, self._builds = len(self._given_back), builds_so_far()
         for path, text in self._left.items():
             if self._before.get(path) == text:
                 raise ConfigurationError(_LEFT.format(told(path)))
@@ -94,9 +95,23 @@ class SharedWatch:
         """
         found = set(filter(self._names, self._given_back_meanwhile()))
         for other in self._others():
-            found |= other._changed_in(after)
+            late = other._changed_in(after)
+            found |= late - other.made_by_builds(late)
         if found := {path for path in found if not self._changes(path)}:
             raise StepDiffers(_MEANWHILE.format(told(min(found))))
+
+    def made_by_builds(
+        self, paths: Collection[str], reader: ObjectReader | None = None
+    ) -> set[str]:
+        """Return what a factory may have set that has built another trial meanwhile.
+
+        Args:
+            reader: has read the trial since then, if that was done.
+        """
+        if builds_so_far() == self._builds:
+            return set()
+        self._reader = reader or self._reader
+        return {path for path in paths if is_of_process(path) and not self._sets(path)}
 
     def check_cause(self, late: Collection[str], reader: ObjectReader) -> None:
         """Look whether another trial may have changed what is not as it was.
