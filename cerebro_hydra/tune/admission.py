@@ -174,6 +174,7 @@ class Admission:
         if folder is not None:
             self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
+        self._made: dict[str, str] = {}  # what first steps made of what trials share
         self._built_alike: set[str] = set()  # the kinds of trials that were built twice
 
     def admit(
@@ -300,7 +301,7 @@ class Admission:
             recipe, code = self._built_twice(trial, params)
             self._biller.check_compile(recipe)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
-        with self._within_memory(trial, recipe), shared_kept(recipe):
+        with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe
 
     def _built_twice(
@@ -350,7 +351,7 @@ class Admission:
             recipe.recompute = True
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
-        with refusing():
+        with refusing(), shared_kept(recipe, self._made):
             admission = (
                 self._cut(recipe, examples, seed)
                 if parent is None

@@ -333,6 +333,33 @@ def test_a_flag_that_first_steps_set_once_is_there_for_those_of_the_next_trial(
     assert first.attributes == second.attributes and not TellsOnce.told
 
 
+class SharesATable(nn.Linear):
+    table: torch.Tensor | None = None
+
+    def __init__(self, base: float) -> None:
+        super().__init__(16, 4)
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if SharesATable.table is None:
+            SharesATable.table = torch.arange(16) / self.base
+        return super().forward(x + SharesATable.table)
+
+
+def test_a_table_that_the_first_trial_makes_for_all_is_refused_if_another_one_makes_another(
+    tmp_path: Path,
+) -> None:
+    def factory(params: dict[str, Any]) -> Any:
+        model = nn.Sequential(nn.Dropout(params["p"]), SharesATable(params["base"]))
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+
+    trials = [{"p": 0.1, "base": 2.0}, {"p": 0.2, "base": 2.0}, {"p": 0.1, "base": 3.0}]
+    found = admit_with(factory, tmp_path, trials)
+    assert [spec.trial for spec in found.specs] == [0, 1] and SharesATable.table is None
+    assert "attribute 'table' of class" in found.refused[2]
+    assert "keep it in an attribute of the model" in found.refused[2]
+
+
 def test_a_trial_that_measures_other_things_than_the_first_is_refused_alone(tmp_path: Path) -> None:
     found = admit(tmp_path, {"metrics": ["accuracy"]}, {"metrics": []}, {"metrics": ["accuracy"]})
     assert [spec.trial for spec in found.specs] == [0, 2]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.held_state import (
@@ -31,6 +32,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
     told,
 )
+from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
@@ -142,6 +144,37 @@ class SharedState:
                 self.changed.add(path)
                 contents.fill(holder)
 
+    def made(self) -> dict[str, Tensor]:
+        """Return the tensors that are there now where nothing was."""
+        built = self._noted[0].values
+        empty = {path for path, value in built.items() if value is None or value is ABSENT}
+        found = {path: self._places[path].value for path in empty}
+        return {path: value for path, value in found.items() if isinstance(value, Tensor)}
+
+    def check_made(self, made: dict[str, str]) -> None:
+        """Refuse what trials make once for all that come after, if another one makes it otherwise.
+
+        Args:
+            made: what others have made, which gets what this one has.
+
+        Raises:
+            ConfigurationError: another one does.
+        """
+        for path, tensor in self.made().items():
+            key = f"{path} of {tensor.dtype} {tuple(tensor.shape)}"  # it may grow with the rows
+            text = tensor_text(tensor)
+            if made.setdefault(key, text) != text:
+                raise ConfigurationError(
+                    f"the first steps of another trial make {told(path)} otherwise, and in a "
+                    "process the first one that trains makes it for all; keep it in an attribute "
+                    "of the model, or in a dict by what it depends on"
+                )
+
+    def take_made(self) -> None:
+        """Let nothing be where nothing was, so that the next trial makes its own."""
+        for path in self.made():
+            self._places[path].set(self._noted[0].values[path])
+
     @property
     def told(self) -> str:
         """Return in words what other trials may do between shards, nothing if that is no harm."""
@@ -157,18 +190,27 @@ class SharedState:
 
 
 @contextmanager
-def shared_kept(recipe: Recipe) -> Iterator[None]:
+def shared_kept(recipe: Recipe, made: dict[str, str] | None = None) -> Iterator[None]:
     """Let what trials share be afterwards as before the body, in which a trial takes first steps.
 
     A flag that these set once is then there to be set by those of the next trial, as in an agent.
+
+    Args:
+        made: what the trials of a search have made where nothing was, which gets this one's.
+
+    Raises:
+        ConfigurationError: this one makes something else there.
     """
     shared = None
     with suppress(Exception):  # admission looks at it again, and tells why it can't be read
         shared = SharedState(HeldState(recipe).read_all())
     try:
         yield
+        if shared is not None and made is not None:
+            shared.check_made(made)
     finally:
         if shared is not None:
+            shared.take_made()
             shared.note()
             shared.note()
             shared.give_back()
