@@ -362,50 +362,50 @@ def test_what_code_names_is_told(name: str) -> None:
     assert all(str(each).startswith(name) for each in found), found
 
 
-FORWARDS = {
-    "behind two dots": ("import own.deep.layers\n", "own.deep.layers.scaled(x)"),
-    "behind a package": ("import own\nimport own.deep.layers\n", "own.deep.layers.scaled(x)"),
-    "imported in the call": ("", "__import__('own.deep.layers') and imported(x)"),
-}
-WITHIN = """
+OWN_NETS = """
 import torch
-{imports}
+import own.deep.layers
+
 def imported(x):
     from own.deep.layers import scaled
     import own.deep.layers as mine
     return mine.BY * scaled(x)
 
-class Net(torch.nn.Linear):
+class Dots(torch.nn.Linear):
     def forward(self, x):
-        return {call} + super().forward(x).sum() * 0
+        return own.deep.layers.scaled(super().forward(x))
+
+class Imports(torch.nn.Linear):
+    def forward(self, x):
+        return imported(super().forward(x))
 """
 DESCRIBES_OWN = """
-import dataclasses, json, own.deep.layers, nets
+import dataclasses, json, nets
 from tests.shards.admission.code.coded_models import described, recipe
-print(json.dumps(dataclasses.asdict(described(lambda: recipe(nets.Net(8, 3))))))
+kinds = {"dots": nets.Dots, "imports": nets.Imports}
+codes = {n: described(lambda: recipe(kind(8, 3))) for n, kind in kinds.items()}
+print(json.dumps({name: dataclasses.asdict(code) for name, code in codes.items()}))
 """
 
 
-@pytest.mark.parametrize("kind", FORWARDS)
-def test_code_of_modules_behind_dots_and_of_imports_in_functions_counts(
-    tmp_path: Path, kind: str
-) -> None:
-    imports, call = FORWARDS[kind]
+def test_code_of_modules_behind_dots_and_of_imports_in_functions_counts(tmp_path: Path) -> None:
     found = []
     for number, (by, factor) in enumerate([(1, 2), (1, 3), (4, 2)]):
         folder = tmp_path / str(number)
         (folder / "own" / "deep").mkdir(parents=True)
-        (folder / "own" / "__init__.py").touch()
-        (folder / "own" / "deep" / "__init__.py").touch()
+        for package in (folder / "own", folder / "own" / "deep"):
+            (package / "__init__.py").touch()
         layers = f"BY = {by}\ndef scaled(x):\n    return x * {factor} * BY\n"
         (folder / "own" / "deep" / "layers.py").write_text(layers)
-        (folder / "nets.py").write_text(WITHIN.format(imports=imports, call=call))
+        (folder / "nets.py").write_text(OWN_NETS)
         done = run_python("-c", DESCRIBES_OWN, PYTHONPATH=f"{folder}{os.pathsep}{CHECKOUT}")
-        found.append(decode(TrialCode, json.loads(done.stdout.splitlines()[-1]), kind))
-    then, other_code, other_value = found
-    assert [str(each) for each in then.differences(other_code)] == ["the code of scaled"]
-    (value,) = then.differences(other_value)
-    assert value.is_value and str(value) == "global variable 'BY', 4 and not 1"
+        said = json.loads(done.stdout.splitlines()[-1])
+        found.append({name: decode(TrialCode, code, name) for name, code in said.items()})
+    for kind in ("dots", "imports"):
+        then, other_code, other_value = (each[kind] for each in found)
+        assert [str(each) for each in then.differences(other_code)] == ["the code of scaled"]
+        (value,) = then.differences(other_value)
+        assert value.is_value and str(value) == "global variable 'BY', 4 and not 1"
 
 
 def of_text(factor: int) -> nn.Module:
