@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -258,16 +258,9 @@ class LateEvaluation:
         self._before = reader.found
         self._shared.begin(reader)
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
+    def ending(self) -> AbstractContextManager[None]:
         """Let the body end the evaluation; if it fails, others have what they shared before it."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-        finally:
-            self._shared.end()
+        return self._shared.ending(self.abandon)
 
     def abandon(self) -> None:
         """Give back what trials share, as far as the evaluation should not have changed it."""

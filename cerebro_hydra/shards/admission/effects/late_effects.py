@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,16 +228,9 @@ class LateEffects:
             self._earlier.latest = _own(after) if takes_time else None
             self._earlier.missed = False
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
+    def ending(self) -> AbstractContextManager[None]:
         """Let the body end the visit; if it fails, others have what they shared before it."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-        finally:
-            self._shared.end()
+        return self._shared.ending(self.abandon)
 
     def abandon(self) -> None:
         """Give back what trials share, as far as the trial should not have changed it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
@@ -86,6 +86,17 @@ class SharedWatch:
     def end(self) -> None:
         """End the visit."""
         self._open.discard(self)
+
+    @contextmanager
+    def ending(self, abandon: Callable[[], None]) -> Iterator[None]:
+        """Let the body end the visit; if it fails, call what gives back what it has changed."""
+        try:
+            yield
+        except BaseException:
+            abandon()
+            raise
+        finally:
+            self.end()
 
     def check(self, after: Reading) -> None:
         """Look whether another trial has changed something while this one computed.
