@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cerebro_hydra.kernels import choose_fast_kernels
+from cerebro_hydra.kernels import choose_for_processes
 
 if TYPE_CHECKING:
     from cerebro_hydra.ml import SparkEstimator, SparkModel, TunedEstimator
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-choose_fast_kernels()  # before anything can call MKL
+choose_for_processes()  # before anything can call MKL
 
 __all__ = [
     "TLS",

@@ -1,7 +1,8 @@
 """Names how a process's CPU libraries choose their kernels, by variables that they read once.
 
 MKL, ATen and oneDNN choose when they are first called, so a process is told before that: `import
-cerebro_hydra` does it, and what this process starts inherits it.
+cerebro_hydra` does it, and what this process starts inherits it. So it is with the hashes of texts,
+which Python chooses when it starts.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
 """The variables of each `numerics` that a backend may be given."""
 
 
-def choose_fast_kernels() -> None:
-    """Tell this process to choose as "fast" does, where its user has said nothing."""
-    for name, value in KERNELS["fast"].items():
+def choose_for_processes() -> None:
+    """Tell this process to choose as "fast" does, where its user has said nothing.
+
+    And tell Python processes that it starts to hash texts alike, as Spark tells its workers: the
+    order of a set of texts follows from that, and with it what a factory numbers by one.
+    """
+    for name, value in {**KERNELS["fast"], "PYTHONHASHSEED": "0"}.items():
         os.environ.setdefault(name, value)
 
 

@@ -31,6 +31,14 @@ TELL = (
     "print(mkl_mode(), exact_by_address())"
 )
 
+HASH_IN_A_FORK = """
+import multiprocessing
+import cerebro_hydra
+
+with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    print(pool.apply(hash, ("a word",)))
+"""
+
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL")
 
 
@@ -50,7 +58,8 @@ class Narrow(ModelCase):
 
 def in_new_process(code: str, **variables: str) -> str:
     """What the code prints where nothing was said of kernels, but for these variables."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MKL_", "ATEN_", "ONEDNN_"))}
+    chosen = ("MKL_", "ATEN_", "ONEDNN_", "PYTHONHASHSEED")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
     return subprocess.run(
         [sys.executable, "-c", code],
         env=kept | variables,
@@ -184,3 +193,9 @@ print(kernels, before, is_portable(numeric_fingerprint()))
 """
     assert in_new_process(code, **KERNELS["portable"]) == "True False True"
     assert in_new_process(code) == "False False False"
+
+
+def test_processes_of_devices_hash_texts_alike_unless_their_user_says_otherwise() -> None:
+    # What a factory numbers by a set of texts follows from that.
+    first, second = (in_new_process(HASH_IN_A_FORK) for _ in range(2))
+    assert first == second != in_new_process(HASH_IN_A_FORK, PYTHONHASHSEED="7")
