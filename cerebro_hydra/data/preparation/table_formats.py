@@ -6,24 +6,42 @@ folder as plain Parquet.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from cerebro_hydra.errors import DataError
 
 _STREAMED = "_spark_metadata"
 
-_LOGS: Mapping[str, tuple[str, str]] = {
-    "_delta_log": ("Delta", "delta"),
-    ".hoodie": ("Hudi", "hudi"),
-    "metadata": ("Iceberg", "iceberg"),
-    _STREAMED: ("streamed", "parquet"),
-}
-"""The name of each format and what Spark calls it, by the folder of its log."""
 
-_ICEBERG = ".metadata.json"
+class _Format(NamedTuple):
+    name: str
+    read_as: str  # by Spark
+    has: str = ""  # what the name of a file in its log has within it
+
+
+_LOGS: Mapping[str, _Format] = {
+    "_delta_log": _Format("Delta", "delta"),
+    ".hoodie": _Format("Hudi", "hudi"),
+    "metadata": _Format("Iceberg", "iceberg", ".metadata.json"),
+    "manifest": _Format("Paimon", "paimon", "manifest-"),
+    _STREAMED: _Format("streamed", "parquet"),
+}
+"""Formats by the folder of their log, which lies in that of the table."""
+
+_OF_HIVE = re.compile(r"(base|delta|delete_delta)_\d{7,}(_\d{7,})?(_\d{4,})?(_v\d+)?")
+"""The folder that a write to a transactional table of Hive makes."""
+
+_COMMITTED = "_committed_"
+"""How Databricks begins the name of a file that says what a write added and removed."""
+
+_WRITTEN = re.compile(r"-tid-(\d+)-")
+"""The number of the write that made a file of theirs."""
 
 _MOST_LINKS = 40
 """How many links Linux follows before it gives up a path."""
@@ -32,18 +50,21 @@ Names = Callable[[str], Iterable[str] | None]
 """Returns what is in a folder, or None if there is no such folder."""
 
 
-def refuse_tables(
-    files: Iterable[str], what: str, logs: Mapping[str, tuple[str, str]] = _LOGS
-) -> None:
+def refuse_tables(files: Iterable[str], what: str, logs: Mapping[str, _Format] = _LOGS) -> None:
     """Refuse files of this machine that belong to such a table.
 
     Raises:
         DataError: one does; the message names the table, and how to read it.
     """
     paths = dict.fromkeys(spelling for file in files for spelling in _spellings(file))
-    places = map(Path, dict.fromkeys(map(os.path.dirname, paths)))
+    inner = dict[str, list[str]]()
+    for path in paths:
+        inner.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
+    places = map(Path, inner)
     for folder in dict.fromkeys(str(each) for at in places for each in (at, *at.parents)):
         _refuse(folder, _names, what, logs)
+    for folder, names in inner.items():
+        _refuse_replaced(folder, names, what)
 
 
 def _spellings(path: str) -> Iterator[str]:
@@ -84,7 +105,7 @@ def refuse_tables_of_spark(
     """
     logs = {log: kind for log, kind in _LOGS.items() if log != _STREAMED}
     if streamed is not None:
-        logs[_STREAMED] = ("streamed", streamed)
+        logs[_STREAMED] = _Format("streamed", streamed)
     here, elsewhere = [], dict[str, None]()
     for parts in map(urlsplit, urls):
         if parts.scheme in ("", "file"):
@@ -97,21 +118,58 @@ def refuse_tables_of_spark(
         _refuse(folder, names, what, logs)
 
 
-def _refuse(folder: str, names: Names, what: str, logs: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder if it is the root of such a table."""
+def _refuse(folder: str, names: Names, what: str, logs: Mapping[str, _Format]) -> None:
+    """Refuse a folder if it is the root of such a table, or of a write to one."""
+    at = PurePosixPath(folder)
+    if _OF_HIVE.fullmatch(at.name):
+        raise DataError(
+            f"{what} has files of the transactional Hive table {str(at.parent)!r}, which may hold "
+            "deleted rows beside those that count; let Hive write these to a folder of their own "
+            "(INSERT OVERWRITE DIRECTORY ... STORED AS PARQUET), and give its path"
+        )
     there = names(folder) or ()
-    for log, (name, read_as) in logs.items():
+    for log, (name, read_as, has) in logs.items():
         if log not in there:
             continue
-        if log == "metadata":
-            found = names(f"{folder.rstrip('/')}/{log}") or ()
-            if not any(_ICEBERG in each for each in found):
-                continue
+        if has and not any(has in each for each in names(f"{folder.rstrip('/')}/{log}") or ()):
+            continue
         raise DataError(
             f"{what} has files of the {name} table {folder!r}, which may hold deleted rows beside "
             f"those that count; read it by spark.read.format({read_as!r}).load({folder!r}), and "
             "give that to backend.prepare_data"
         )
+
+
+def _refuse_replaced(folder: str, files: Iterable[str], what: str) -> None:
+    """Refuse files in a folder that a later write by Databricks has replaced, or one left behind.
+
+    Its own Spark asks the files that tell of it; others don't.
+    """
+    there = frozenset(_names(folder) or ())
+    replaced = dict[str, str]()
+    for each in sorted(name for name in there if name.startswith(_COMMITTED)):
+        replaced |= dict.fromkeys(_removed(os.path.join(folder, each)), each)
+    for file in files:
+        number = found.group(1) if (found := _WRITTEN.search(file)) else ""
+        left = f"_started_{number}" in there and f"{_COMMITTED}{number}" not in there
+        if file in replaced or left:
+            why = f"{replaced[file]} removed" if file in replaced else "no _committed_ file names"
+            raise DataError(
+                f"{what} has {os.path.join(folder, file)!r}, which {why}: its rows don't count; "
+                "read the folder by spark.read.parquet on Databricks, and give that to "
+                "backend.prepare_data, or delete such files by VACUUM there"
+            )
+
+
+def _removed(path: str) -> list[str]:
+    """Return which files a write removed, as far as a file tells it."""
+    if not os.path.isfile(path):
+        return []
+    try:
+        told = json.loads(Path(path).read_bytes())
+        return [str(each) for each in told["removed"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 def _names(folder: str) -> Iterable[str] | None:

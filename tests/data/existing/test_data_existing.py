@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -343,6 +344,16 @@ def streamed(root: Path) -> Path:
     return root
 
 
+def paimon(root: Path) -> Path:
+    """Move the files to where Paimon has them, below a folder with what says which count."""
+    (root / "bucket-0").mkdir()
+    for path in [each for each in root.iterdir() if each.is_file()]:
+        path.rename(root / "bucket-0" / path.name)
+    (root / "manifest").mkdir()
+    (root / "manifest" / "manifest-list-0").write_bytes(b"Obj")
+    return root
+
+
 @pytest.mark.parametrize(
     ("make", "name", "kind"),
     [
@@ -350,6 +361,7 @@ def streamed(root: Path) -> Path:
         (iceberg, "Iceberg", "iceberg"),
         (hudi, "Hudi", "hudi"),
         (streamed, "streamed", "parquet"),
+        (paimon, "Paimon", "paimon"),
     ],
 )
 def test_a_table_whose_log_says_which_rows_count_is_refused(
@@ -367,6 +379,41 @@ def test_a_table_whose_log_says_which_rows_count_is_refused(
                 describe(store, ["id"], 2, None if store.val_path is None else 0.2)
             with pytest.raises(DataError, match=said):
                 metadata_from(store, ["id"])
+
+
+@pytest.mark.parametrize(
+    "folder", ["base_0000002", "delta_0000003_0000003", "delta_0000001_0000001_0000_v12"]
+)
+def test_what_writes_to_a_transactional_table_of_hive_have_left_is_refused(
+    tmp_path: Path, folder: str
+) -> None:
+    write_plain(tmp_path / "t" / folder, TABLE)
+    for path in (tmp_path / "t", tmp_path / "t" / folder):
+        with pytest.raises(DataError, match=rf"transactional Hive table '{tmp_path}/t'.*INSERT"):
+            describe(open_store(tmp_path, path), ["id"], 2, None)
+
+
+def test_what_a_later_write_by_databricks_has_replaced_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "rows"
+    root.mkdir()
+    first, second = (root / f"part-00000-tid-{n}-c000.parquet" for n in (11, 12))
+
+    def write(path: Path, number: int, **told: list[str]) -> None:
+        (root / f"_started_{number}").touch()
+        pq.write_table(TABLE, path)
+        (root / f"_committed_{number}").write_text(json.dumps({"added": [path.name], **told}))
+
+    write(first, 11, removed=[])
+    (root / "_committed_vacuum13").write_text("not JSON")
+    assert describe(open_store(tmp_path, root), ["id"], 2, None)
+    write(second, 12, removed=[first.name])
+    with pytest.raises(DataError, match=rf"'{first}', which _committed_12 removed: its rows"):
+        describe(open_store(tmp_path, root), ["id"], 2, None)
+    first.unlink()
+    assert describe(open_store(tmp_path, root), ["id"], 2, None)
+    (root / "_committed_12").unlink()
+    with pytest.raises(DataError, match=rf"'{second}', which no _committed_ file names"):
+        describe(open_store(tmp_path, root), ["id"], 2, None)
 
 
 @pytest.mark.parametrize(
