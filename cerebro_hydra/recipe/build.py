@@ -11,7 +11,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
+from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
@@ -125,7 +126,15 @@ def build_recipe(
         with MetaOperations() as operations:
             recipe = build()
         give_memory(recipe, operations)
+    freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
+
+
+def freeze_as_in_training(model: nn.Module) -> None:
+    """Let a model's own `train` freeze what it does, so that all of its builds train the same."""
+    if any(type(module).train is not nn.Module.train for module in model.modules()):
+        with kept_attributes(model), suppress(Exception):  # training begins with it, and tells
+            model.train()
 
 
 @contextmanager

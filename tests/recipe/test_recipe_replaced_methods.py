@@ -92,3 +92,20 @@ def test_a_factory_that_registers_hooks_for_all_modules_is_refused_and_leaves_no
         build_recipe(lambda _: recipe_of(nn.Linear(3, 1)), {}, 0, COLUMNS)
     finally:
         mine.remove()
+
+
+class Staged(nn.Sequential):
+    """Freezes its first stage whenever it is switched, as detectors of mmdet do."""
+
+    def train(self, mode: bool = True) -> Staged:
+        super().train(mode)
+        self[0].requires_grad_(False).eval()
+        return self
+
+
+def test_what_the_train_of_a_model_freezes_is_frozen_in_each_build() -> None:
+    built = build_recipe(
+        lambda params: recipe_of(Staged(nn.Linear(3, 3), nn.Linear(3, 1))), {}, 0, COLUMNS
+    )
+    assert [p.requires_grad for p in built.model.parameters()] == [False, False, True, True]
+    assert all(module.training for module in built.model.modules())  # as it was made

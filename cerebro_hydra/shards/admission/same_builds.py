@@ -82,7 +82,8 @@ def check_same_builds(
         f"it: {', '.join(differing[:_MOST_TOLD])}{more} differ, and so does what a step computes. "
         "Draw random numbers from the global generators of torch, NumPy or Python, which are "
         "seeded before it is called; seed a generator of your own, as np.random.default_rng(0); "
-        "or keep what was drawn in a persistent buffer, which hops"
+        "begin counts of classes and globals anew in it, as Block.count = 0; or keep what was "
+        "drawn in a persistent buffer, which hops"
     )
 
 

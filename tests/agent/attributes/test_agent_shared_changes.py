@@ -112,22 +112,27 @@ def state() -> tuple[Any, ...]:
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let all be as in a process that has just begun."""
-    for name, own in (("_given_back", []), ("_left", {})):
+def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let all be as in a process that has just begun; what is returned does so again."""
+    for name, own in (("_given_back", []), ("_left", {}), ("_anew", {})):
         monkeypatch.setattr(SharedWatch, name, own)
     factor, function, of_class, table, numbers, space, options = state()
-    yield
-    globals().update(FACTOR=factor, helper=function)
-    for name in state()[2].keys() - of_class.keys():
-        delattr(Shared, name)
-    for name, each in of_class.items():
-        setattr(Shared, name, each)
-    for held, before in ((TABLE, table), (vars(SPACE), space), (Shared.options, options)):
-        held.clear()
-        held.update(before)
-    NUMBERS[:] = numbers
-    TENSOR.fill_(1.0)
+
+    def restored() -> None:
+        globals().update(FACTOR=factor, helper=function)
+        for name in state()[2].keys() - of_class.keys():
+            delattr(Shared, name)
+        for name, each in of_class.items():
+            setattr(Shared, name, each)
+        for held, before in ((TABLE, table), (vars(SPACE), space), (Shared.options, options)):
+            held.clear()
+            held.update(before)
+        NUMBERS[:] = numbers
+        AUXILIARY.clear()
+        TENSOR.fill_(1.0)
+
+    yield restored
+    restored()
 
 
 class Writer(Event):
@@ -285,6 +290,54 @@ def test_what_each_step_sets_anew_and_caches_disturb_no_other_trial(
     ends(second)
     ends(first)
     ends(begun(other, of))
+
+
+def sets_an_auxiliary(*_: Any) -> None:
+    AUXILIARY.clear()
+    AUXILIARY.append(torch.ones(3))
+
+
+class SetsEachTime(Reader):
+    def __init__(self, change: Callable[[], None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change()
+        return computed(x) * (1 + len(AUXILIARY))
+
+
+class ReadsAll(Reader):
+    def forward(self, x: Tensor) -> Tensor:
+        return computed(x) * (1 + len(AUXILIARY))
+
+
+@HOW
+@pytest.mark.parametrize("change", [
+    sets_a_global, sets_a_function, sets_an_attribute, sets_a_new_attribute, sets_an_option,
+    sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_a_new_one_of_an_object,
+    sets_an_auxiliary,
+])  # fmt: skip
+def test_who_reads_what_another_one_sets_anew_finds_what_there_was_before(
+    change: Callable[..., None], of: type[Any], first: bool, as_begun: Callable[[], None]
+) -> None:
+    read, written, x = trial_of(ReadsAll()), trial_of(SetsEachTime(change)), torch.randn(BATCH, 6)
+    as_begun()  # agents admit nothing
+    before, alone = state(), computed(x)
+    sets = begun(written)
+    reads = begun(read, of) if first else None
+    for _ in range(2):  # microbatches, by turns
+        with sets.watched():
+            written.recipe.model(x)
+        assert state() != before or AUXILIARY
+        reads = reads or begun(read, of)
+        with reads.watched():
+            assert state() == before and not AUXILIARY
+            assert torch.equal(computed(x), alone)
+    with sets.watched():
+        written.recipe.model(x)
+    ends(reads)
+    ends(sets)
 
 
 class Names(Reader):

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +157,32 @@ class CountsEpochs(zoo.Net):
         if mode and not self.training:
             self.epoch += 1
         return super().train(mode)
+
+
+class Switched(zoo.Net):
+    """Does something whenever it is switched."""
+
+    def __init__(self, switched: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.switched, self.scale = switched, 1.0
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.switched(self)
+        return self
+
+
+def scales_late(model: Any) -> None:
+    model.scale = 0.5 if model.steps.tolist() > 20 else 1.0
+
+
+def freezes_a_layer_late(model: Any) -> None:
+    model.b.train(bool(model.steps < 20))
+
+
+def resets(model: Any) -> None:
+    model.steps.zero_()
 
 
 class Smoothed(nn.Module):
@@ -350,6 +377,12 @@ REFUSED: dict[str, tuple[Make, str]] = {
             rf"each call of train\(\) and eval\(\) changes {name}, .* `if self\.training`",
         )
         for name, in_buffer in (("buffer 'epoch'", True), ("attribute 'epoch' of the model", False))
+    },
+    **{
+        f"a switch that {each.__name__}": (
+            made(partial(Switched, each)), r"eval\(\) uses buffer 'steps', which .* in the forward"
+        )
+        for each in (scales_late, freezes_a_layer_late, resets)
     },
     "what a loss keeps": (
         made(zoo.Net, lambda model: Smoothed()), "each step changes attribute 'mean' of the loss"

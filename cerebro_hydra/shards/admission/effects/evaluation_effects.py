@@ -49,6 +49,8 @@ from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.shards.engine.differences import TensorContent
 from cerebro_hydra.shards.engine.layout import TrialRuntime
+from cerebro_hydra.shards.engine.microbatch import UsesElsewhere, memory_reads_seen
+from cerebro_hydra.shards.places import Places
 
 DRAWS = "random numbers of torch"
 """Stands among what evaluations set anew for numbers that they draw, on which nothing depends."""
@@ -183,12 +185,23 @@ class EvaluationEffects:
 def check_switched(model: nn.Module) -> None:
     """Refuse a model that notes how often it is switched to training, such as to count epochs.
 
+    And one that looks at its tensors then: on a worker it has others, or none yet.
+
     Raises:
         ConfigurationError: its own `train` or `eval` does; the message names what it changes.
     """
-    kinds = {type(module) for module in model.modules()}
-    if not any(is_own(each.train.__module__) or is_own(each.eval.__module__) for each in kinds):
+    methods = {m for module in model.modules() for m in (type(module).train, type(module).eval)}
+    if methods <= {nn.Module.train, nn.Module.eval}:
         return
+    if any(is_own(each.__module__) for each in methods):
+        _check_counts_nothing(model)
+    _check_uses_nothing(model)
+
+
+_SWITCHED = "train() and eval() are called at other times here than in a loop of one's own"
+
+
+def _check_counts_nothing(model: nn.Module) -> None:
 
     def read() -> Reading:
         plain = {
@@ -210,9 +223,28 @@ def check_switched(model: nn.Module) -> None:
         buffer.copy_(buffers[name])
     if found:
         raise ConfigurationError(
-            f"each call of train() and eval() changes {found[0]}, and they are called at other "
-            "times here than in a loop of one's own; count steps in the forward, in a registered "
-            "buffer, `if self.training`"
+            f"each call of train() and eval() changes {found[0]}, and {_SWITCHED}; count steps in "
+            "the forward, in a registered buffer, `if self.training`"
+        )
+
+
+def _check_uses_nothing(model: nn.Module) -> None:
+    places = Places()
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            with suppress(RuntimeError):  # one of some kinds has no memory
+                places.add(f"{kind} {name!r}", tensor.detach())
+    uses = UsesElsewhere(places)
+    with kept_attributes(model), memory_reads_seen(), uses, suppress(Exception):
+        model.eval()
+        model.train()
+    if uses.found is not None:
+        raise ConfigurationError(
+            f"train() or eval() uses {uses.found}, which may not have come to a worker then, and "
+            f"{_SWITCHED}; look at it in the forward, such as `if self.training and ...`"
         )
 
 
@@ -254,6 +286,7 @@ class LateEvaluation:
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
+        self._shared.find_as_built()
         reader = self._read()
         self._before = reader.found
         self._shared.begin(reader)
@@ -278,6 +311,7 @@ class LateEvaluation:
         Raises:
             NonFiniteLoss: see `told_if_nan`.
         """
+        self._shared.find_as_built()
         with told_if_nan(self._spoilt), self._draws.watched():
             yield
 
@@ -303,6 +337,7 @@ class LateEvaluation:
                 "an evaluation changed which parameters train, or made one; choose in the factory "
                 "what trains"
             )
+        self._shared.find_as_built()
         reader = None if self._before is None else self._read()
         before, after = self._before or {}, {} if reader is None else reader.found
         late = self._late(tensors | self._changed_attributes(before, after))

@@ -147,6 +147,7 @@ class LateEffects:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
         self._beside = self._whole or earlier.beside <= FREE_SECONDS
+        self._shared.find_as_built()
         reader, of_optimizer, of_schedule = self._read_now(), Reading(), Reading()
         found = reader.found
         if self._beside:
@@ -181,6 +182,7 @@ class LateEffects:
         Raises:
             NonFiniteLoss: see `told_if_nan`.
         """
+        self._shared.find_as_built()
         with told_if_nan(self._trial.spoilt), self._draws.watched():
             yield
 
@@ -199,6 +201,7 @@ class LateEffects:
         if self._before is None:
             return
         before, of_optimizer, of_schedule = self._before
+        self._shared.find_as_built()
         reader = self._read_now()
         after = reader.found
         found = self._changed(before, after)

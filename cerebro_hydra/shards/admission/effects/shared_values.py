@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,7 +26,9 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 )
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
+    OF_CLASS,
     PART,
+    attribute_of,
     containers_of,
     entry_of,
     is_of_process,
@@ -85,11 +87,26 @@ def set_anew(
 def _values(reader: ObjectReader) -> Iterator[tuple[str, _Value]]:
     """Yield the variables, attributes and entries that code sets."""
     for path in sorted(reader.set_by_code()):
-        container = reader.containers.get(path.rpartition(PART)[0])
-        if (variable := reader.variables.get(path)) is not None:
+        variable = variable_at(path, reader)
+        if variable is not None and variable.value is not ABSENT:
             yield path, _Value(variable)
-        elif isinstance(container, dict) and (key := entry_of(path)) in container:
-            yield path, _Value(Variable(container, str(key)))
+
+
+def variable_at(path: str, reader: ObjectReader) -> Variable | None:
+    """Return the variable, attribute or entry that a path names, which need not be there."""
+    variables = ChainMap(reader.variables, reader.class_attributes)
+    holder, attribute, key = path.rpartition(PART)[0], attribute_of(path), entry_of(path)
+    container, owner = reader.containers.get(holder), None
+    if holder in variables:
+        owner = getattr(variables[holder].value, "__dict__", None)
+    kind = reader.classes.get(path.partition(OF_CLASS)[2])
+    if path in variables:
+        return variables[path]
+    if isinstance(container, dict) and key is not None:
+        return Variable(container, key)
+    if isinstance(owner, dict) and attribute is not None:
+        return Variable(owner, attribute)
+    return None if holder or kind is None or attribute is None else Variable(kind, attribute)
 
 
 def _containers(reader: ObjectReader, changed: Collection[str]) -> Iterator[tuple[str, _Items]]:

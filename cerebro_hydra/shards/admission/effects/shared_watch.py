@@ -1,7 +1,8 @@
-"""Gives back what a trial changes late of what the trials of its process share.
+"""Gives back what a trial changes of what the trials of its process share.
 
-Its own trial fails for that. Another one must not train on what it left there, nor finish as if
-nothing had been if it computed in the meantime.
+A trial that changes some of it late fails. Another one must not train on what it left there, nor
+finish as if nothing had been if it computed in the meantime. What each step of a trial sets anew is
+as it was before for those that don't.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
+from cerebro_hydra.shards.admission.effects.shared_values import variable_at
 from cerebro_hydra.shards.cut.values import Contents
 
 _MOST_ITEMS = 1000
@@ -54,6 +56,7 @@ class SharedWatch:
     _open: ClassVar[weakref.WeakSet[SharedWatch]] = weakref.WeakSet()
     _given_back: ClassVar[list[frozenset[str]]] = []  # the paths, of each time
     _left: ClassVar[dict[str, str]] = {}  # what could not be given back, as it is read since then
+    _anew: ClassVar[dict[str, _Found]] = {}  # what trials set anew, as it was before any of them
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class SharedWatch:
         evaluated: Collection[str],
         texts: Callable[[], Collection[str]],
     ) -> None:
-        self._known, self._evaluated, self._texts = known, evaluated, texts
+        self._known, self._evaluated, self._texts = known, frozenset(evaluated), texts
         self._reader: ObjectReader | None = None
         self._before: Reading = {}
         self._noted: _Noted | None = None
@@ -78,10 +81,23 @@ class SharedWatch:
         """
         self._reader, self._before, self._noted = reader, reader.found, _Noted(reader)
         self._since, self._builds = len(self._given_back), builds_so_far()
+        for path in filter(is_of_process, self._known.anew - self._anew.keys()):
+            self._anew[path] = _Found(path, reader)
         for path, text in self._left.items():
             if self._before.get(path) == text:
                 raise ConfigurationError(_LEFT.format(told(path)))
         self._open.add(self)
+
+    def find_as_built(self) -> None:
+        """Let what others set anew in each step, and this trial does not, be as before them.
+
+        So it must be whenever the trial computes, as others may have computed since it did.
+        """
+        for path, found in tuple(self._anew.items()):
+            own = path in self._known.anew or name_of(path) in self._evaluated
+            if not own and (not self._before or self._names(path)):
+                with suppress(Exception):  # a class may refuse it
+                    found.give_back()
 
     def end(self) -> None:
         """End the visit."""
@@ -206,6 +222,26 @@ class SharedWatch:
 
     def _may_grow(self, path: str) -> bool:
         return self._known.may_grow(path, self._before, self._texts)
+
+
+class _Found:
+    """Is what a path names, as it was found; nothing if that is in no variable or container.
+
+    Args:
+        reader: has read what there is.
+    """
+
+    def __init__(self, path: str, reader: ObjectReader) -> None:
+        self._variable, self._held = variable_at(path, reader), reader.containers.get(path)
+        self._value = None if self._variable is None else self._variable.value
+        self._contents = None if self._held is None else Contents.of(self._held)
+
+    def give_back(self) -> None:
+        """Let it be as it was."""
+        if self._variable is not None and self._variable.value is not self._value:
+            self._variable.set(self._value)
+        if self._contents is not None and not Contents.of(self._held).is_same(self._contents):
+            self._contents.fill(self._held)
 
 
 class _Noted:
