@@ -226,3 +226,19 @@ def clone_optimizer(
         options = {name: value for name, value in group.items() if name not in chosen}
         clone.param_groups.append(chosen | deep_copy(options))
     return clone
+
+
+def different_option(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """Return which option of a param group, or value of a scheduler, two cursors of a step have."""
+    both = [
+        (f"option {{!r}} of param group {n}", *groups)
+        for n, groups in enumerate(zip(one["groups"], other["groups"], strict=True))
+    ]
+    both.append(("{!r} of the LR scheduler", one["scheduler"], other["scheduler"]))
+    for told, here, there in both:
+        for name in (here or {}).keys() & (there or {}).keys():
+            if here[name] != there[name]:
+                return told.format(name), here[name], there[name]
+    return None

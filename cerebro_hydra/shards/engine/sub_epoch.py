@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from cerebro_hydra.shards.engine.microbatch import (
     memory_reads_seen,
 )
 from cerebro_hydra.shards.engine.module_tasks import ModuleTasks
-from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer
+from cerebro_hydra.shards.engine.optimizer import check_groups, clone_optimizer, different_option
 from cerebro_hydra.shards.engine.state import (
     EarlyGradients,
     ShardState,
@@ -451,7 +451,7 @@ class SubEpoch:
         if (versions := self._versions.get(k)) is not None:
             versions.begin_next()
         others, device = len(self._layout.shards) - 1, self._recipe.device
-        with self._told_reads_of_others(k, optimizer), refused_draws(self.step, others, device):
+        with self._seen_by_update(k), refused_draws(self.step, others, device):
             if take_step(optimizer, scaling, self.step, self._recipe.optimizer_on == "host"):
                 self._recipe.lr_schedule.after_step(scheduler)
         state.keep_optimizer(optimizer)  # a fused one makes its state in a step that is skipped
@@ -468,18 +468,26 @@ class SubEpoch:
             self._mark_updated(k, self._bound, state, copies)
 
     @contextmanager
-    def _told_reads_of_others(self, k: int, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Look at what an optimizer uses, or a hook of its steps, in the first and last window."""
-        model = self._bound or self._idle
-        looks = self.in_last_window or self.step == self._given.start_step
-        if model is None or is_torchs_own(optimizer) or not (looks and self._layout.shards[1:]):
+    def _seen_by_update(self, k: int) -> Iterator[None]:
+        """Let code of an update see its shard's buffers; look at what else it uses, at both ends.
+
+        That is an optimizer of the user's, a hook of its steps, an LR scheduler.
+        """
+        model, state, (optimizer, scheduler) = self._bound, self._states[k], self._optimizers[k]
+        idle = model or self._idle  # which has no shard's buffers
+        if idle is None or (is_torchs_own(optimizer) and scheduler is None):
             yield
             return
-        places = model.places_of(s for n, s in enumerate(self._layout.shards) if n != k)
-        for name, mark in itertools.chain(*(each.items() for each in self._gone.values())):
-            if mark is not None:
-                places.add(f"the gradient of parameter {name!r}", mark.tensor)
-        with UsesElsewhere(places) as uses:
+        moving = {n: b for n, b in state.buffers.items() if n not in state.constant}
+        places, looks = Places(), self.in_last_window or self.step == self._given.start_step
+        if looks:
+            all_shards = enumerate(self._layout.shards)
+            places = idle.places_of(s for n, s in all_shards if n != k or model is None)
+            for name, mark in itertools.chain(*(each.items() for each in self._gone.values())):
+                if mark is not None:
+                    places.add(f"the gradient of parameter {name!r}", mark.tensor)
+        own = model.replaced_buffers(moving) if model and self._held is not None else nullcontext()
+        with own, UsesElsewhere(places, looks=bool(places)) as uses:
             yield
         if uses.found is not None:
             raise StepDiffers(tensor_used_elsewhere(self.step, uses.found))
@@ -585,7 +593,7 @@ class SubEpoch:
                     cursor["groups"][number] = None  # whatever an empty group holds, nobody needs
             if first is None:
                 first = k, cursor
-            elif (found := _different(first[1], cursor)) is not None:
+            elif (found := different_option(first[1], cursor)) is not None:
                 where, there, here = found
                 raise StepDiffers(
                     f"after step {self.step}, {where} is {there} for shard {first[0]} and {here} "
@@ -633,17 +641,3 @@ class SubEpoch:
         self._gradients.clear()
         if self._held is not None:
             self._held.copies.clear()
-
-
-def _different(one: Cursor, other: Cursor) -> tuple[str, Any, Any] | None:
-    """Return which option of a param group, or value of a scheduler, two cursors of a step have."""
-    both = [
-        (f"option {{!r}} of param group {n}", *groups)
-        for n, groups in enumerate(zip(one["groups"], other["groups"], strict=True))
-    ]
-    both.append(("{!r} of the LR scheduler", one["scheduler"], other["scheduler"]))
-    for told, here, there in both:
-        for name in (here or {}).keys() & (there or {}).keys():
-            if here[name] != there[name]:
-                return told.format(name), here[name], there[name]
-    return None

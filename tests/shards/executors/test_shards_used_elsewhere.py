@@ -1,22 +1,28 @@
-"""A parameter that is used outside of its shard is told in evaluation as in training."""
+"""What is used outside of its shard is told in evaluation as in training, and in updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import NonFiniteLoss, StepDiffers
 from cerebro_hydra.plan.messages.actions import Action, ActionKind
+from cerebro_hydra.recipe import PlainTrainer, Recipe
 from cerebro_hydra.shards.cut.values import absent_value
 from cerebro_hydra.shards.engine.evaluation import ShardEvaluation
 from cerebro_hydra.shards.engine.layout import on_host
 from cerebro_hydra.shards.engine.microbatch import Execution
-from tests.shards import zoo
+from cerebro_hydra.testing.model_case import assert_same_state
+from tests.shards import plain, zoo
+from tests.shards.executors.configurations import CONFIGURATIONS
+from tests.shards.executors.executor_case import described
 from tests.shards.executors.worker import Slot
-from tests.shards.hopping import Trial, start
+from tests.shards.hopping import STEPS_PER_EPOCH, Trial, start
 from tests.shards.trials import made
 
 WINDOWS = zoo.singly(zoo.vectors(8, 8))
@@ -111,3 +117,77 @@ def test_an_evaluation_that_is_nan_by_itself_is_told_as_one(
     monkeypatch.setattr(zoo, "vectors", lambda *_: [broken])
     with pytest.raises(NonFiniteLoss, match="the validation loss of batch 0 is nan"):
         evaluate(trial)
+
+
+class Counts(zoo.Net):
+    """Counts steps in its last layer."""
+
+    def add(self):
+        self.c.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.c.steps += 1
+        return super().forward(x)
+
+
+class Halves(torch.optim.SGD):
+    """Takes smaller steps once its model has counted some."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1, momentum=0.5)
+        self.model = model
+
+    def step(self, closure=None):
+        if self.model.c.steps > 3:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def by_optimizer(**rules) -> Recipe:
+    torch.manual_seed(3)
+    return Recipe(model := Counts(), Halves(model), nn.CrossEntropyLoss(), **rules)
+
+
+def by_schedule(**rules) -> Recipe:
+    torch.manual_seed(3)
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    def schedule(made: torch.optim.Optimizer) -> Any:
+        return LambdaLR(made, lambda _: 1.0 if model.c.steps < 3 else 0.5)
+
+    return Recipe(
+        model, optimizer, nn.CrossEntropyLoss(), lr_scheduler=schedule, lr_interval="step", **rules
+    )
+
+
+@pytest.mark.parametrize("name", [
+    "one shard", "one shard in queues", "uncut", "shards", "alone", "small device",
+    "small devices", "roomy device", "graph", "graph, small device", "gpipe",
+])  # fmt: skip
+@pytest.mark.parametrize("make", [by_optimizer, by_schedule])
+def test_an_update_finds_the_buffers_of_its_model_or_is_told(
+    make: Callable[..., Recipe], name: str
+) -> None:
+    chosen = CONFIGURATIONS[name]
+    rules = {
+        "shards": ["c"] if chosen.shards == 2 else 1, "cut": chosen.cut,
+        "accumulate": chosen.accumulate,
+    }  # fmt: skip
+    batches = zoo.vectors(*[8] * 8)
+    windows = [batches[n : n + chosen.accumulate] for n in range(0, 8, chosen.accumulate)]
+    trial = start(make(**rules), windows)
+    if trial.cut_model.num_shards != chosen.shards or trial.admission.spec.mode != chosen.cut:
+        return  # admission has told it
+    reference = PlainTrainer(make(**rules), plain.TRIAL_SEED, STEPS_PER_EPOCH)
+    reference.train(windows)
+    try:
+        chosen.train(trial, described(trial, windows), windows)
+    except StepDiffers as told:
+        assert chosen.group != "one"
+        assert "buffer 'c.steps' is used outside of its own shard" in str(told)
+    else:
+        assert_same_state(trial.tensors(), reference)

@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
 
 Growing = MutableMapping[Any, Any] | set[Any]
 """Has entries by keys, or members, of which steps may add some."""
+
+Items = list[Any] | deque[Any]
+"""Has items in an order, to which steps may add some."""
 
 ABSENT = object()
 """Stands for a variable that its owner does not have."""
@@ -88,6 +92,7 @@ class FilledCaches:
         written: says of a path whether code writes there, so that its first entries may be of one,
             too.
         variables: those that got another value, by path, each with the one of before, or `ABSENT`.
+        lists: those that became longer, each with the items of before.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class FilledCaches:
         known: Mapping[str, Collection[Any]],
         written: Callable[[str], bool],
         variables: Mapping[str, tuple[Variable, object]],
+        lists: Sequence[tuple[Items, Sequence[Any]]],
     ) -> None:
         self._functions = [each for each in functions if each.cache_info().currsize]
         self._containers = {
@@ -107,11 +113,12 @@ class FilledCaches:
             path: (variable, variable.value, before)
             for path, (variable, before) in variables.items()
         }
+        self._lists = [(held, list(held), before) for held, before in lists]
 
     @property
     def are_filled(self) -> bool:
         """Return whether there is anything to take out."""
-        return bool(self._functions or self._variables) or self.have_entries
+        return bool(self._functions or self._variables or self._lists) or self.have_entries
 
     @property
     def have_entries(self) -> bool:
@@ -146,6 +153,8 @@ class FilledCaches:
             each.set(each.all)
         for variable, value, _ in self._variables.values():
             variable.set(value)
+        for held, items, _ in self._lists:
+            _set_items(held, items)
 
     def _forget(self, left: Callable[[_Filled], Mapping[Any, Any]]) -> None:
         for function in self._functions:
@@ -154,6 +163,13 @@ class FilledCaches:
             each.set(left(each))
         for variable, _, before in self._variables.values():
             variable.set(before)
+        for held, _, items in self._lists:
+            _set_items(held, items)
+
+
+def _set_items(held: Items, items: Sequence[Any]) -> None:
+    held.clear()
+    held.extend(items)
 
 
 class _Filled:

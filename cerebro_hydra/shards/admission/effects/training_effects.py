@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -58,6 +59,7 @@ from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
 _MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
+_MOST_ITEMS = 1000  # of a list that is emptied
 _MOST_FLAGS = 8  # entries of dicts that are taken out one by one
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
@@ -97,6 +99,11 @@ class SideEffects:
         read = self._held.read_all()
         self.shared = SharedState(read)
         self._readings, self._keys = [read.found], {n: set(d) for n, d in read.growing.items()}
+        self._items = {
+            path: list(held)
+            for path, held in read.containers.items()
+            if isinstance(held, list | deque) and len(held) <= _MOST_ITEMS
+        }
         values = {path: variable.value for path, variable in read.variables.items()}
         self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
@@ -427,7 +434,13 @@ class SideEffects:
             and built.get(path) != first.get(path) == second.get(path)
         }
         growing = {path: each for path, each in read.growing.items() if is_shared(path)}
-        caches = FilledCaches(read.caches, growing, self._keys, read.is_written, variables)
+        lists = [
+            (held, self._items.get(path, []))
+            for path, held in read.containers.items()
+            if isinstance(held, list | deque) and (path in self._items or path not in built)
+            if self._lengthened_once(path, len(held))
+        ]
+        caches = FilledCaches(read.caches, growing, self._keys, read.is_written, variables, lists)
         if not caches.are_filled:
             return
         others = after.of_other_rows()
@@ -446,7 +459,8 @@ class SideEffects:
                 again |= self._held.read()
             for path, value in sorted((read.found | evaluated | second).items()):
                 is_cached = CACHED in path or caches.hold(path)
-                acted = variables and filled and plain and filled != plain and is_shared(path)
+                acts = filled and plain and filled != plain
+                acted = (variables or lists) and acts and is_shared(path)
                 is_first = acted and built.get(path) != first.get(path)
                 if path.endswith(CACHED) or not (is_cached or is_first):
                     continue
@@ -469,6 +483,14 @@ class SideEffects:
         finally:
             caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
+
+    def _lengthened_once(self, path: str, length: int) -> bool:
+        """Return whether the first step has lengthened a list, and no other has."""
+        known = len(self._items.get(path, []))
+        _, first, second = (
+            {p for p in reading if p.rpartition(PART)[0] == path} for reading in self._readings[:3]
+        )
+        return known < length == len(first) == len(second)
 
     def _check_number(
         self, others: AfterSteps, caches: FilledCaches, of_rows: Collection[str], filled: list[str]

@@ -264,6 +264,35 @@ def test_a_cache_of_weights_is_refused_by_whatever_key(
         start(made(type("Model", (when, model), {}))(), BATCHES)
 
 
+first_rows: list[Tensor] = []
+
+
+class OfFirstRows(zoo.Net):
+    """Keeps what it makes in its first step for all that come."""
+
+    def made(self, x: Tensor) -> Tensor:
+        return x.mean(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not first_rows:
+            first_rows.append(self.made(x))
+        return super().forward(x - first_rows[0])
+
+
+class OfNoRows(OfFirstRows):
+    def made(self, x: Tensor) -> Tensor:
+        return torch.full_like(x[0], 0.5)
+
+
+def test_what_the_first_rows_leave_in_a_list_is_refused() -> None:
+    told = r"variable 'first_rows' of .* at \[0\] is a cache of what depends on weights or rows"
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(OfFirstRows)(), BATCHES)
+    first_rows.clear()
+    start(made(OfNoRows)(), BATCHES).train(BATCHES)
+    first_rows.clear()
+
+
 class LateInEvaluation(Scaled):
     def acts(self) -> bool:
         return not self.training and is_late()
