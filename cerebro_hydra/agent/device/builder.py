@@ -37,6 +37,7 @@ from cerebro_hydra.recipe import (
     build_recipe,
 )
 from cerebro_hydra.recipe.placement import CPU
+from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -67,11 +68,13 @@ class BuiltTrial:
 
     Args:
         build_seconds: what the user's factory took.
+        as_built: what it has left of what trials share.
     """
 
     spec: TrialSpec
     runtime: TrialRuntime
     build_seconds: float
+    as_built: AsBuilt
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +156,7 @@ class TrialBuilder:
         begun = time.perf_counter()
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
+        as_built = AsBuilt.now(recipe)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
@@ -164,7 +168,7 @@ class TrialBuilder:
         runtime = TrialRuntime(
             recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness, spoilt
         )
-        return BuiltTrial(spec, runtime, build_seconds)
+        return BuiltTrial(spec, runtime, build_seconds, as_built)
 
     def _placed(self, recipe: Recipe) -> Recipe:
         """Free the weights of a recipe, and bring the rest of it to the device."""

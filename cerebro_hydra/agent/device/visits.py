@@ -157,7 +157,7 @@ class TrialVisits:
         if audits:
             windows = islice(windows, 1)
         known = order.trial.attributes, order.trial.set_in_evaluation
-        earlier = EarlierReadings() if audits else self._earlier(task.trial, trial.recipe.model)
+        earlier = self._earlier(task.trial, trial.recipe.model, kept=not audits)
         effects = LateEffects(trial, *known, self._looks, earlier)
         memory = _Memory(trial.layout, order, self._reserved, self._scratch, self._looks, effects)
         if not audits:
@@ -188,12 +188,14 @@ class TrialVisits:
         chain = GradientChain(self._links(task), trial.layout, trial.recipe.accumulate, rounds)
         return self._builder.replica_windows(*place), chain
 
-    def _earlier(self, trial: int, model: torch.nn.Module) -> EarlierReadings:
+    def _earlier(self, trial: int, model: torch.nn.Module, kept: bool = True) -> EarlierReadings:
         """Return what earlier visits have read of a trial's model, unless it was built anew."""
-        if trial not in self._readings or self._readings[trial][0] is not model:
-            kept = {n: each for n, each in self._readings.items() if self._builder.keeps(n)}
-            self._readings = kept | {trial: (model, EarlierReadings())}
-        return self._readings[trial][1]
+        own = {n: each for n, each in self._readings.items() if self._builder.keeps(n)}
+        if not kept or trial not in own or own[trial][0] is not model:
+            earlier = EarlierReadings(as_built=self._builder.get(trial).as_built)
+            self._readings = own | ({trial: (model, earlier)} if kept else {})
+            return earlier
+        return own[trial][1]
 
     def _build_spare(self, trial: int) -> None:
         """Build a second recipe of a trial for an audit, while no visit uses its model.

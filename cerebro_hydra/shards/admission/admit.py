@@ -26,7 +26,10 @@ from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.recipe.compiled_units import compiled_alike
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
-from cerebro_hydra.shards.admission.effects.evaluation_effects import DRAWS
+from cerebro_hydra.shards.admission.effects.evaluation_effects import (
+    DRAWS,
+    check_switched_blindly,
+)
 from cerebro_hydra.shards.admission.effects.held_state import kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.readings import KnownChanges
@@ -272,6 +275,7 @@ def _admit(
                 leave_cond()
                 reason = cond_failed(error, "in shards")
         if difference is None:
+            check_switched_blindly(recipe.model)
             notes = [*([choice.note] if choice.note else []), *map(_uncompiled, recipe.uncompiled)]
             if (compiled := recipe.compiled_units) and choice.spec.mode == "modules":
                 notes.append(f"compiled: {', '.join(compiled)}")

@@ -17,7 +17,7 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
 from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
-from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
+from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
 from tests.agent.late_events import HAPPENS, RARE, Event, made
 from tests.agent.lone_agent import BATCH, Agent
 from tests.shards import hopping
@@ -116,6 +116,8 @@ def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Let all be as in a process that has just begun; what is returned does so again."""
     for name, own in (("_given_back", []), ("_left", {}), ("_anew", {})):
         monkeypatch.setattr(SharedWatch, name, own)
+    monkeypatch.setattr(AsBuilt, "_known", {})
+    monkeypatch.setattr(AsBuilt, "_differ", set())
     factor, function, of_class, table, numbers, space, options = state()
 
     def restored() -> None:
@@ -180,9 +182,12 @@ def trial_of(middle: nn.Module) -> hopping.Trial:
     return hopping.start(made(middle, shards=2), BATCHES)
 
 
-def begun(trial: hopping.Trial, of: type[Any] = LateEffects) -> Any:
+def begun(
+    trial: hopping.Trial, of: type[Any] = LateEffects, as_built: AsBuilt | None = None
+) -> Any:
     known = trial.admission.attributes, trial.admission.set_in_evaluation
-    effects = of(trial.runtime(), *known, AuditBudget(1.0), EarlierReadings())
+    earlier = EarlierReadings(as_built=as_built or AsBuilt())
+    effects = of(trial.runtime(), *known, AuditBudget(1.0), earlier)
     effects.begin()
     return effects
 
@@ -226,8 +231,7 @@ def test_who_computed_while_something_was_given_back_does_not_finish(
     reads = begun(reader, of) if first else None
     change()
     reads = reads or begun(reader, of)
-    own = change is not adds_an_item  # of which no code tells whose it is
-    with pytest.raises(ConfigurationError if own else StepDiffers):
+    with pytest.raises(ConfigurationError):
         ends(writes)
     with pytest.raises(StepDiffers, match="another trial of its process changed"):
         ends(reads)
@@ -245,7 +249,7 @@ def test_who_was_disturbed_leaves_it_to_the_other_to_give_it_back(
         ends(reads)
     with pytest.raises((ConfigurationError, StepDiffers)) as told:
         ends(writes)
-    seen = change not in (adds_an_item, sets_a_new_attribute, sets_a_new_one_of_an_object)
+    seen = change not in (sets_a_new_attribute, sets_a_new_one_of_an_object)
     assert isinstance(told.value, ConfigurationError) or not seen  # else no code tells whose it is
     assert state() == before
     ends(begun(reader))
@@ -315,7 +319,7 @@ class ReadsAll(Reader):
 @HOW
 @pytest.mark.parametrize("change", [
     sets_a_global, sets_a_function, sets_an_attribute, sets_a_new_attribute, sets_an_option,
-    sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_a_new_one_of_an_object,
+    sets_an_entry, sets_a_new_entry, sets_an_item, sets_of_an_object, sets_a_new_one_of_an_object,
     sets_an_auxiliary,
 ])  # fmt: skip
 def test_who_reads_what_another_one_sets_anew_finds_what_there_was_before(
@@ -338,6 +342,50 @@ def test_who_reads_what_another_one_sets_anew_finds_what_there_was_before(
         written.recipe.model(x)
     ends(reads)
     ends(sets)
+
+
+@OF
+def test_who_sets_late_what_another_one_sets_anew_fails(
+    of: type[Any], as_begun: Callable[[], None]
+) -> None:
+    late, written = trial_of(ReadsAll()), trial_of(SetsEachTime(sets_a_global))
+    as_begun()
+    sets, sets_late = begun(written), begun(late, of)
+    for effects, does in (
+        (sets, lambda: written.recipe.model(torch.randn(BATCH, 6))),
+        (sets_late, sets_a_global),
+    ):
+        with effects.watched():
+            does()
+    with pytest.raises(ConfigurationError, match="changed global variable 'FACTOR'"):
+        ends(sets_late)
+    ends(sets)
+
+
+def built(scale: float) -> tuple[hopping.Trial, AsBuilt]:
+    """Build a trial whose factory sets what its forward reads, as code with a global CFG does."""
+    global FACTOR
+    FACTOR = Shared.scale = SPACE.scale = TABLE["w"] = Shared.options["k"] = scale
+    trial = trial_of(Reader())
+    return trial, AsBuilt.now(trial.recipe)
+
+
+@OF
+def test_each_trial_finds_what_its_own_factory_has_set(of: type[Any]) -> None:
+    trials, x = {scale: built(scale) for scale in (0.5, 2.0, 0.25)}, torch.randn(BATCH, 6)
+    visits = {scale: begun(trial, of, left) for scale, (trial, left) in trials.items()}
+    for _ in range(2):
+        for scale, effects in visits.items():
+            with effects.watched():
+                assert torch.equal(computed(x), x * scale**5)
+    for effects in visits.values():
+        ends(effects)
+    late = begun(trials[0.5][0], of, trials[0.5][1])
+    with late.watched():
+        sets_an_attribute()  # to what it was for this one
+        Shared.options["k"] = 3.0
+    with pytest.raises(ConfigurationError, match=r"changed attribute 'options' of .* at \['k'\]"):
+        ends(late)
 
 
 class Names(Reader):

@@ -182,26 +182,18 @@ class EvaluationEffects:
         return found
 
 
+_SWITCHED = "train() and eval() are called at other times here than in a loop of one's own"
+
+
 def check_switched(model: nn.Module) -> None:
     """Refuse a model that notes how often it is switched to training, such as to count epochs.
-
-    And one that looks at its tensors then: on a worker it has others, or none yet.
 
     Raises:
         ConfigurationError: its own `train` or `eval` does; the message names what it changes.
     """
-    methods = {m for module in model.modules() for m in (type(module).train, type(module).eval)}
-    if methods <= {nn.Module.train, nn.Module.eval}:
+    kinds = {type(module) for module in model.modules()}
+    if not any(is_own(each.train.__module__) or is_own(each.eval.__module__) for each in kinds):
         return
-    if any(is_own(each.__module__) for each in methods):
-        _check_counts_nothing(model)
-    _check_uses_nothing(model)
-
-
-_SWITCHED = "train() and eval() are called at other times here than in a loop of one's own"
-
-
-def _check_counts_nothing(model: nn.Module) -> None:
 
     def read() -> Reading:
         plain = {
@@ -228,7 +220,15 @@ def _check_counts_nothing(model: nn.Module) -> None:
         )
 
 
-def _check_uses_nothing(model: nn.Module) -> None:
+def check_switched_blindly(model: nn.Module) -> None:
+    """Refuse a model that looks at its tensors when it is switched; on a worker it may have others.
+
+    Raises:
+        ConfigurationError: its `train` or `eval` does; the message names what it looks at.
+    """
+    methods = {m for module in model.modules() for m in (type(module).train, type(module).eval)}
+    if methods <= {nn.Module.train, nn.Module.eval}:
+        return
     places = Places()
     for kind, tensors in (
         ("parameter", model.named_parameters()),
@@ -276,7 +276,7 @@ class LateEvaluation:
         self._trains = self._read_trains()
         self._draws = GlobalDraws()
         self._texts = partial(earlier.texts_in_code, self._held)
-        self._shared = SharedWatch(self._trained, self._known, self._texts)
+        self._shared = SharedWatch(self._trained, self._known, self._texts, earlier.as_built)
         self._before: Reading | None = None
 
     def stand_in(self) -> None:
@@ -286,7 +286,7 @@ class LateEvaluation:
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
-        self._shared.find_as_built()
+        self._shared.find_as_alone()
         reader = self._read()
         self._before = reader.found
         self._shared.begin(reader)
@@ -311,8 +311,7 @@ class LateEvaluation:
         Raises:
             NonFiniteLoss: see `told_if_nan`.
         """
-        self._shared.find_as_built()
-        with told_if_nan(self._spoilt), self._draws.watched():
+        with self._shared.computing(), told_if_nan(self._spoilt), self._draws.watched():
             yield
 
     def check(self, written: Collection[TensorKey], draws: bool) -> None:
@@ -337,14 +336,16 @@ class LateEvaluation:
                 "an evaluation changed which parameters train, or made one; choose in the factory "
                 "what trains"
             )
-        self._shared.find_as_built()
+        self._shared.find_as_alone()
         reader = None if self._before is None else self._read()
         before, after = self._before or {}, {} if reader is None else reader.found
         late = self._late(tensors | self._changed_attributes(before, after))
         if late and reader is not None:
             meanwhile = self._shared.made_by_builds(late, reader)
             late = [path for path in late if path not in meanwhile]
-        if late and reader is not None:
+        if self._shared.late:
+            late = sorted(self._shared.late)
+        elif late and reader is not None:
             self._shared.check_cause(late, reader)
         if late:
             raise ConfigurationError(

@@ -50,20 +50,22 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Variable:
-    """Is an attribute of an object or a class, a global variable, or one of a closure.
+    """Is an attribute of an object or a class, a global variable, an item, or one of a closure.
 
     Args:
         owner: has it.
-        name: by which a mapping has it.
+        name: by which a mapping has it; the number of an item.
     """
 
-    owner: MutableMapping[str, Any] | types.CellType | type
+    owner: MutableMapping[str, Any] | types.CellType | type | list[Any]
     name: str
 
     def set(self, value: object) -> None:
         """Give it a value, or let its owner have it no more."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
+        elif isinstance(self.owner, list):
+            self.owner[int(self.name) : int(self.name) + 1] = [] if value is ABSENT else [value]
         elif isinstance(self.owner, type) and value is ABSENT:
             type.__delattr__(self.owner, self.name)
         elif isinstance(self.owner, type):
@@ -78,6 +80,8 @@ class Variable:
         """Return its value."""
         if isinstance(self.owner, types.CellType):
             return self.owner.cell_contents
+        if isinstance(self.owner, list):
+            return next(iter(self.owner[int(self.name) :]), ABSENT)
         held = vars(self.owner) if isinstance(self.owner, type) else self.owner
         return held.get(self.name, ABSENT)
 

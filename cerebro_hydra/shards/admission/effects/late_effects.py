@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
+from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
 from cerebro_hydra.shards.admission.effects.training_effects import IN_ATTRIBUTE, SET_ANEW, remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.second_names import told_if_nan
@@ -60,6 +60,7 @@ class EarlierReadings:
         made: what the first step has made for good, None before it.
         built: the attributes that the trial's first steps changed, as the model was built.
         texts: those that stand in the code of what was read, once someone has asked for them.
+        as_built: what the model's factory has left of what trials share.
     """
 
     latest: Reading | None = None
@@ -69,6 +70,7 @@ class EarlierReadings:
     made: Reading | None = None
     built: BuiltAttributes | None = None
     texts: frozenset[str] | None = None
+    as_built: AsBuilt = field(default_factory=AsBuilt)
 
     def give_back(self, model: nn.Module, held: HeldState, names: Collection[str]) -> None:
         """Let attributes be as the model was built, as on a worker that did so only now.
@@ -123,7 +125,7 @@ class LateEffects:
         self._by_graph = trial.cut_model.graphs is not None  # which sets no attributes
         self._draws = GlobalDraws()
         self._texts = partial(earlier.texts_in_code, self._held)
-        self._shared = SharedWatch(self._known, self._evaluated, self._texts)
+        self._shared = SharedWatch(self._known, self._evaluated, self._texts, earlier.as_built)
         self._before: tuple[Reading, Reading, Reading] | None = None
         self._between: set[str] = set()  # changed in visits that did not look
         self._whole = self._beside = True
@@ -147,7 +149,7 @@ class LateEffects:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
         self._beside = self._whole or earlier.beside <= FREE_SECONDS
-        self._shared.find_as_built()
+        self._shared.find_as_alone()
         reader, of_optimizer, of_schedule = self._read_now(), Reading(), Reading()
         found = reader.found
         if self._beside:
@@ -182,8 +184,7 @@ class LateEffects:
         Raises:
             NonFiniteLoss: see `told_if_nan`.
         """
-        self._shared.find_as_built()
-        with told_if_nan(self._trial.spoilt), self._draws.watched():
+        with self._shared.computing(), told_if_nan(self._trial.spoilt), self._draws.watched():
             yield
 
     def check(self, optimizers: Iterable[tuple[Optimizer, Any]]) -> None:
@@ -201,7 +202,7 @@ class LateEffects:
         if self._before is None:
             return
         before, of_optimizer, of_schedule = self._before
-        self._shared.find_as_built()
+        self._shared.find_as_alone()
         reader = self._read_now()
         after = reader.found
         found = self._changed(before, after)
@@ -213,8 +214,9 @@ class LateEffects:
         made = (self._earlier.made or {}).items()
         found |= {p for p, text in made if moved_on(text, after.get(p), before.get(p))}
         found -= self._shared.made_by_builds(found, reader)
-        if late := sorted(found, key=_by_cause):
-            self._shared.check_cause(late, reader)
+        if late := sorted(self._shared.late or found, key=_by_cause):
+            if not self._shared.late:
+                self._shared.check_cause(late, reader)
             instead = remedy(late[0], after.get(late[0], ""))
             if PART in late[0]:
                 instead = instead.replace(SET_ANEW, IN_ATTRIBUTE)

@@ -18,7 +18,13 @@ _OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 _SETS = {dis.opmap["STORE_SUBSCR"]}
+_DELETES = {dis.opmap["DELETE_SUBSCR"]}
 _ADDS = frozenset({"setdefault", "update"})
+_CHANGES = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "insert", "add", "clear", "discard", "pop"}
+    | {"popitem", "popleft", "remove", "reverse", "rotate", "sort"}
+)
+"""Methods by which containers change."""
 _STORE = dis.opmap["STORE_ATTR"]
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -166,6 +172,18 @@ def names_where_written(code: types.CodeType) -> frozenset[str]:
     if _SETS.isdisjoint(code.co_code[::2]) and _ADDS.isdisjoint(code.co_names):
         return found
     return found.union(code.co_names, code.co_freevars)
+
+
+@kept_by_code
+def names_where_changed(code: types.CodeType) -> frozenset[str]:
+    """Return the names in code that changes containers or tensors, as far as one can see."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    found = names_where_written(code).union(*map(names_where_changed, inner))
+    in_place = any(name.endswith("_") and not name.startswith("_") for name in code.co_names)
+    deletes = not _DELETES.isdisjoint(code.co_code[::2])
+    if in_place or deletes or not _CHANGES.isdisjoint(code.co_names):
+        return found.union(code.co_names, code.co_freevars)
+    return found
 
 
 @kept_by_code

@@ -52,6 +52,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     is_ours,
     is_own,
     modules_imported,
+    names_where_changed,
     names_where_written,
 )
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -237,10 +238,17 @@ class ObjectReader:
 
     def is_written(self, path: str) -> bool:
         """Return whether the user's code that was met sets entries of what a path names."""
+        return self._is_named(path, names_where_written)
+
+    def is_changed(self, path: str) -> bool:
+        """Return whether the user's code that was met changes what a path names in place."""
+        return self._is_named(path, names_where_changed)
+
+    def _is_named(self, path: str, names_in: Callable[[types.CodeType], Iterable[str]]) -> bool:
         name, *parts = path.split(PART)
         own = [name.split("'")[1]] if "'" in name else []
         *_, last = "", *own, *(part[1:] for part in parts if part.startswith("."))
-        return last in self._in_own_code(names_where_written)
+        return last in self._in_own_code(names_in)
 
     def _in_own_code(self, names_in: Callable[[types.CodeType], Iterable[str]]) -> frozenset[str]:
         """Return the names that are found in any of the user's code that was met."""

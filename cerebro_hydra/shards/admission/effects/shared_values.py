@@ -11,6 +11,7 @@ import types
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,9 @@ from cerebro_hydra.shards.cut.values import Contents, held_by
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
 _MOST_ITEMS, _MOST_HELD = 1000, 500
 """Of a container with more items, and a value with more objects, nothing is given back."""
+
+_MOST_CELLS = 8
+"""Items of a list each of which may be set as a variable is."""
 
 _MOST, _MOST_CONTAINERS = 64, 8  # that are tried, all values at once
 _KEY = "\0"  # of an entry that no code has made
@@ -90,6 +94,10 @@ def _values(reader: ObjectReader) -> Iterator[tuple[str, _Value]]:
         variable = variable_at(path, reader)
         if variable is not None and variable.value is not ABSENT:
             yield path, _Value(variable)
+    for path, held in sorted(reader.containers.items(), key=itemgetter(0)):
+        if isinstance(held, list) and len(held) <= _MOST_CELLS and reader.is_written(path):
+            for number in range(len(held)):
+                yield f"{path}{PART}[{number}]", _Value(Variable(held, str(number)))
 
 
 def variable_at(path: str, reader: ObjectReader) -> Variable | None:
@@ -104,6 +112,8 @@ def variable_at(path: str, reader: ObjectReader) -> Variable | None:
         return variables[path]
     if isinstance(container, dict) and key is not None:
         return Variable(container, key)
+    if isinstance(container, list) and (number := path.rpartition(PART)[2][1:-1]).isdigit():
+        return Variable(container, number)
     if isinstance(owner, dict) and attribute is not None:
         return Variable(owner, attribute)
     return None if holder or kind is None or attribute is None else Variable(kind, attribute)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.build import builds_so_far
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.held_state import HeldState
+from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     NOTHING,
@@ -44,6 +47,47 @@ _LEFT = (
 )
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class AsBuilt:
+    """Holds numbers, texts and the like of what trials share, as a factory has left them for one.
+
+    Args:
+        reader: has read the trial, which was just built.
+    """
+
+    _known: ClassVar[dict[str, set[str]]] = {}  # what factories have left, for all trials
+    _differ: ClassVar[set[str]] = set()  # the paths of which they have left several values
+
+    def __init__(self, reader: ObjectReader | None = None) -> None:
+        variables = _variables(reader) if reader is not None else {}
+        self._values = {
+            path: (variable, value)
+            for path, variable in variables.items()
+            if is_of_process(path) and type(value := variable.value) in _PLAIN
+        }
+        for path, (_, value) in self._values.items():
+            self._known.setdefault(path, set()).add(repr(value))
+            if len(self._known[path]) > 1:
+                self._differ.add(path)
+
+    @classmethod
+    def now(cls, recipe: Recipe) -> AsBuilt:
+        """Return what there is when a recipe was just built."""
+        reader = None
+        with suppress(Exception):  # what it has can't be read, which admission has told
+            reader = HeldState(recipe).read_all()
+        return cls(reader)
+
+    def others(self) -> Iterator[tuple[str, _Found]]:
+        """Yield what has another value at present, which a factory has left for another trial."""
+        for path in self._differ & self._values.keys():
+            variable, value = self._values[path]
+            if repr(variable.value) in self._known[path]:
+                yield path, _Found(variable, value)
+
+
 class SharedWatch:
     """Knows what a trial shares with others of its process, as it was when a visit began.
 
@@ -51,23 +95,30 @@ class SharedWatch:
         known: what the trial's first steps changed.
         evaluated: the names of what admission's evaluations changed.
         texts: returns the texts that stand in its code.
+        as_built: what its factory has left.
+
+    Attributes:
+        late: what the trial has set though its first steps did not, and others' do.
     """
 
     _open: ClassVar[weakref.WeakSet[SharedWatch]] = weakref.WeakSet()
     _given_back: ClassVar[list[frozenset[str]]] = []  # the paths, of each time
     _left: ClassVar[dict[str, str]] = {}  # what could not be given back, as it is read since then
-    _anew: ClassVar[dict[str, _Found]] = {}  # what trials set anew, as it was before any of them
+    _anew: ClassVar[dict[str, _Found]] = {}  # what steps set anew, as it was before any of them
 
     def __init__(
         self,
         known: KnownChanges,
         evaluated: Collection[str],
         texts: Callable[[], Collection[str]],
+        as_built: AsBuilt,
     ) -> None:
         self._known, self._evaluated, self._texts = known, frozenset(evaluated), texts
         self._reader: ObjectReader | None = None
         self._before: Reading = {}
         self._noted: _Noted | None = None
+        self._as_built = as_built
+        self.late: set[str] = set()
         self._since = self._builds = 0
 
     def begin(self, reader: ObjectReader) -> None:
@@ -82,22 +133,38 @@ class SharedWatch:
         self._reader, self._before, self._noted = reader, reader.found, _Noted(reader)
         self._since, self._builds = len(self._given_back), builds_so_far()
         for path in filter(is_of_process, self._known.anew - self._anew.keys()):
-            self._anew[path] = _Found(path, reader)
+            self._anew[path] = _Found.at(path, reader)
         for path, text in self._left.items():
             if self._before.get(path) == text:
                 raise ConfigurationError(_LEFT.format(told(path)))
         self._open.add(self)
 
-    def find_as_built(self) -> None:
-        """Let what others set anew in each step, and this trial does not, be as before them.
+    def find_as_alone(self) -> None:
+        """Let what others set be as if the trial were alone in its process.
 
-        So it must be whenever the trial computes, as others may have computed since it did.
+        That is what their steps set anew and its own don't, and what its factory has left.
         """
-        for path, found in tuple(self._anew.items()):
-            own = path in self._known.anew or name_of(path) in self._evaluated
-            if not own and (not self._before or self._names(path)):
-                with suppress(Exception):  # a class may refuse it
-                    found.give_back()
+        for _, found in self._of_others():
+            with suppress(Exception):  # a class may refuse it
+                found.give_back()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let the body compute for the trial, and note what of that it sets itself."""
+        self.find_as_alone()
+        found = self._of_others()
+        yield
+        self.late.update(path for path, each in found if not each.is_there)
+
+    def _of_others(self) -> list[tuple[str, _Found]]:
+        anew = (each for each in self._anew.items() if each[0] not in self._known.anew)
+        built = (each for each in self._as_built.others() if not self._known.covers(each[0]))
+        found = {**dict(built), **dict(anew)}  # what steps have left, a later build has read
+        return [
+            (path, each)
+            for path, each in found.items()
+            if name_of(path) not in self._evaluated and (not self._before or self._names(path))
+        ]
 
     def end(self) -> None:
         """End the visit."""
@@ -191,7 +258,7 @@ class SharedWatch:
             return False
         holders = [*containers_of(path)]
         own = self._reader.set_by_code()
-        return not own.isdisjoint(holders) or any(map(self._reader.is_written, holders[:-1]))
+        return not own.isdisjoint(holders) or any(map(self._reader.is_changed, holders))
 
     def _others(self) -> Iterator[SharedWatch]:
         return (each for each in tuple(self._open) if each is not self)
@@ -224,24 +291,55 @@ class SharedWatch:
         return self._known.may_grow(path, self._before, self._texts)
 
 
+def _variables(reader: ObjectReader) -> dict[str, Variable]:
+    """Return variables, attributes of objects and classes, and entries of dicts by texts."""
+    entries = {
+        f"{path}{PART}[{key!r}]": Variable(held, key)
+        for path, held in reader.containers.items()
+        if isinstance(held, dict) and len(held) <= _MOST_ITEMS
+        for key in held
+        if type(key) is str
+    }
+    return {**reader.class_attributes, **reader.variables, **entries}
+
+
+@dataclass(frozen=True)
 class _Found:
-    """Is what a path names, as it was found; nothing if that is in no variable or container.
+    """Is a variable or a container as it was found, or both, or neither.
 
     Args:
-        reader: has read what there is.
+        value: of the variable.
+        contents: of the container.
     """
 
-    def __init__(self, path: str, reader: ObjectReader) -> None:
-        self._variable, self._held = variable_at(path, reader), reader.containers.get(path)
-        self._value = None if self._variable is None else self._variable.value
-        self._contents = None if self._held is None else Contents.of(self._held)
+    variable: Variable | None
+    value: object
+    held: Container | None = None
+    contents: Contents | None = None
+
+    @classmethod
+    def at(cls, path: str, reader: ObjectReader) -> _Found:
+        """Return what a path names, as far as one can see.
+
+        Args:
+            reader: has read what there is.
+        """
+        variable, held = variable_at(path, reader), reader.containers.get(path)
+        contents = None if held is None else Contents.of(held)
+        return cls(variable, None if variable is None else variable.value, held, contents)
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether it is as it was."""
+        same = self.variable is None or self.variable.value is self.value
+        return same and (self.contents is None or Contents.of(self.held).is_same(self.contents))
 
     def give_back(self) -> None:
         """Let it be as it was."""
-        if self._variable is not None and self._variable.value is not self._value:
-            self._variable.set(self._value)
-        if self._contents is not None and not Contents.of(self._held).is_same(self._contents):
-            self._contents.fill(self._held)
+        if self.variable is not None and self.variable.value is not self.value:
+            self.variable.set(self.value)
+        if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
+            self.contents.fill(self.held)
 
 
 class _Noted:
