@@ -173,3 +173,37 @@ def leaving(params: dict[str, Any]) -> Recipe:
     model = LeavesAll(params["weight"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return Recipe(model, optimizer, all_losses, batch_size=16, shards=3)
+
+
+class Configured:
+    """Has settings that all trials of a process see, as a global CFG has."""
+
+    scale = 1.0
+    penalties: list[Tensor] = []  # noqa: RUF012
+
+
+class ReadsSettings(nn.Module):
+    """Reads a setting of its factory, and what each step leaves, if it is one that leaves some."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.leaves = nn.Linear(16, 32), nn.Linear(32, 4), leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu() * Configured.scale
+        if self.leaves:
+            Configured.penalties.clear()
+            Configured.penalties.append(hidden.square().mean())
+        return self.last(hidden)
+
+
+def penalized(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, labels) + sum(Configured.penalties)
+
+
+def configured(params: dict[str, Any]) -> Recipe:
+    """Set what all trials of the process see, for a forward to read."""
+    Configured.scale = params["scale"]
+    model = ReadsSettings(params["leaves"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return Recipe(model, optimizer, penalized, batch_size=16)

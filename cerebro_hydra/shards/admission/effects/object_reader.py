@@ -77,6 +77,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     ATOMS,
     NAMED,
     are_plain,
+    atom_text,
     digest_of,
     function_text,
     module_of,
@@ -159,7 +160,7 @@ class ObjectReader:
         if getattr(kind, "STANDS_IN", False):
             self.found[path] = f"{name_of_type(kind)}, not read"
         elif kind in ATOMS:
-            self.found[path] = NOTHING if value is None else short(f"{kind.__name__} {value!r}")
+            self.found[path] = atom_text(value)
         elif (leaf := self._leaves.get(id(value))) is not None:
             self.found[path] = leaf
         elif isinstance(value, Tensor):

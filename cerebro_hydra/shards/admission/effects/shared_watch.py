@@ -32,6 +32,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     told,
 )
 from cerebro_hydra.shards.admission.effects.shared_values import variable_at
+from cerebro_hydra.shards.admission.effects.value_texts import atom_text
 from cerebro_hydra.shards.cut.values import Contents
 
 _MOST_ITEMS = 1000
@@ -68,7 +69,7 @@ class AsBuilt:
             if is_of_process(path) and type(value := variable.value) in _PLAIN
         }
         for path, (_, value) in self._values.items():
-            self._known.setdefault(path, set()).add(repr(value))
+            self._known.setdefault(path, set()).add(atom_text(value))
             if len(self._known[path]) > 1:
                 self._differ.add(path)
 
@@ -84,8 +85,17 @@ class AsBuilt:
         """Yield what has another value at present, which a factory has left for another trial."""
         for path in self._differ & self._values.keys():
             variable, value = self._values[path]
-            if repr(variable.value) in self._known[path]:
+            if self.is_known(path, atom_text(variable.value)):
                 yield path, _Found(variable, value)
+
+    @classmethod
+    def is_known(cls, path: str, text: str) -> bool:
+        """Return whether factories leave several values there, of which this is one.
+
+        Args:
+            text: what is read of the value.
+        """
+        return path in cls._differ and text in cls._known[path]
 
 
 class SharedWatch:
@@ -278,7 +288,7 @@ class SharedWatch:
             is_new = self._before.get(path, NOTHING) == NOTHING
             if is_new and (not self._names(path) or self._may_grow(path)):
                 continue
-            if not self._changes(path):
+            if not (self._changes(path) or AsBuilt.is_known(path, text)):
                 found.add(path)
         return found
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.shards.admission.effects.named_by_code import kept_by_code, operations
+from cerebro_hydra.shards.admission.effects.readings import NOTHING
 from cerebro_hydra.shards.digest import tensor_digest
 from cerebro_hydra.storage.digest import digest
 
@@ -47,6 +48,11 @@ _SHOWN = 64
 def short(text: str) -> str:
     """Return a text, or the digest of one that is long."""
     return text if len(text) <= _SHOWN else digest(text.encode(errors="surrogatepass"))
+
+
+def atom_text(value: object) -> str:
+    """Return what is read of a value of one of the types of `ATOMS`."""
+    return NOTHING if value is None else short(f"{type(value).__name__} {value!r}")
 
 
 def module_of(code: type | types.FunctionType) -> str:
