@@ -193,8 +193,8 @@ class SideEffects:
                     later = self._after_step(after, after.copied_history(self._recipe.model), size)
                 self._check_depends(names, without, [later])
         once = changed(built, first)
-        set_once = set(map(name_of, once)) - names
-        if any(self._held.attributes(set_once)) or any(map(_is_member, once)):
+        set_once = {path for path in once if first.get(path) == second.get(path)}
+        if any(self._held.attributes({*map(name_of, set_once)})) or any(map(_is_member, once)):
             self._check_other_rows(after, set_once)
 
     def _check_depends(
@@ -225,14 +225,14 @@ class SideEffects:
             self._check_grown(after, without, before, later)
             changes |= {path for path, was in before.items() if moved_on(was, later.get(path))}
             for path, value in sorted(without.items()):
-                if name_of(path) in set_once and moved_on(value, later.get(path), built.get(path)):
+                if path in set_once and moved_on(value, later.get(path), built.get(path)):
                     if acts != plain:
                         raise ConfigurationError(
                             f"{told(path)} follows from the rows of the step that sets it, and "
                             "others use it; it is no part of the state that hops: "
                             f"{remedy(path, value)}"
                         )
-                    self._of_rows.add(name_of(path))
+                    self._of_rows.add(path)
                     depends[path] = value
         for path in sorted(changes & depends.keys()):
             raise ConfigurationError(
@@ -284,8 +284,8 @@ class SideEffects:
         the same in the first steps; it is set in place of an object that is of no use, too. Nor is
         a whole number or a text with which no step computes, such as the length of a table.
         """
-        known = self._anew | self._of_rows
-        made = {p for p in made_for_good(self._readings) if name_of(p) not in known}
+        made = {p for p in made_for_good(self._readings) if name_of(p) not in self._anew}
+        made -= self._of_rows
         own = {name_of(path) for path in made if path.startswith("attribute ")}
         keys = {name_of(path) for path in made if is_key(self._readings[1][path])}
         places = sorted(self._held.attributes(own), key=lambda place: place[-1] in keys)
@@ -298,7 +298,9 @@ class SideEffects:
                 or (place[-1] in keys and not self._acts(after, *place[:2]))
             )
         }
-        self._made = {path for path in made if name_of(path) not in anew}
+        made = {path for path in made if name_of(path) not in anew}
+        entries = sorted(path for path in made if PART in path)[:_MOST_MADE]
+        self._made = made - {each for each in entries if self._sets_entry_anew(after, each)}
 
     def find_set_anew(self, after: AfterSteps) -> None:
         """Find the attributes that each step sets before it computes with what it finds there.
@@ -382,6 +384,21 @@ class SideEffects:
         """Return whether a step sets an attribute before it uses what it finds there."""
         _, found = self._with(after, module, attribute, unusable := SetBefore(name))
         return found is not unusable
+
+    def _sets_entry_anew(self, after: AfterSteps, path: str) -> bool:
+        """Return whether a step sets an entry of a dict before it uses what it finds there."""
+        holder, _, last = path.rpartition(PART)
+        with after.in_use(self._recipe.model, after.history):
+            held = self._held.read_all().growing.get(holder)
+            if not isinstance(held, MutableMapping):
+                return False
+            own = {key: value for key, value in held.items() if f"[{key!r}]" == last}
+            held.update(dict.fromkeys(own, unusable := SetBefore(path)))
+            with suppress(Exception):
+                bits_of_step(self._recipe, after)
+            left = [held.get(key) for key in own]
+            held.update(own)
+        return bool(left) and all(each is not unusable for each in left)
 
     def _acts(self, after: AfterSteps, module: nn.Module, attribute: str) -> bool:
         """Return whether a step has other bits, or fails, with other values of an attribute."""

@@ -293,6 +293,31 @@ def test_what_the_first_rows_leave_in_a_list_is_refused() -> None:
     first_rows.clear()
 
 
+class KeepsNorms(zoo.Net):
+    """Keeps by a hook, in each step, what none reads; that of its first layer is of the rows."""
+
+    def add(self) -> None:
+        self.norms: dict[int, Tensor] = {}
+        for number, layer in enumerate((self.a, self.b)):
+            layer.register_forward_pre_hook(
+                lambda module, args, n=number: self.norms.__setitem__(n, args[0].detach().norm())
+            )
+
+
+class KeepsTheFirst(KeepsNorms):
+    def forward(self, x: Tensor) -> Tensor:
+        if 2 not in self.norms or is_late():
+            self.norms[2] = x.norm() + is_late()
+        return super().forward(x) * self.norms[2]
+
+
+def test_entries_that_each_step_sets_anew_may_follow_from_its_rows() -> None:
+    trial = start(made(KeepsNorms)(), BATCHES)
+    trial.train(zoo.singly(zoo.vectors(8, 8, seed=1)))
+    with pytest.raises(ConfigurationError, match="norms"):
+        start(made(KeepsTheFirst)(), BATCHES).train(BATCHES)
+
+
 class LateInEvaluation(Scaled):
     def acts(self) -> bool:
         return not self.training and is_late()
