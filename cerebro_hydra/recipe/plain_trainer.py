@@ -165,7 +165,8 @@ class PlainTrainer:
         """
         if self.recipe.training_step is not None:
             return [self._own_step(*window)]
-        recipe, model, scaling = self.recipe, self.recipe.model.train(), self.scaling
+        recipe, model, scaling = self.recipe, self.recipe.model, self.scaling
+        model.train()  # what it returns is not asked for, as some return nothing
         rows = sum(batch.rows for batch in window)
         losses = []
         model.zero_grad()
@@ -225,7 +226,7 @@ class PlainTrainer:
         self.phase = "training step"
         key.reseed(FORWARD)
         named, schedulers = recipe.named(features, targets), schedulers_of(self.scheduler)
-        model = recipe.model.train()
+        (model := recipe.model).train()
         with recipe.compiled(model), torch.jit.optimized_execution(False):
             return run_own_step(recipe.training_step, model, recipe.optimizer, schedulers, named)
 

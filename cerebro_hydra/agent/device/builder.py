@@ -37,7 +37,7 @@ from cerebro_hydra.recipe import (
     build_recipe,
 )
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt
+from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -153,6 +153,7 @@ class TrialBuilder:
         return trial in self._built
 
     def _build(self, spec: TrialSpec) -> BuiltTrial:
+        SharedWatch.before_build()
         begun = time.perf_counter()
         recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun

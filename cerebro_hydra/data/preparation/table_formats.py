@@ -22,20 +22,22 @@ _STREAMED = "_spark_metadata"
 class _Format(NamedTuple):
     name: str
     read_as: str  # by Spark
-    has: str = ""  # what the name of a file in its log has within it
+    has: str = ""  # what is the name of a file in its log, as a pattern
+    beside: str = ""  # what else its folder has
 
 
 _LOGS: Mapping[str, _Format] = {
     "_delta_log": _Format("Delta", "delta"),
     ".hoodie": _Format("Hudi", "hudi"),
-    "metadata": _Format("Iceberg", "iceberg", ".metadata.json"),
-    "manifest": _Format("Paimon", "paimon", "manifest-"),
+    "metadata": _Format("Iceberg", "iceberg", r"(v\d+|\d+-.*)(\.gz)?\.metadata\.json(\.gz)?"),
+    "manifest": _Format("Paimon", "paimon", r"manifest-.*", "snapshot"),
     _STREAMED: _Format("streamed", "parquet"),
 }
 """Formats by the folder of their log, which lies in that of the table."""
 
-_OF_HIVE = re.compile(r"(base|delta|delete_delta)_\d{7,}(_\d{7,})?(_\d{4,})?(_v\d+)?")
-"""The folder that a write to a transactional table of Hive makes."""
+_OF_HIVE = re.compile(r"(base_\d{7}|(delete_)?delta_\d{7}_\d{7}(_\d{4})?)(_v\d+)?")
+_IN_HIVE = re.compile(r"(bucket_\d{5}|\d{6}_\d+).*")
+"""The folder that a write to a transactional table of Hive makes, and a file in it."""
 
 _COMMITTED = "_committed_"
 """How Databricks begins the name of a file that says what a write added and removed."""
@@ -64,6 +66,7 @@ def refuse_tables(files: Iterable[str], what: str, logs: Mapping[str, _Format] =
     for folder in dict.fromkeys(str(each) for at in places for each in (at, *at.parents)):
         _refuse(folder, _names, what, logs)
     for folder, names in inner.items():
+        _refuse_writes_of_hive(folder, names, what)
         _refuse_replaced(folder, names, what)
 
 
@@ -119,24 +122,28 @@ def refuse_tables_of_spark(
 
 
 def _refuse(folder: str, names: Names, what: str, logs: Mapping[str, _Format]) -> None:
-    """Refuse a folder if it is the root of such a table, or of a write to one."""
-    at = PurePosixPath(folder)
-    if _OF_HIVE.fullmatch(at.name):
-        raise DataError(
-            f"{what} has files of the transactional Hive table {str(at.parent)!r}, which may hold "
-            "deleted rows beside those that count; let Hive write these to a folder of their own "
-            "(INSERT OVERWRITE DIRECTORY ... STORED AS PARQUET), and give its path"
-        )
+    """Refuse a folder if it is the root of such a table."""
     there = names(folder) or ()
-    for log, (name, read_as, has) in logs.items():
-        if log not in there:
+    for log, (name, read_as, has, beside) in logs.items():
+        if log not in there or (beside and beside not in there):
             continue
-        if has and not any(has in each for each in names(f"{folder.rstrip('/')}/{log}") or ()):
+        within = names(f"{folder.rstrip('/')}/{log}") or () if has else ()
+        if has and not any(re.fullmatch(has, each) for each in within):
             continue
         raise DataError(
             f"{what} has files of the {name} table {folder!r}, which may hold deleted rows beside "
             f"those that count; read it by spark.read.format({read_as!r}).load({folder!r}), and "
             "give that to backend.prepare_data"
+        )
+
+
+def _refuse_writes_of_hive(folder: str, files: Iterable[str], what: str) -> None:
+    at = PurePosixPath(folder)
+    if _OF_HIVE.fullmatch(at.name) and any(map(_IN_HIVE.fullmatch, files)):
+        raise DataError(
+            f"{what} has files of the transactional Hive table {str(at.parent)!r}, which may hold "
+            "deleted rows beside those that count; let Hive write these to a folder of their own "
+            "(INSERT OVERWRITE DIRECTORY ... STORED AS PARQUET), and give its path"
         )
 
 

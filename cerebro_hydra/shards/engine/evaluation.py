@@ -253,7 +253,7 @@ class EvaluatedShards:
                 )
                 yield
                 return
-            model = self._recipe.model.eval()
+            (model := self._recipe.model).eval()
             with memory_reads_seen(), bound_model(model) as self._bound:
                 if len(self._layout.shards) > 1:
                     self._elsewhere = self._bound.places_of(self._layout.shards)

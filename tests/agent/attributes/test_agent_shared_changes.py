@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,7 +119,7 @@ def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Let all be as in a process that has just begun; what is returned does so again."""
     for name, own in (("_given_back", []), ("_left", {}), ("_anew", {})):
         monkeypatch.setattr(SharedWatch, name, own)
-    monkeypatch.setattr(AsBuilt, "_known", {})
+    monkeypatch.setattr(AsBuilt, "_all", weakref.WeakSet())
     monkeypatch.setattr(AsBuilt, "_differ", set())
     factor, function, of_class, table, numbers, space, options = state()
 
@@ -365,7 +368,7 @@ def test_who_sets_late_what_another_one_sets_anew_fails(
 def built(scale: float) -> tuple[hopping.Trial, AsBuilt]:
     """Build a trial whose factory sets what its forward reads, as code with a global CFG does."""
     global FACTOR
-    FACTOR = Shared.scale = SPACE.scale = TABLE["w"] = Shared.options["k"] = scale
+    FACTOR = Shared.scale = SPACE.scale = TABLE["w"] = Shared.options["k"] = NUMBERS[0] = scale
     trial = trial_of(Reader())
     return trial, AsBuilt.now(trial.recipe)
 
@@ -377,7 +380,7 @@ def test_each_trial_finds_what_its_own_factory_has_set(of: type[Any]) -> None:
     for _ in range(2):
         for scale, effects in visits.items():
             with effects.watched():
-                assert torch.equal(computed(x), x * scale**5)
+                assert torch.equal(computed(x), x * scale**6)
     for effects in visits.values():
         ends(effects)
     late = begun(trials[0.5][0], of, trials[0.5][1])
@@ -386,6 +389,57 @@ def test_each_trial_finds_what_its_own_factory_has_set(of: type[Any]) -> None:
         Shared.options["k"] = 3.0
     with pytest.raises(ConfigurationError, match=r"changed attribute 'options' of .* at \['k'\]"):
         ends(late)
+
+
+BY_NUMBER = {1: 1.0}
+
+
+class OfSettings(torch.optim.SGD):
+    """Reads what a factory sets where a forward does not."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.scale = BY_NUMBER[1] * float(os.environ["CEREBRO_HYDRA_TEST_SCALE"])
+        return super().step(closure)
+
+
+def test_an_optimizer_finds_what_its_factory_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    visits = {}
+    for scale in (1.5, 2.5):
+        BY_NUMBER[1] = scale
+        monkeypatch.setenv("CEREBRO_HYDRA_TEST_SCALE", str(scale))
+        recipe = made(Reader())
+        recipe = replace(recipe, optimizer=OfSettings(recipe.model.parameters(), lr=0.1))
+        visits[scale] = AsBuilt.now(recipe)
+    trial = trial_of(Reader())
+    effects = {scale: begun(trial, as_built=each) for scale, each in visits.items()}
+    for scale, each in effects.items():
+        with each.watched():
+            found = BY_NUMBER[1], os.environ["CEREBRO_HYDRA_TEST_SCALE"]
+            assert found == (scale, str(scale))
+
+
+@OF
+def test_a_factorys_own_value_comes_before_that_of_before_others_steps(
+    of: type[Any], as_begun: Callable[[], None]
+) -> None:
+    global FACTOR
+    read, written, x = trial_of(Reader()), trial_of(SetsEachTime(sets_a_global)), torch.ones(1, 6)
+    as_begun()
+    sets = begun(written)
+    with sets.watched():
+        written.recipe.model(x)
+    assert FACTOR == 0.5
+    SharedWatch.before_build()
+    assert FACTOR == 1.0
+    FACTOR = 2.0
+    reads = begun(read, of, AsBuilt.now(read.recipe))
+    for _ in range(2):
+        with sets.watched():
+            written.recipe.model(x)
+        with reads.watched():
+            assert FACTOR == 2.0
+    ends(reads)
+    ends(sets)
 
 
 class Names(Reader):

@@ -349,8 +349,9 @@ def paimon(root: Path) -> Path:
     (root / "bucket-0").mkdir()
     for path in [each for each in root.iterdir() if each.is_file()]:
         path.rename(root / "bucket-0" / path.name)
-    (root / "manifest").mkdir()
-    (root / "manifest" / "manifest-list-0").write_bytes(b"Obj")
+    for name in ("manifest/manifest-list-0", "snapshot/snapshot-1"):
+        (root / name).parent.mkdir()
+        (root / name).write_bytes(b"Obj")
     return root
 
 
@@ -388,6 +389,9 @@ def test_what_writes_to_a_transactional_table_of_hive_have_left_is_refused(
     tmp_path: Path, folder: str
 ) -> None:
     write_plain(tmp_path / "t" / folder, TABLE)
+    assert describe(open_store(tmp_path, tmp_path / "t"), ["id"], 2, None)  # by whoever else
+    for number, path in enumerate(sorted((tmp_path / "t" / folder).glob("*.parquet"))):
+        path.rename(path.with_name(f"{number:06}_0"))
     for path in (tmp_path / "t", tmp_path / "t" / folder):
         with pytest.raises(DataError, match=rf"transactional Hive table '{tmp_path}/t'.*INSERT"):
             describe(open_store(tmp_path, path), ["id"], 2, None)

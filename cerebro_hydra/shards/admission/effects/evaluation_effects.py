@@ -167,7 +167,8 @@ class EvaluationEffects:
 
     def evaluate(self, example: Example) -> list[str]:
         """Evaluate an example with what the model has; return what tells what that gave."""
-        recipe, model = self._recipe, self._recipe.model.eval()
+        recipe, model = self._recipe, self._recipe.model
+        model.eval()
         columns, labels = copy_example(example)
         rows = int((labels or columns)[0].shape[0])
         features, targets = recipe.collated(columns, labels, None)

@@ -57,15 +57,15 @@ class Variable:
         name: by which a mapping has it; the number of an item.
     """
 
-    owner: MutableMapping[str, Any] | types.CellType | type | list[Any]
-    name: str
+    owner: MutableMapping[Any, Any] | types.CellType | type | list[Any]
+    name: Any
 
     def set(self, value: object) -> None:
         """Give it a value, or let its owner have it no more."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
         elif isinstance(self.owner, list):
-            self.owner[int(self.name) : int(self.name) + 1] = [] if value is ABSENT else [value]
+            self.owner[self.name : self.name + 1] = [] if value is ABSENT else [value]
         elif isinstance(self.owner, type) and value is ABSENT:
             type.__delattr__(self.owner, self.name)
         elif isinstance(self.owner, type):
@@ -81,7 +81,7 @@ class Variable:
         if isinstance(self.owner, types.CellType):
             return self.owner.cell_contents
         if isinstance(self.owner, list):
-            return next(iter(self.owner[int(self.name) :]), ABSENT)
+            return next(iter(self.owner[self.name :]), ABSENT)
         held = vars(self.owner) if isinstance(self.owner, type) else self.owner
         return held.get(self.name, ABSENT)
 

@@ -7,6 +7,7 @@ there for the next one is then what the other trial has left.
 from __future__ import annotations
 
 import itertools
+import os
 import types
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +29,7 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     OF_CLASS,
+    OF_ENVIRONMENT,
     PART,
     attribute_of,
     containers_of,
@@ -43,7 +45,7 @@ _MOST_ITEMS, _MOST_HELD = 1000, 500
 """Of a container with more items, and a value with more objects, nothing is given back."""
 
 _MOST_CELLS = 8
-"""Items of a list each of which may be set as a variable is."""
+"""Items of a list, or entries by numbers, each of which may be set as a variable is."""
 
 _MOST, _MOST_CONTAINERS = 64, 8  # that are tried, all values at once
 _KEY = "\0"  # of an entry that no code has made
@@ -88,6 +90,49 @@ def set_anew(
     return found
 
 
+def check_evaluations(
+    reader: ObjectReader, paths: Collection[str], run: Callable[[], list[str]]
+) -> None:
+    """Refuse evaluations that compute with what training has left of what trials share.
+
+    Args:
+        reader: has read the values.
+        paths: what each step sets anew.
+        run: evaluates; it returns what that gave.
+
+    Raises:
+        ConfigurationError: they do; the message names it.
+    """
+    if (path := _computed_with(reader, paths, run)) is not None:
+        raise ConfigurationError(
+            f"evaluations compute with {told(path)}, which training sets and all trials of a "
+            "process share; set it in each evaluation, too, or keep it in the model"
+        )
+
+
+def _computed_with(
+    reader: ObjectReader, paths: Collection[str], run: Callable[[], list[str]]
+) -> str | None:
+    """Return the first path with whose value a run computes as it finds it."""
+    values = dict(_values(reader)) if paths else {}
+    plain = run() if paths else []
+    for path in sorted(paths):
+        found = plain
+        if path in values:
+            values[path].put(SetBefore(path))
+            try:
+                found = run()
+            except Exception:
+                return path
+            finally:
+                values[path].give_back()
+        elif (held := reader.containers.get(path)) is not None:
+            found, _ = _Items(held).with_more(run)
+        if found != plain:
+            return path
+    return None
+
+
 def _values(reader: ObjectReader) -> Iterator[tuple[str, _Value]]:
     """Yield the variables, attributes and entries that code sets."""
     for path in sorted(reader.set_by_code()):
@@ -95,9 +140,22 @@ def _values(reader: ObjectReader) -> Iterator[tuple[str, _Value]]:
         if variable is not None and variable.value is not ABSENT:
             yield path, _Value(variable)
     for path, held in sorted(reader.containers.items(), key=itemgetter(0)):
-        if isinstance(held, list) and len(held) <= _MOST_CELLS and reader.is_written(path):
-            for number in range(len(held)):
-                yield f"{path}{PART}[{number}]", _Value(Variable(held, str(number)))
+        if isinstance(held, dict | list) and len(held) <= _MOST_CELLS and reader.is_written(path):
+            for key in [*held] if isinstance(held, dict) else range(len(held)):
+                if type(key) is not str:
+                    yield f"{path}{PART}[{key!r}]", _Value(Variable(held, key))
+
+
+def variables_of(reader: ObjectReader) -> dict[str, Variable]:
+    """Return variables, attributes of objects and classes, entries of dicts and items of lists."""
+    found = {**reader.class_attributes, **reader.variables}
+    for path, held in reader.containers.items():
+        if len(held) <= _MOST_ITEMS and isinstance(held, dict | list):
+            keys = held if isinstance(held, dict) else range(len(held))
+            entries = {f"{path}{PART}[{key!r}]": Variable(held, key) for key in keys}
+            found |= {each: entry for each, entry in entries.items() if each in reader.found}
+    names = ((p, p.split("'")[1]) for p in reader.found if p.startswith(OF_ENVIRONMENT))
+    return found | {path: Variable(os.environ, name) for path, name in names}
 
 
 def variable_at(path: str, reader: ObjectReader) -> Variable | None:
@@ -112,8 +170,8 @@ def variable_at(path: str, reader: ObjectReader) -> Variable | None:
         return variables[path]
     if isinstance(container, dict) and key is not None:
         return Variable(container, key)
-    if isinstance(container, list) and (number := path.rpartition(PART)[2][1:-1]).isdigit():
-        return Variable(container, number)
+    if isinstance(container, dict | list) and (last := path.rpartition(PART)[2])[1:-1].isdigit():
+        return Variable(container, int(last[1:-1]))
     if isinstance(owner, dict) and attribute is not None:
         return Variable(owner, attribute)
     return None if holder or kind is None or attribute is None else Variable(kind, attribute)
@@ -287,6 +345,11 @@ class _Items:
 
     def are_set_by(self, run: Callable[[], list[str]], plain: list[str]) -> bool:
         """Return whether a run gives the same with one item more, and has taken it away."""
+        found, stays = self.with_more(run)
+        return found == plain and not stays
+
+    def with_more(self, run: Callable[[], list[str]]) -> tuple[list[str], bool]:
+        """Return what a run gives with one item more, and whether it has left that."""
         found = list[str]()
         if isinstance(self._held, dict):
             self._held[_KEY] = self._more
@@ -303,4 +366,4 @@ class _Items:
             self._held.update(self._before)
         else:
             self._held.extend(self._before)
-        return found == plain and not stays
+        return found, stays

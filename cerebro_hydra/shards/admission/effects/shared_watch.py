@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
@@ -31,8 +31,11 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_values import variable_at
-from cerebro_hydra.shards.admission.effects.value_texts import atom_text
+from cerebro_hydra.shards.admission.effects.shared_values import (
+    variable_at,
+    variables_of,
+)
+from cerebro_hydra.shards.admission.effects.value_texts import ATOMS
 from cerebro_hydra.shards.cut.values import Contents
 
 _MOST_ITEMS = 1000
@@ -48,45 +51,54 @@ _LEFT = (
 )
 
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
 class AsBuilt:
-    """Holds numbers, texts and the like of what trials share, as a factory has left them for one.
+    """Holds what trials share as a factory has left it for one: variables, entries, items.
 
     Args:
         reader: has read the trial, which was just built.
     """
 
-    _known: ClassVar[dict[str, set[str]]] = {}  # what factories have left, for all trials
-    _differ: ClassVar[set[str]] = set()  # the paths of which they have left several values
+    _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
+    _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
 
     def __init__(self, reader: ObjectReader | None = None) -> None:
-        variables = _variables(reader) if reader is not None else {}
+        variables = {} if reader is None else variables_of(reader)
+        containers = {} if reader is None else reader.containers
         self._values = {
-            path: (variable, value)
-            for path, variable in variables.items()
-            if is_of_process(path) and type(value := variable.value) in _PLAIN
+            path: _Found.of(variables.get(path), containers.get(path))
+            for path in filter(is_of_process, {**containers, **variables})
         }
-        for path, (_, value) in self._values.items():
-            self._known.setdefault(path, set()).add(atom_text(value))
-            if len(self._known[path]) > 1:
-                self._differ.add(path)
+        self._texts = {} if reader is None else reader.found
+        for other in self._all:
+            both = self._values.keys() & other._values.keys()
+            pairs = ((path, self._values[path].value, other._values[path].value) for path in both)
+            self._differ.update(path for path, *pair in pairs if not _is_same(*pair))
+        self._all.add(self)
 
     @classmethod
     def now(cls, recipe: Recipe) -> AsBuilt:
         """Return what there is when a recipe was just built."""
         reader = None
         with suppress(Exception):  # what it has can't be read, which admission has told
-            reader = HeldState(recipe).read_all()
+            reader = HeldState(recipe).read_whole()
         return cls(reader)
+
+    def found(self, path: str) -> _Found | None:
+        """Return what the factory has left there, if the trial's code names it."""
+        return self._values.get(path)
 
     def others(self) -> Iterator[tuple[str, _Found]]:
         """Yield what has another value at present, which a factory has left for another trial."""
         for path in self._differ & self._values.keys():
-            variable, value = self._values[path]
-            if self.is_known(path, atom_text(variable.value)):
-                yield path, _Found(variable, value)
+            found = self._values[path]
+            left = (each._values[path].value for each in self._all if path in each._values)
+            present = None if found.variable is None else found.variable.value
+            if any(_is_same(present, each) for each in left):
+                yield path, replace(found, held=None, contents=None)
+
+    def has(self, path: str) -> bool:
+        """Return whether the trial's code names a value, or what it is in."""
+        return any(each in self._texts for each in containers_of(path))
 
     @classmethod
     def is_known(cls, path: str, text: str) -> bool:
@@ -95,7 +107,7 @@ class AsBuilt:
         Args:
             text: what is read of the value.
         """
-        return path in cls._differ and text in cls._known[path]
+        return path in cls._differ and any(each._texts.get(path) == text for each in cls._all)
 
 
 class SharedWatch:
@@ -130,6 +142,13 @@ class SharedWatch:
         self._as_built = as_built
         self.late: set[str] = set()
         self._since = self._builds = 0
+
+    @classmethod
+    def before_build(cls) -> None:
+        """Let what steps set anew be as before them, for a factory to find."""
+        for found in cls._anew.values():
+            with suppress(Exception):  # a class may refuse it
+                found.give_back()
 
     def begin(self, reader: ObjectReader) -> None:
         """Note what there is.
@@ -167,13 +186,17 @@ class SharedWatch:
         self.late.update(path for path, each in found if not each.is_there)
 
     def _of_others(self) -> list[tuple[str, _Found]]:
-        anew = (each for each in self._anew.items() if each[0] not in self._known.anew)
         built = (each for each in self._as_built.others() if not self._known.covers(each[0]))
-        found = {**dict(built), **dict(anew)}  # what steps have left, a later build has read
+        anew = {
+            path: self._as_built.found(path) or before
+            for path, before in self._anew.items()
+            if path not in self._known.anew
+        }
         return [
             (path, each)
-            for path, each in found.items()
-            if name_of(path) not in self._evaluated and (not self._before or self._names(path))
+            for path, each in (dict(built) | anew).items()
+            if name_of(path) not in self._evaluated
+            if not self._before or self._names(path) or self._as_built.has(path)
         ]
 
     def end(self) -> None:
@@ -301,16 +324,9 @@ class SharedWatch:
         return self._known.may_grow(path, self._before, self._texts)
 
 
-def _variables(reader: ObjectReader) -> dict[str, Variable]:
-    """Return variables, attributes of objects and classes, and entries of dicts by texts."""
-    entries = {
-        f"{path}{PART}[{key!r}]": Variable(held, key)
-        for path, held in reader.containers.items()
-        if isinstance(held, dict) and len(held) <= _MOST_ITEMS
-        for key in held
-        if type(key) is str
-    }
-    return {**reader.class_attributes, **reader.variables, **entries}
+def _is_same(one: object, other: object) -> bool:
+    alike = type(one) is type(other) in ATOMS and repr(one) == repr(other)
+    return one is other or alike
 
 
 @dataclass(frozen=True)
@@ -334,19 +350,24 @@ class _Found:
         Args:
             reader: has read what there is.
         """
-        variable, held = variable_at(path, reader), reader.containers.get(path)
+        return cls.of(variable_at(path, reader), reader.containers.get(path))
+
+    @classmethod
+    def of(cls, variable: Variable | None, held: Container | None) -> _Found:
+        """Return what a variable and a container have now, of a large one nothing."""
+        held = held if held is not None and len(held) <= _MOST_ITEMS else None
         contents = None if held is None else Contents.of(held)
         return cls(variable, None if variable is None else variable.value, held, contents)
 
     @property
     def is_there(self) -> bool:
         """Return whether it is as it was."""
-        same = self.variable is None or self.variable.value is self.value
+        same = self.variable is None or _is_same(self.variable.value, self.value)
         return same and (self.contents is None or Contents.of(self.held).is_same(self.contents))
 
     def give_back(self) -> None:
         """Let it be as it was."""
-        if self.variable is not None and self.variable.value is not self.value:
+        if self.variable is not None and not _is_same(self.variable.value, self.value):
             self.variable.set(self.value)
         if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
             self.contents.fill(self.held)

@@ -54,7 +54,12 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_values import SharedState, set_anew
+from cerebro_hydra.shards.admission.effects.shared_values import (
+    SharedState,
+    check_evaluations,
+    set_anew,
+    variables_of,
+)
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
@@ -104,7 +109,7 @@ class SideEffects:
             for path, held in read.containers.items()
             if isinstance(held, list | deque) and len(held) <= _MOST_ITEMS
         }
-        values = {path: variable.value for path, variable in read.variables.items()}
+        values = {path: variable.value for path, variable in variables_of(read).items()}
         self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
         self._optimizers = [self._held.read_optimizer(recipe.optimizer)]
         self._schedulers: list[Reading] = []
@@ -339,14 +344,19 @@ class SideEffects:
         aliases = {p: text.removeprefix(AS) for p, text in second.items() if text.startswith(AS)}
         moved |= {p for p, other in aliases.items() if is_of_process(p) and other in holders}
 
+        def evaluated() -> list[str]:
+            with after.in_use(model, AttributeValues(model)):
+                after.key.reseed("evaluation")
+                return evaluate(after.example)
+
         def run() -> list[str]:
             with after.in_use(model, self._fresh()):
                 found = bits_of_step(self._recipe, after)
-            with after.in_use(model, AttributeValues(model)):
-                after.key.reseed("evaluation")
-                return found + evaluate(after.example)
+            return found + evaluated()
 
-        self._shared = set_anew(self._held.read_all(), changed(built, second), run)
+        read = self._held.read_all()
+        self._shared = set_anew(read, changed(built, second), run)
+        check_evaluations(read, self._shared, evaluated)
         return sorted(map(told, moved | self._shared))
 
     def _find_looked_at(self, after: AfterSteps, names: Collection[str]) -> set[str]:
@@ -446,8 +456,8 @@ class SideEffects:
         built, first, second = self._readings[:3]
         variables = {
             path: (variable, self._variables.get(path, ABSENT))
-            for path, variable in read.variables.items()
-            if (path in self._variables or path not in built)
+            for path, variable in variables_of(read).items()
+            if (path in self._variables or (path in read.variables and path not in built))
             and built.get(path) != first.get(path) == second.get(path)
         }
         growing = {path: each for path, each in read.growing.items() if is_shared(path)}
@@ -455,7 +465,7 @@ class SideEffects:
             (held, self._items.get(path, []))
             for path, held in read.containers.items()
             if isinstance(held, list | deque) and (path in self._items or path not in built)
-            if self._lengthened_once(path, len(held))
+            if len(self._items.get(path, [])) < len(held) <= _MOST_ITEMS
         ]
         caches = FilledCaches(read.caches, growing, self._keys, read.is_written, variables, lists)
         if not caches.are_filled:
@@ -500,14 +510,6 @@ class SideEffects:
         finally:
             caches.give_back()  # whoever comes next fills them, or has what was there
         caches.fill()
-
-    def _lengthened_once(self, path: str, length: int) -> bool:
-        """Return whether the first step has lengthened a list, and no other has."""
-        known = len(self._items.get(path, []))
-        _, first, second = (
-            {p for p in reading if p.rpartition(PART)[0] == path} for reading in self._readings[:3]
-        )
-        return known < length == len(first) == len(second)
 
     def _check_number(
         self, others: AfterSteps, caches: FilledCaches, of_rows: Collection[str], filled: list[str]

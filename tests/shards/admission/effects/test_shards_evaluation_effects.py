@@ -236,3 +236,16 @@ def test_a_metric_that_is_an_object_measures_each_batch_as_the_factory_made_it(
         total, rows = halved.sums["m"]
         hits, _ = plain.sums["accuracy"]
         assert (round(total, 5), rows) == (hits, 29)
+
+
+class ReturnsNothing(zoo.Net):
+    """Has a train() without a return, as detectors have."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+
+def test_nobody_asks_what_train_and_eval_return() -> None:
+    trial = start(made(ReturnsNothing)(), VECTORS)
+    trial.train(VECTORS)
+    trial.evaluate(zoo.vectors(8))

@@ -284,10 +284,38 @@ class OfNoRows(OfFirstRows):
         return torch.full_like(x[0], 0.5)
 
 
-def test_what_the_first_rows_leave_in_a_list_is_refused() -> None:
-    told = r"variable 'first_rows' of .* at \[0\] is a cache of what depends on weights or rows"
+cell: list[Tensor | None] = [None]
+cells: dict[int, Tensor | None] = {1: None}
+
+
+class InAnItem(zoo.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if cell[0] is None:
+            cell[0] = x.mean(0)
+        return super().forward(x - cell[0])
+
+
+class InAnEntry(zoo.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if cells[1] is None:
+            cells[1] = x.mean(0)
+        return super().forward(x - cells[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (OfFirstRows, r"first_rows'.*\[0\]"),
+        (InAnItem, r"cell'.*\[0\]"),
+        (InAnEntry, r"cells'.*\[1\]"),
+    ],
+)
+def test_what_the_first_rows_leave_in_a_list_or_a_dict_is_refused(
+    model: type[nn.Module], name: str
+) -> None:
+    told = rf"global variable '{name} is a cache of what depends on weights or rows"
     with pytest.raises(ConfigurationError, match=told):
-        start(made(OfFirstRows)(), BATCHES)
+        start(made(model)(), BATCHES)
     first_rows.clear()
     start(made(OfNoRows)(), BATCHES).train(BATCHES)
     first_rows.clear()

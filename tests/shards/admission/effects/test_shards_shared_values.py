@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
@@ -129,6 +130,23 @@ def admitted(model: nn.Module) -> AdmittedCut:
     recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH, shards=4)
     features, labels = torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))
     return admit(recipe.bind(COLUMNS), [((features,), (labels,))], 7)
+
+
+@pytest.mark.parametrize("kind", [*sorted(ANEW.keys() - {"sets the member"}), "unread"])
+def test_evaluations_that_compute_with_what_training_sets_of_it_are_refused(kind: str) -> None:
+    class InTraining(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.training else x
+
+    sets, reads = ANEW["rebinds" if kind == "unread" else kind]
+    model = Model(sets, reads)
+    model.set = InTraining(sets)
+    if kind == "unread":
+        model.read = InTraining(reads)
+        assert len(admitted(model).report.shards) == 1
+        return
+    with pytest.raises(ConfigurationError, match=r"evaluations compute with .*, which training"):
+        admitted(model)
 
 
 @pytest.mark.parametrize("kind", ANEW)
