@@ -155,7 +155,8 @@ class TrialBuilder:
     def _build(self, spec: TrialSpec) -> BuiltTrial:
         SharedWatch.before_build()
         begun = time.perf_counter()
-        recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
+        with AsBuilt.noting():
+            recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
         as_built = AsBuilt.now(recipe)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
@@ -187,9 +188,10 @@ class TrialBuilder:
             ConfigurationError: the factory gave a part of the same model again.
         """
         mine = self.get(trial)
-        other = build_keeping_random_state(
-            self._factory, mine.spec.params, self._document.seed, self._columns
-        )
+        with AsBuilt.noting():
+            other = build_keeping_random_state(
+                self._factory, mine.spec.params, self._document.seed, self._columns
+            )
         SecondNames(other.model).spoil(mine.runtime.cut_model.spec.written)
         if not set(_parts(mine.runtime.recipe.model)).isdisjoint(_parts(other.model)):
             # The factory may have changed the model, which fits the newer recipe then.

@@ -359,9 +359,10 @@ class SubEpoch:
         scaling = self._recipe.scaling(None if cursor is None else cursor.get("scaler"))
         if cursor is not None:
             restore_cursor(cursor, optimizer, scheduler, scaling, self._recipe.lr_schedule)
-        if self._given.epoch_metrics is not None and self._steps[k] == self._given.start_step:
-            self._recipe.lr_schedule.begin_epoch(scheduler, self._given.epoch_metrics)
         self._optimizers[k], self._scalings[k] = (optimizer, scheduler), scaling
+        if self._given.epoch_metrics is not None and self._steps[k] == self._given.start_step:
+            with self._seen_by_update(k):
+                self._recipe.lr_schedule.begin_epoch(scheduler, self._given.epoch_metrics)
         self._beside[k] = beside_state_dict(scheduler)
 
     def check_step(self, k: int, updates: bool) -> None:

@@ -121,6 +121,7 @@ def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         monkeypatch.setattr(SharedWatch, name, own)
     monkeypatch.setattr(AsBuilt, "_all", weakref.WeakSet())
     monkeypatch.setattr(AsBuilt, "_differ", set())
+    monkeypatch.setattr(AsBuilt, "_left", {})
     factor, function, of_class, table, numbers, space, options = state()
 
     def restored() -> None:
@@ -389,6 +390,21 @@ def test_each_trial_finds_what_its_own_factory_has_set(of: type[Any]) -> None:
         Shared.options["k"] = 3.0
     with pytest.raises(ConfigurationError, match=r"changed attribute 'options' of .* at \['k'\]"):
         ends(late)
+
+
+def test_a_trial_finds_its_own_though_who_set_it_is_over_or_reads_none_of_it() -> None:
+    trial, left = built(0.5)
+    other = built(4.0)[1]
+    del other  # it is over
+    reads = begun(trial, as_built=left)
+    with reads.watched():
+        assert FACTOR == Shared.scale == SPACE.scale == 0.5
+    for value in (2.0, 3.0):  # by trials whose code names none of it
+        with AsBuilt.noting():
+            globals()["FACTOR"] = Shared.scale = value
+    with reads.watched():
+        assert FACTOR == Shared.scale == 0.5
+    ends(reads)
 
 
 BY_NUMBER = {1: 1.0}

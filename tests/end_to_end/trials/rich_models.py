@@ -188,8 +188,11 @@ class ReadsSettings(nn.Module):
     def __init__(self, leaves: bool) -> None:
         super().__init__()
         self.first, self.last, self.leaves = nn.Linear(16, 32), nn.Linear(32, 4), leaves
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
         hidden = self.first(x).relu() * Configured.scale
         if self.leaves:
             Configured.penalties.clear()
@@ -202,8 +205,16 @@ def penalized(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def configured(params: dict[str, Any]) -> Recipe:
-    """Set what all trials of the process see, for a forward to read."""
+    """Set what all trials of the process see, for a forward to read; a buffer decides the rate."""
     Configured.scale = params["scale"]
     model = ReadsSettings(params["leaves"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return Recipe(model, optimizer, penalized, batch_size=16)
+    scheduled = lambda o: lr_scheduler.LambdaLR(o, lambda _: 0.5 if model.steps > 4 else 1.0)  # noqa: E731
+    return Recipe(
+        model,
+        optimizer,
+        penalized,
+        batch_size=16,
+        lr_scheduler=scheduled,
+        lr_interval="epoch",
+    )

@@ -23,7 +23,7 @@ from tests.end_to_end.trials.meta_models import WIDTH
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("devices", [{}, {"devices_per_worker": 2, "device_memory": 40_000}])
+@pytest.mark.parametrize("devices", [{}, {"devices_per_worker": 2}])
 def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps(
     tmp_path: Path, devices: dict[str, int]
 ) -> None:

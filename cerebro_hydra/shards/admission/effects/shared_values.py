@@ -255,10 +255,15 @@ class SharedState:
                     "of the model, or in a dict by what it depends on"
                 )
 
-    def take_made(self) -> None:
-        """Let nothing be where nothing was, so that the next trial makes its own."""
-        for path in self.made():
-            self._places[path].set(self._noted[0].values[path])
+    def restore(self) -> None:
+        """Let all of it be as it was, also where nothing was: the next trial makes its own."""
+        built = self._noted[0]
+        for path, place in self._places.items():
+            if place.value is not built.values[path]:
+                place.set(built.values[path])
+        for _, holder, contents in built.held.values():
+            if not Contents.of(holder).is_same(contents):
+                contents.fill(holder)
 
     @property
     def told(self) -> str:
@@ -295,10 +300,7 @@ def shared_kept(recipe: Recipe, made: dict[str, str] | None = None) -> Iterator[
             shared.check_made(made)
     finally:
         if shared is not None:
-            shared.take_made()
-            shared.note()
-            shared.note()
-            shared.give_back()
+            shared.restore()
 
 
 class _Noted:

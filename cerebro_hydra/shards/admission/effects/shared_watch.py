@@ -35,7 +35,7 @@ from cerebro_hydra.shards.admission.effects.shared_values import (
     variable_at,
     variables_of,
 )
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS
+from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text
 from cerebro_hydra.shards.cut.values import Contents
 
 _MOST_ITEMS = 1000
@@ -59,6 +59,7 @@ class AsBuilt:
     """
 
     _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
+    _left: ClassVar[dict[str, set[str | int]]] = {}  # by any factory of this process
     _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
 
     def __init__(self, reader: ObjectReader | None = None) -> None:
@@ -69,11 +70,32 @@ class AsBuilt:
             for path in filter(is_of_process, {**containers, **variables})
         }
         self._texts = {} if reader is None else reader.found
-        for other in self._all:
-            both = self._values.keys() & other._values.keys()
-            pairs = ((path, self._values[path].value, other._values[path].value) for path in both)
-            self._differ.update(path for path, *pair in pairs if not _is_same(*pair))
+        for path, found in self._values.items():
+            self._note(path, found.value)
         self._all.add(self)
+
+    @classmethod
+    def _note(cls, path: str, value: object) -> None:
+        left = cls._left.setdefault(path, set())
+        left.add(_mark(value))
+        if len(left) > 1:
+            cls._differ.add(path)
+
+    @classmethod
+    @contextmanager
+    def noting(cls) -> Iterator[None]:
+        """Let the body build a trial, and note what its factory leaves where others look."""
+        known = {
+            path: found.variable
+            for each in cls._all
+            for path, found in each._values.items()
+            if found.variable is not None
+        }
+        before = {path: _mark(variable.value) for path, variable in known.items()}
+        yield
+        for path, variable in known.items():
+            if _mark(variable.value) != before[path]:
+                cls._note(path, variable.value)
 
     @classmethod
     def now(cls, recipe: Recipe) -> AsBuilt:
@@ -91,9 +113,8 @@ class AsBuilt:
         """Yield what has another value at present, which a factory has left for another trial."""
         for path in self._differ & self._values.keys():
             found = self._values[path]
-            left = (each._values[path].value for each in self._all if path in each._values)
             present = None if found.variable is None else found.variable.value
-            if any(_is_same(present, each) for each in left):
+            if _mark(present) in self._left[path]:
                 yield path, replace(found, held=None, contents=None)
 
     def has(self, path: str) -> bool:
@@ -107,7 +128,10 @@ class AsBuilt:
         Args:
             text: what is read of the value.
         """
-        return path in cls._differ and any(each._texts.get(path) == text for each in cls._all)
+        known = path in cls._differ
+        return known and (
+            text in cls._left[path] or any(each._texts.get(path) == text for each in cls._all)
+        )
 
 
 class SharedWatch:
@@ -324,9 +348,9 @@ class SharedWatch:
         return self._known.may_grow(path, self._before, self._texts)
 
 
-def _is_same(one: object, other: object) -> bool:
-    alike = type(one) is type(other) in ATOMS and repr(one) == repr(other)
-    return one is other or alike
+def _mark(value: object) -> str | int:
+    """Return what tells a value: its text, or which object it is, as long as that lives."""
+    return atom_text(value) if type(value) in ATOMS else id(value)
 
 
 @dataclass(frozen=True)
@@ -362,12 +386,12 @@ class _Found:
     @property
     def is_there(self) -> bool:
         """Return whether it is as it was."""
-        same = self.variable is None or _is_same(self.variable.value, self.value)
+        same = self.variable is None or _mark(self.variable.value) == _mark(self.value)
         return same and (self.contents is None or Contents.of(self.held).is_same(self.contents))
 
     def give_back(self) -> None:
         """Let it be as it was."""
-        if self.variable is not None and not _is_same(self.variable.value, self.value):
+        if self.variable is not None and _mark(self.variable.value) != _mark(self.value):
             self.variable.set(self.value)
         if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
             self.contents.fill(self.held)
