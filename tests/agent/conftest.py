@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,17 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt
 from cerebro_hydra.storage import LocalStore, RunFolder
 from tests.agent.late_events import HAPPENS
 from tests.agent.lone_agent import WIDTH, Agent, train_without_agent, trained_many
+
+
+@pytest.fixture(autouse=True)
+def no_factories_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be known of factories of earlier tests, which have set what tests switch."""
+    for name, own in (("_all", weakref.WeakSet()), ("_left", {}), ("_differ", set())):
+        monkeypatch.setattr(AsBuilt, name, own)
 
 
 @pytest.fixture(scope="session")

@@ -187,6 +187,8 @@ class Agent:
     def factory(self, params: Any) -> Recipe:
         """Build the trial, and keep the recipe."""
         made = self.make()
+        if not self.built:
+            Draws.in_audits.clear()  # those of models that are gone, whose ids others may have
         if self.built and all(made.model is not each.model for each in self.built):
             Draws.in_audits.update(map(id, made.model.modules()))  # the first is the trial's
         self.built.append(made)

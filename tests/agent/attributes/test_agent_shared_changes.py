@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -119,9 +118,6 @@ def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Let all be as in a process that has just begun; what is returned does so again."""
     for name, own in (("_given_back", []), ("_left", {}), ("_anew", {})):
         monkeypatch.setattr(SharedWatch, name, own)
-    monkeypatch.setattr(AsBuilt, "_all", weakref.WeakSet())
-    monkeypatch.setattr(AsBuilt, "_differ", set())
-    monkeypatch.setattr(AsBuilt, "_left", {})
     factor, function, of_class, table, numbers, space, options = state()
 
     def restored() -> None:
