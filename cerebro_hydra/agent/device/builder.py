@@ -153,9 +153,8 @@ class TrialBuilder:
         return trial in self._built
 
     def _build(self, spec: TrialSpec) -> BuiltTrial:
-        SharedWatch.before_build()
         begun = time.perf_counter()
-        with AsBuilt.noting():
+        with SharedWatch.building():
             recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
         as_built = AsBuilt.now(recipe)
@@ -188,7 +187,7 @@ class TrialBuilder:
             ConfigurationError: the factory gave a part of the same model again.
         """
         mine = self.get(trial)
-        with AsBuilt.noting():
+        with SharedWatch.building():
             other = build_keeping_random_state(
                 self._factory, mine.spec.params, self._document.seed, self._columns
             )

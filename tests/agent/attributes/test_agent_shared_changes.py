@@ -396,7 +396,7 @@ def test_a_trial_finds_its_own_though_who_set_it_is_over_or_reads_none_of_it() -
     with reads.watched():
         assert FACTOR == Shared.scale == SPACE.scale == 0.5
     for value in (2.0, 3.0):  # by trials whose code names none of it
-        with AsBuilt.noting():
+        with SharedWatch.building():
             globals()["FACTOR"] = Shared.scale = value
     with reads.watched():
         assert FACTOR == Shared.scale == 0.5
@@ -441,9 +441,9 @@ def test_a_factorys_own_value_comes_before_that_of_before_others_steps(
     with sets.watched():
         written.recipe.model(x)
     assert FACTOR == 0.5
-    SharedWatch.before_build()
-    assert FACTOR == 1.0
-    FACTOR = 2.0
+    with SharedWatch.building():
+        assert FACTOR == 1.0
+        FACTOR = 2.0
     reads = begun(read, of, AsBuilt.now(read.recipe))
     for _ in range(2):
         with sets.watched():

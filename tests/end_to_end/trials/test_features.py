@@ -23,17 +23,22 @@ from tests.end_to_end.trials.meta_models import WIDTH
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("devices", [{}, {"devices_per_worker": 2}])
+@pytest.mark.parametrize(
+    ("space", "devices"),
+    [
+        ({"scale": [0.5, 2.0], "leaves": [True, False]}, {}),
+        ({"scale": [0.5], "leaves": [False]}, {"devices_per_worker": 2}),  # and its own buffer
+    ],
+)
 def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps(
-    tmp_path: Path, devices: dict[str, int]
+    tmp_path: Path, space: dict[str, list[float]], devices: dict[str, int]
 ) -> None:
-    space = {"scale": [0.5, 2.0], "leaves": [True, False]}
     result = search(
         tmp_path, rich_models.configured, space, classes(120), resources=devices,
         evaluation_metric="loss", num_epochs=2,
     )  # fmt: skip
-    assert {trial.status for trial in result.trials} == {"finished"}
     for trial in result.trials:
+        assert trial.status == "finished", trial.error
         rich_models.Configured.penalties.clear()  # as in a process of its own
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)

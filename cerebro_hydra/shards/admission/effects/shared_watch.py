@@ -168,11 +168,14 @@ class SharedWatch:
         self._since = self._builds = 0
 
     @classmethod
-    def before_build(cls) -> None:
-        """Let what steps set anew be as before them, for a factory to find."""
+    @contextmanager
+    def building(cls) -> Iterator[None]:
+        """Let the body build a trial, for whose factory what steps set anew is as before them."""
         for found in cls._anew.values():
             with suppress(Exception):  # a class may refuse it
                 found.give_back()
+        with AsBuilt.noting():
+            yield
 
     def begin(self, reader: ObjectReader) -> None:
         """Note what there is.
