@@ -56,6 +56,7 @@ from cerebro_hydra.shards.admission.admit import (
     memory_needed,
     on_disk,
 )
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
 from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
@@ -154,7 +155,7 @@ class Admission:
                 f"MKL's mode is {mkl_mode()}; import cerebro_hydra before MKL is called, or set "
                 f"{as_in_shell('fast')} before Python starts"
             )
-        self._factory = factory
+        self._factory = IsolatedFactory(factory)
         self._columns = columns
         self._examples = examples
         self._folder = folder
@@ -198,7 +199,7 @@ class Admission:
             ConfigurationError: the evaluation metric is not measured.
         """
         try:
-            with exclusive_generator, failing_alone():
+            with exclusive_generator, failing_alone(), self._factory:
                 spec, recipe = self._admit(trial, params, parent, outlook)
         except Refused as refusal:
             what = f"{trial_name(trial)} ({parameters(params)})"
@@ -216,7 +217,7 @@ class Admission:
             Refused: it can't be cut finer, or its states can't be laid out.
             DataError: rows can't be read as they were prepared.
         """
-        with exclusive_generator, failing_alone():
+        with exclusive_generator, failing_alone(), self._factory:
             with refusing():
                 assert self._folder is not None, "what is only planned is not cut finer"
                 spec = self._folder.read_trial(asked.trial, self._folder.run_id)
@@ -266,7 +267,7 @@ class Admission:
         Raises:
             Refused: it can't be built any more.
         """
-        with exclusive_generator, refusing():
+        with exclusive_generator, refusing(), self._factory:
             first = self._built(spec)
             now = trial_code(first)
             then = spec.code
@@ -281,7 +282,7 @@ class Admission:
 
     def state_metrics(self, params: Mapping[str, Any]) -> tuple[Metric, ...]:
         """Return the custom metrics of a trial that was admitted in another process."""
-        with exclusive_generator:
+        with exclusive_generator, self._factory:
             recipe = build_keeping_random_state(self._factory, params, self._seed, self._columns)
             recipe.take_form(self._example_batches(recipe)[0])
         return tuple(recipe.state_metrics)

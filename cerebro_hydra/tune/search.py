@@ -413,6 +413,7 @@ class Search(ABC):
         from cerebro_hydra.recipe import Columns, build_recipe, exclusive_generator, trial_seed
         from cerebro_hydra.shards.admission.admit import memory_needed
         from cerebro_hydra.shards.admission.compare import evaluate_once
+        from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
         from cerebro_hydra.tune.admission import directions_of, refusing, require_measured
         from cerebro_hydra.tune.example_batches import batch_of
         from cerebro_hydra.tune.trials import look_first
@@ -421,9 +422,9 @@ class Search(ABC):
         columns = Columns.of(self.data_spec)
 
         def look(params: Mapping[str, Any]) -> dict[str, str]:
-            with exclusive_generator, torch.random.fork_rng(devices=[]), refusing():
-                recipe = build_recipe(self.estimator_gen_fn, params, self.seed, columns)
-                head = None
+            isolated = IsolatedFactory(self.estimator_gen_fn)
+            with exclusive_generator, torch.random.fork_rng(devices=[]), refusing(), isolated:
+                recipe, head = build_recipe(isolated, params, self.seed, columns), None
                 if memory_needed(recipe) <= available_memory():
                     head = self.backend.first_rows(df, self.data_spec, recipe.batch_size)
                 if head is not None:

@@ -122,11 +122,12 @@ class _DrawnSearch(Search):
         from cerebro_hydra.recipe import Columns
         from cerebro_hydra.recipe.build import build_keeping_random_state
         from cerebro_hydra.shards.admission.admit import training_key
+        from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
         from cerebro_hydra.tune.admission import refusing
 
         columns = Columns.of(self.data_spec)
-        with refusing():
-            recipe = build_keeping_random_state(self.estimator_gen_fn, params, self.seed, columns)
+        with refusing(), IsolatedFactory(self.estimator_gen_fn) as factory:
+            recipe = build_keeping_random_state(factory, params, self.seed, columns)
             key = training_key(recipe)
             windows = [num_windows(each, recipe.batch_size, recipe.accumulate) for each in rows]
             steps = steps_of_epoch(windows, recipe.replicas)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.storage import LocalStore, RunFolder
 from tests.agent.late_events import HAPPENS
 from tests.agent.lone_agent import WIDTH, Agent, train_without_agent, trained_many
@@ -20,7 +20,8 @@ from tests.agent.lone_agent import WIDTH, Agent, train_without_agent, trained_ma
 @pytest.fixture(autouse=True)
 def no_factories_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be known of factories of earlier tests, which have set what tests switch."""
-    for name, own in (("_all", weakref.WeakSet()), ("_left", {}), ("_differ", set())):
+    fresh = {"_all": weakref.WeakSet(), "_left": {}, "_differ": set(), "_anew": {}}
+    for name, own in fresh.items():
         monkeypatch.setattr(AsBuilt, name, own)
 
 

@@ -37,7 +37,8 @@ from cerebro_hydra.recipe import (
     build_recipe,
 )
 from cerebro_hydra.recipe.placement import CPU
-from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -110,7 +111,7 @@ class TrialBuilder:
         key_of = partial(structure_key, constants=True)
         self._decoded = None if scratch is None else DecodedRows(scratch, key_of)
         self._columns = Columns.of(document)
-        self._factory = factory
+        self._factory = IsolatedFactory(factory)
         self._training = training
         self._validation = validation
         self._cut_models = CutModelCache(device)
@@ -154,10 +155,10 @@ class TrialBuilder:
 
     def _build(self, spec: TrialSpec) -> BuiltTrial:
         begun = time.perf_counter()
-        with SharedWatch.building():
+        with AsBuilt.building():
             recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
-        as_built = AsBuilt.now(recipe)
+        as_built = AsBuilt.now(recipe, spec.attributes, spec.set_in_evaluation)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
@@ -187,7 +188,7 @@ class TrialBuilder:
             ConfigurationError: the factory gave a part of the same model again.
         """
         mine = self.get(trial)
-        with SharedWatch.building():
+        with AsBuilt.building():
             other = build_keeping_random_state(
                 self._factory, mine.spec.params, self._document.seed, self._columns
             )

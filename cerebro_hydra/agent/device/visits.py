@@ -280,8 +280,9 @@ class _Memory:
             return {**slots, "trainable": slots["trainable"].clone()}
 
     def load(self, shard: int, slots: Segments) -> None:
-        """Take a shard."""
+        """Take a shard, for which LR lambdas are called then."""
         self._slots[shard] = slots
+        self._effects.find_as_alone()
 
     def unload(self, shard: int) -> Segments:
         """Let go of a shard, and return its slots."""
@@ -549,8 +550,7 @@ class PlainVisit(_Training):
         given: what the trial trains on.
     """
 
-    stays = True
-    resident = False
+    stays, resident = True, False
 
     def __init__(
         self,

@@ -17,9 +17,10 @@ from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.plan.messages import events
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Columns, Recipe, build_recipe
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings, LateEffects
-from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
+from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from tests.agent.late_events import HAPPENS, RARE, Event, made
 from tests.agent.lone_agent import BATCH, Agent
 from tests.shards import hopping
@@ -116,7 +117,7 @@ def state() -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def as_begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Let all be as in a process that has just begun; what is returned does so again."""
-    for name, own in (("_given_back", []), ("_left", {}), ("_anew", {})):
+    for name, own in (("_given_back", []), ("_left", {})):
         monkeypatch.setattr(SharedWatch, name, own)
     factor, function, of_class, table, numbers, space, options = state()
 
@@ -183,13 +184,22 @@ def trial_of(middle: nn.Module) -> hopping.Trial:
 
 
 def begun(
-    trial: hopping.Trial, of: type[Any] = LateEffects, as_built: AsBuilt | None = None
+    trial: hopping.Trial,
+    of: type[Any] = LateEffects,
+    as_built: AsBuilt | None = None,
+    looks: bool = True,
 ) -> Any:
     known = trial.admission.attributes, trial.admission.set_in_evaluation
     earlier = EarlierReadings(as_built=as_built or AsBuilt())
     effects = of(trial.runtime(), *known, AuditBudget(1.0), earlier)
-    effects.begin()
+    if looks or of is LateEffects:
+        effects.begin(*(() if looks else (False,)))
     return effects
+
+
+def as_built(trial: hopping.Trial) -> AsBuilt:
+    admission = trial.admission
+    return AsBuilt.now(trial.recipe, admission.attributes, admission.set_in_evaluation)
 
 
 def ends(effects: LateEffects | LateEvaluation) -> None:
@@ -316,25 +326,33 @@ class ReadsAll(Reader):
         return computed(x) * (1 + len(AUXILIARY))
 
 
-@HOW
-@pytest.mark.parametrize("change", [
+ANEW = [
     sets_a_global, sets_a_function, sets_an_attribute, sets_a_new_attribute, sets_an_option,
     sets_an_entry, sets_a_new_entry, sets_an_item, sets_of_an_object, sets_a_new_one_of_an_object,
     sets_an_auxiliary,
-])  # fmt: skip
+]  # fmt: skip
+
+
+@HOW
+@pytest.mark.parametrize("looks", [True, False])  # or has no time for it
+@pytest.mark.parametrize("change", ANEW)
 def test_who_reads_what_another_one_sets_anew_finds_what_there_was_before(
-    change: Callable[..., None], of: type[Any], first: bool, as_begun: Callable[[], None]
+    change: Callable[..., None],
+    of: type[Any],
+    first: bool,
+    looks: bool,
+    as_begun: Callable[[], None],
 ) -> None:
     read, written, x = trial_of(ReadsAll()), trial_of(SetsEachTime(change)), torch.randn(BATCH, 6)
     as_begun()  # agents admit nothing
-    before, alone = state(), computed(x)
-    sets = begun(written)
-    reads = begun(read, of) if first else None
+    before, alone, kept = state(), computed(x), [as_built(written), as_built(read)]
+    sets = begun(written, LateEffects, kept[0], looks)
+    reads = begun(read, of, kept[1], looks) if first else None
     for _ in range(2):  # microbatches, by turns
         with sets.watched():
             written.recipe.model(x)
         assert state() != before or AUXILIARY
-        reads = reads or begun(read, of)
+        reads = reads or begun(read, of, kept[1], looks)
         with reads.watched():
             assert state() == before and not AUXILIARY
             assert torch.equal(computed(x), alone)
@@ -344,13 +362,41 @@ def test_who_reads_what_another_one_sets_anew_finds_what_there_was_before(
     ends(sets)
 
 
+class SetsInEvaluation(SetsEachTime):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else super().forward(x)
+
+
+@OF
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("change", ANEW)
+def test_who_reads_what_anothers_evaluations_set_finds_what_there_was_before(
+    change: Callable[..., None], of: type[Any], looks: bool, as_begun: Callable[[], None]
+) -> None:
+    read, written = trial_of(ReadsAll()), trial_of(SetsInEvaluation(change))
+    as_begun()
+    before, kept, x = state(), [as_built(written), as_built(read)], torch.randn(BATCH, 6)
+    sets, reads = begun(written, LateEvaluation, kept[0], looks), begun(read, of, kept[1], looks)
+    for _ in range(2):
+        with sets.watched():
+            written.recipe.model.eval()(x)
+        assert state() != before or AUXILIARY
+        with reads.watched():
+            assert state() == before and not AUXILIARY
+    ends(reads)
+    with sets.watched():
+        written.recipe.model.eval()(x)
+    ends(sets)
+
+
 @OF
 def test_who_sets_late_what_another_one_sets_anew_fails(
     of: type[Any], as_begun: Callable[[], None]
 ) -> None:
     late, written = trial_of(ReadsAll()), trial_of(SetsEachTime(sets_a_global))
     as_begun()
-    sets, sets_late = begun(written), begun(late, of)
+    kept = as_built(written), as_built(late)
+    sets, sets_late = begun(written, as_built=kept[0]), begun(late, of, kept[1])
     for effects, does in (
         (sets, lambda: written.recipe.model(torch.randn(BATCH, 6))),
         (sets_late, sets_a_global),
@@ -396,7 +442,7 @@ def test_a_trial_finds_its_own_though_who_set_it_is_over_or_reads_none_of_it() -
     with reads.watched():
         assert FACTOR == Shared.scale == SPACE.scale == 0.5
     for value in (2.0, 3.0):  # by trials whose code names none of it
-        with SharedWatch.building():
+        with AsBuilt.building():
             globals()["FACTOR"] = Shared.scale = value
     with reads.watched():
         assert FACTOR == Shared.scale == 0.5
@@ -437,11 +483,11 @@ def test_a_factorys_own_value_comes_before_that_of_before_others_steps(
     global FACTOR
     read, written, x = trial_of(Reader()), trial_of(SetsEachTime(sets_a_global)), torch.ones(1, 6)
     as_begun()
-    sets = begun(written)
+    sets = begun(written, as_built=as_built(written))
     with sets.watched():
         written.recipe.model(x)
     assert FACTOR == 0.5
-    with SharedWatch.building():
+    with AsBuilt.building():
         assert FACTOR == 1.0
         FACTOR = 2.0
     reads = begun(read, of, AsBuilt.now(read.recipe))

@@ -178,7 +178,7 @@ def leaving(params: dict[str, Any]) -> Recipe:
 class Configured:
     """Has settings that all trials of a process see, as a global CFG has."""
 
-    scale = 1.0
+    scale = power = 1.0
     penalties: list[Tensor] = []  # noqa: RUF012
 
 
@@ -193,7 +193,7 @@ class ReadsSettings(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.steps += 1
-        hidden = self.first(x).relu() * Configured.scale
+        hidden = self.first(x).relu() * Configured.scale * Configured.power
         if self.leaves:
             Configured.penalties.clear()
             Configured.penalties.append(hidden.square().mean())
@@ -205,16 +205,24 @@ def penalized(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def configured(params: dict[str, Any]) -> Recipe:
-    """Set what all trials of the process see, for a forward to read; a buffer decides the rate."""
+    """Set what all trials of the process see, for a forward and the learning rate to read.
+
+    A buffer decides on that, too.
+    """
     Configured.scale = params["scale"]
+    if params["leaves"]:
+        Configured.power = 1.5  # which others find as before
     model = ReadsSettings(params["leaves"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduled = lambda o: lr_scheduler.LambdaLR(o, lambda _: 0.5 if model.steps > 4 else 1.0)  # noqa: E731
+
+    def rate(epoch: int) -> float:
+        return Configured.scale * (0.5 if model.steps > 4 else 1.0)
+
     return Recipe(
         model,
         optimizer,
         penalized,
         batch_size=16,
-        lr_scheduler=scheduled,
+        lr_scheduler=lambda optimizer: lr_scheduler.LambdaLR(optimizer, rate),
         lr_interval="epoch",
     )

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
     ("space", "devices"),
     [
         ({"scale": [0.5, 2.0], "leaves": [True, False]}, {}),
-        ({"scale": [0.5], "leaves": [False]}, {"devices_per_worker": 2}),  # and its own buffer
+        ({"scale": [0.5, 2.0], "leaves": [True, False]}, {"devices_per_worker": 2}),
+        ({"scale": [0.5, 1, 2, 3], "leaves": [False]}, {"device_memory": 20_000, "residents": 4}),
     ],
 )
 def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps(
@@ -40,6 +41,7 @@ def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps
     for trial in result.trials:
         assert trial.status == "finished", trial.error
         rich_models.Configured.penalties.clear()  # as in a process of its own
+        rich_models.Configured.power = 1.0
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)
 

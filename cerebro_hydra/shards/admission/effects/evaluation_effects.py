@@ -76,6 +76,7 @@ class EvaluationEffects:
         """What there was in the latest evaluation."""
         self.written: set[str] = set()
         """What evaluations have changed; that later ones do so, too, is no harm."""
+        self._shared: set[str] = set()  # the paths of that which trials share
         self.draws = False
         """Whether one has drawn random numbers of torch."""
         self._unread: set[str] = set()
@@ -84,7 +85,8 @@ class EvaluationEffects:
     def set_anew(self) -> set[str]:
         """Return what evaluations changed and drew, which is no harm, and what none reads."""
         unread = {UNREAD + name for name in self._unread}
-        return self.written | unread | ({DRAWS} if self.draws else set())
+        shared = sorted(self._shared)[: KnownChanges.MOST]
+        return self.written | unread | {*shared, *([DRAWS] if self.draws else [])}
 
     def begin(self) -> None:
         """Note what there is before an evaluation."""
@@ -93,7 +95,11 @@ class EvaluationEffects:
     def look(self) -> None:
         """Look at what there is, as long as the evaluation has not given the attributes back."""
         self.latest = self._read_evaluated()
-        self.written |= _names(changed(self._before, self.latest))
+        self._note(changed(self._before, self.latest))
+
+    def _note(self, paths: Collection[str]) -> None:
+        self.written |= set(map(name_of, paths))
+        self._shared |= set(filter(is_of_process, paths))
 
     def _read_evaluated(self) -> Reading:
         with self._precision():  # which sets the configs of models, too
@@ -115,7 +121,7 @@ class EvaluationEffects:
         before = self._after(steps, evaluated, lambda: None)
         alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
         of_first = changed(before, alone)
-        self.written |= _names(of_first)
+        self._note(of_first)
         if not self.written:
             return
         for _ in range(2):
@@ -278,6 +284,7 @@ class LateEvaluation:
         self._draws = GlobalDraws()
         self._texts = partial(earlier.texts_in_code, self._held)
         self._shared = SharedWatch(self._trained, self._known, self._texts, earlier.as_built)
+        self._shared.find_as_alone()
         self._before: Reading | None = None
 
     def stand_in(self) -> None:
@@ -287,7 +294,6 @@ class LateEvaluation:
 
     def begin(self) -> None:
         """Note what attributes there are before an evaluation, while the model has its tensors."""
-        self._shared.find_as_alone()
         reader = self._read()
         self._before = reader.found
         self._shared.begin(reader)
@@ -391,10 +397,6 @@ class LateEvaluation:
 
 def _read(held: HeldState) -> Reading:
     return held.read() | held.read_metrics()
-
-
-def _names(paths: Collection[str]) -> set[str]:
-    return set(map(name_of, paths))
 
 
 def _in_order(path: str) -> tuple[bool, str]:

@@ -174,7 +174,7 @@ class HeldState:
         functions = (recipe.collate, recipe.training_step, recipe.lr_scheduler)
         held = (*model.modules(), *recipe.losses, *functions, *metrics)
         optimizers = members_of(recipe.optimizer)
-        self._packages = {_package(each) for each in (*held, *optimizers)} - _LIBRARIES
+        self._packages = {package_of(each) for each in (*held, *optimizers)} - _LIBRARIES
 
     def read(self) -> Reading:
         """Return what the model, its losses, collate and the LR scheduler's function hold."""
@@ -433,7 +433,7 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(f"{_OURS}.")
 
 
-def _package(held: Any) -> str:
+def package_of(held: Any) -> str:
     """Return the package of an object's class, of a function its own."""
     while isinstance(held, functools.partial):
         held = held.func

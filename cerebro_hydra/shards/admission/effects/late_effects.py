@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe.optimizer_list import let_go
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.held_state import HeldState, SetBefore
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -34,7 +35,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_watch import AsBuilt, SharedWatch
+from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.effects.training_effects import IN_ATTRIBUTE, SET_ANEW, remedy
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.second_names import told_if_nan
@@ -126,10 +127,15 @@ class LateEffects:
         self._draws = GlobalDraws()
         self._texts = partial(earlier.texts_in_code, self._held)
         self._shared = SharedWatch(self._known, self._evaluated, self._texts, earlier.as_built)
+        self.find_as_alone()
         self._before: tuple[Reading, Reading, Reading] | None = None
         self._between: set[str] = set()  # changed in visits that did not look
         self._whole = self._beside = True
         self._step: tuple[int, Reading] | None = None
+
+    def find_as_alone(self) -> None:
+        """Let what others share with the trial be as if it were alone in its process."""
+        self._shared.find_as_alone()
 
     def begin(self, whole: bool = True, looks: bool = True) -> None:
         """Begin a sub-epoch with the attributes that the model was built with, and note the rest.
@@ -149,7 +155,6 @@ class LateEffects:
         earlier, optimizer = self._earlier, self._recipe.optimizer
         self._whole = whole or earlier.seconds <= FREE_SECONDS
         self._beside = self._whole or earlier.beside <= FREE_SECONDS
-        self._shared.find_as_alone()
         reader, of_optimizer, of_schedule = self._read_now(), Reading(), Reading()
         found = reader.found
         if self._beside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import sysconfig
 import types
@@ -162,6 +163,24 @@ def globals_set(code: types.CodeType) -> frozenset[str]:
     stored = (n for each, n in operations(code) if each == _STORE_GLOBAL)
     found = frozenset(code.co_names[n] for n in stored)
     return found.union(*map(globals_set, inner))
+
+
+@kept_by_code
+def names_read_before_set(code: types.CodeType) -> frozenset[str]:
+    """Return the names and keys that code looks at, and sets further below, also in inner code.
+
+    Of attributes, global variables, and entries of dicts.
+    """
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    read, found = set[str](), set[str]()
+    for each, after in itertools.pairwise(dis.get_instructions(code)):
+        name, is_key = each.argval, each.opname == "LOAD_CONST" and type(each.argval) is str
+        sets = after.opname if is_key else each.opname
+        if sets in ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"):
+            found |= {name} & read
+        elif is_key or each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
+            read.add(name)
+    return frozenset(found).union(*map(names_read_before_set, inner))
 
 
 @kept_by_code

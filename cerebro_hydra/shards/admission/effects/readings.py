@@ -56,6 +56,10 @@ _ATTRIBUTES = ("attribute ", "buffer ", "method ")
 _FIXED = (".defaults", ".keywords")  # of functions
 
 _SHARED = (" of the loss", " of loss ", " of the collate")
+_COUNTING = ("int ", f"{CONTAINER}list ", f"{CONTAINER}collections.deque ", "count(", ITERATING)
+"""Begin what is read of a value that counts, if a step changes it."""
+_TURNING = ("bool ", f"{CONTAINER}tuple ", "int64 ", "int32 ", "int16 ", "int8 ", "uint")
+"""Begin it likewise, if each step does; one may set a flag."""
 
 
 def is_of_process(path: str) -> bool:
@@ -369,3 +373,27 @@ def _form(text: str) -> str:
 def have_grown(paths: Iterable[str], before: Reading, after: Reading) -> set[str]:
     """Return which changed paths are entries that were added, or values where there were none."""
     return {path for path in paths if path not in before or before[path] == NOTHING}
+
+
+def counts_of(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
+    """Return which changed values are integers, lengths of lists, or places of iterators."""
+    return {path for path in paths if reading.get(path, "").startswith(_COUNTING)}
+
+
+def moving_of(readings: Sequence[Reading]) -> set[str]:
+    """Return the values that each of two steps has changed, as one does that goes on and on.
+
+    A float that is no whole number, a text and a tensor are left out, as steps may set them anew.
+
+    Args:
+        readings: one before the steps and one after each.
+    """
+    built, first, second = readings
+    moved = changed(built, first) & changed(first, second)
+    turned = {path for path in moved if second.get(path, "").startswith(_TURNING)}
+    counted = {path for path in moved if all(_is_whole(each.get(path)) for each in (first, second))}
+    return turned | counted
+
+
+def _is_whole(text: str | None) -> bool:
+    return text is not None and text.startswith("float ") and text.endswith(".0")

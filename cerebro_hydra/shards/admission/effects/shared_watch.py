@@ -10,15 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
-from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.build import builds_so_far
+from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS, AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import HeldState
-from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
     NOTHING,
@@ -31,15 +29,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     name_of,
     told,
 )
-from cerebro_hydra.shards.admission.effects.shared_values import (
-    variable_at,
-    variables_of,
-)
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text
 from cerebro_hydra.shards.cut.values import Contents
-
-_MOST_ITEMS = 1000
-"""Of a container with more items nothing is given back."""
 
 _MEANWHILE = (
     "another trial of its process changed {} while this one computed, whose code names it, too, so "
@@ -49,89 +39,6 @@ _LEFT = (
     "another trial of the same process has changed {}, which this one's code names, too, and that "
     "can't be given back; let no step change what trials share, or run the search again without it"
 )
-
-
-class AsBuilt:
-    """Holds what trials share as a factory has left it for one: variables, entries, items.
-
-    Args:
-        reader: has read the trial, which was just built.
-    """
-
-    _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
-    _left: ClassVar[dict[str, set[str | int]]] = {}  # by any factory of this process
-    _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
-
-    def __init__(self, reader: ObjectReader | None = None) -> None:
-        variables = {} if reader is None else variables_of(reader)
-        containers = {} if reader is None else reader.containers
-        self._values = {
-            path: _Found.of(variables.get(path), containers.get(path))
-            for path in filter(is_of_process, {**containers, **variables})
-        }
-        self._texts = {} if reader is None else reader.found
-        for path, found in self._values.items():
-            self._note(path, found.value)
-        self._all.add(self)
-
-    @classmethod
-    def _note(cls, path: str, value: object) -> None:
-        left = cls._left.setdefault(path, set())
-        left.add(_mark(value))
-        if len(left) > 1:
-            cls._differ.add(path)
-
-    @classmethod
-    @contextmanager
-    def noting(cls) -> Iterator[None]:
-        """Let the body build a trial, and note what its factory leaves where others look."""
-        known = {
-            path: found.variable
-            for each in cls._all
-            for path, found in each._values.items()
-            if found.variable is not None
-        }
-        before = {path: _mark(variable.value) for path, variable in known.items()}
-        yield
-        for path, variable in known.items():
-            if _mark(variable.value) != before[path]:
-                cls._note(path, variable.value)
-
-    @classmethod
-    def now(cls, recipe: Recipe) -> AsBuilt:
-        """Return what there is when a recipe was just built."""
-        reader = None
-        with suppress(Exception):  # what it has can't be read, which admission has told
-            reader = HeldState(recipe).read_whole()
-        return cls(reader)
-
-    def found(self, path: str) -> _Found | None:
-        """Return what the factory has left there, if the trial's code names it."""
-        return self._values.get(path)
-
-    def others(self) -> Iterator[tuple[str, _Found]]:
-        """Yield what has another value at present, which a factory has left for another trial."""
-        for path in self._differ & self._values.keys():
-            found = self._values[path]
-            present = None if found.variable is None else found.variable.value
-            if _mark(present) in self._left[path]:
-                yield path, replace(found, held=None, contents=None)
-
-    def has(self, path: str) -> bool:
-        """Return whether the trial's code names a value, or what it is in."""
-        return any(each in self._texts for each in containers_of(path))
-
-    @classmethod
-    def is_known(cls, path: str, text: str) -> bool:
-        """Return whether factories leave several values there, of which this is one.
-
-        Args:
-            text: what is read of the value.
-        """
-        known = path in cls._differ
-        return known and (
-            text in cls._left[path] or any(each._texts.get(path) == text for each in cls._all)
-        )
 
 
 class SharedWatch:
@@ -150,7 +57,6 @@ class SharedWatch:
     _open: ClassVar[weakref.WeakSet[SharedWatch]] = weakref.WeakSet()
     _given_back: ClassVar[list[frozenset[str]]] = []  # the paths, of each time
     _left: ClassVar[dict[str, str]] = {}  # what could not be given back, as it is read since then
-    _anew: ClassVar[dict[str, _Found]] = {}  # what steps set anew, as it was before any of them
 
     def __init__(
         self,
@@ -167,16 +73,6 @@ class SharedWatch:
         self.late: set[str] = set()
         self._since = self._builds = 0
 
-    @classmethod
-    @contextmanager
-    def building(cls) -> Iterator[None]:
-        """Let the body build a trial, for whose factory what steps set anew is as before them."""
-        for found in cls._anew.values():
-            with suppress(Exception):  # a class may refuse it
-                found.give_back()
-        with AsBuilt.noting():
-            yield
-
     def begin(self, reader: ObjectReader) -> None:
         """Note what there is.
 
@@ -188,8 +84,6 @@ class SharedWatch:
         """
         self._reader, self._before, self._noted = reader, reader.found, _Noted(reader)
         self._since, self._builds = len(self._given_back), builds_so_far()
-        for path in filter(is_of_process, self._known.anew - self._anew.keys()):
-            self._anew[path] = _Found.at(path, reader)
         for path, text in self._left.items():
             if self._before.get(path) == text:
                 raise ConfigurationError(_LEFT.format(told(path)))
@@ -212,16 +106,10 @@ class SharedWatch:
         yield
         self.late.update(path for path, each in found if not each.is_there)
 
-    def _of_others(self) -> list[tuple[str, _Found]]:
-        built = (each for each in self._as_built.others() if not self._known.covers(each[0]))
-        anew = {
-            path: self._as_built.found(path) or before
-            for path, before in self._anew.items()
-            if path not in self._known.anew
-        }
+    def _of_others(self) -> list[tuple[str, Found]]:
         return [
             (path, each)
-            for path, each in (dict(built) | anew).items()
+            for path, each in self._as_built.of_others(self._known).items()
             if name_of(path) not in self._evaluated
             if not self._before or self._names(path) or self._as_built.has(path)
         ]
@@ -351,55 +239,6 @@ class SharedWatch:
         return self._known.may_grow(path, self._before, self._texts)
 
 
-def _mark(value: object) -> str | int:
-    """Return what tells a value: its text, or which object it is, as long as that lives."""
-    return atom_text(value) if type(value) in ATOMS else id(value)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Is a variable or a container as it was found, or both, or neither.
-
-    Args:
-        value: of the variable.
-        contents: of the container.
-    """
-
-    variable: Variable | None
-    value: object
-    held: Container | None = None
-    contents: Contents | None = None
-
-    @classmethod
-    def at(cls, path: str, reader: ObjectReader) -> _Found:
-        """Return what a path names, as far as one can see.
-
-        Args:
-            reader: has read what there is.
-        """
-        return cls.of(variable_at(path, reader), reader.containers.get(path))
-
-    @classmethod
-    def of(cls, variable: Variable | None, held: Container | None) -> _Found:
-        """Return what a variable and a container have now, of a large one nothing."""
-        held = held if held is not None and len(held) <= _MOST_ITEMS else None
-        contents = None if held is None else Contents.of(held)
-        return cls(variable, None if variable is None else variable.value, held, contents)
-
-    @property
-    def is_there(self) -> bool:
-        """Return whether it is as it was."""
-        same = self.variable is None or _mark(self.variable.value) == _mark(self.value)
-        return same and (self.contents is None or Contents.of(self.held).is_same(self.contents))
-
-    def give_back(self) -> None:
-        """Let it be as it was."""
-        if self.variable is not None and _mark(self.variable.value) != _mark(self.value):
-            self.variable.set(self.value)
-        if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
-            self.contents.fill(self.held)
-
-
 class _Noted:
     """Holds variables, attributes of classes and items of containers, by their paths."""
 
@@ -410,7 +249,7 @@ class _Noted:
         self._contents = {
             path: (held, Contents.of(held))
             for path, held in reader.containers.items()
-            if len(held) <= _MOST_ITEMS
+            if len(held) <= MOST_ITEMS
         }
 
     def give_back(self, paths: Collection[str], reader: ObjectReader) -> None:

@@ -37,20 +37,20 @@ from cerebro_hydra.shards.admission.effects.held_state import (
 from cerebro_hydra.shards.admission.effects.readings import (
     AS,
     CACHED,
-    CONTAINER,
     GENERATOR,
-    ITERATING,
     PART,
     KnownChanges,
     Reading,
     changed,
     containers_of,
+    counts_of,
     entry_of,
     is_key,
     is_of_process,
     is_shared,
     made_for_good,
     moved_on,
+    moving_of,
     name_of,
     told,
 )
@@ -77,11 +77,6 @@ IN_ATTRIBUTE = "keep it in an attribute of a module that every forward sets anew
 """Ends what to do in place of changing what is in a container, or what trials share."""
 _SIZES = (0.5, 2.0)
 """What weights are multiplied by so that the largest or smallest value so far is not the last."""
-
-_COUNTING = ("int ", f"{CONTAINER}list ", f"{CONTAINER}collections.deque ", "count(", ITERATING)
-"""Begin what is read of a value that counts, if a step changes it."""
-_TURNING = ("bool ", f"{CONTAINER}tuple ", "int64 ", "int32 ", "int16 ", "int8 ", "uint")
-"""Begin it likewise, if each step does; one may set a flag."""
 
 _CHANGED = "each step changes {}, which is no part of the state that hops"
 
@@ -120,6 +115,7 @@ class SideEffects:
         self._looked_at: set[str] = set()  # by later steps, which may ask for their types
         self._anew: set[str] = set()  # in each step, before it computes with them
         self._shared: set[str] = set()  # likewise, but of what trials share
+        self._counted: set[str] = set()  # of that, by what an optimizer or a schedule names
 
     def before_steps(self, scheduler: Any | None) -> None:
         """Read an LR scheduler that was made for these steps."""
@@ -162,10 +158,11 @@ class SideEffects:
         """
         built, first, second = self._readings[:3]
         of_scheduler = {p for p in changed(first, second) if OF_SCHEDULER in name_of(p)}
-        counted = _counts(of_scheduler, second)
+        counted = counts_of(of_scheduler, second)
         for readings in (self._optimizers[:3], self._schedulers[:3]):
-            counted |= _counts(changed(*readings[:2]), readings[1]) | _moving(readings)
-        for path in sorted(counted):
+            counted |= counts_of(changed(*readings[:2]), readings[1]) | moving_of(readings)
+        self._counted = set(filter(is_of_process, counted))
+        for path in sorted(counted - self._counted):
             raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
         for path in sorted(second.keys() - built.keys()):
             if path.startswith(OF_GRADIENT_HOOKS):
@@ -356,6 +353,8 @@ class SideEffects:
 
         read = self._held.read_all()
         self._shared = set_anew(read, changed(built, second), run)
+        for path in sorted(self._counted - self._shared):  # a forward sets anew what they name, too
+            raise ConfigurationError(f"{_CHANGED.format(told(path))}; {remedy(path)}")
         check_evaluations(read, self._shared, evaluated)
         return sorted(map(told, moved | self._shared))
 
@@ -588,30 +587,6 @@ class SideEffects:
 def _is_member(path: str) -> bool:
     """Return whether a value is a member of a set."""
     return path.rpartition(PART)[2].startswith("{")
-
-
-def _counts(paths: Collection[str], reading: Mapping[str, str]) -> set[str]:
-    """Return which changed values are integers, lengths of lists, or places of iterators."""
-    return {path for path in paths if reading.get(path, "").startswith(_COUNTING)}
-
-
-def _moving(readings: Sequence[Reading]) -> set[str]:
-    """Return the values that each of two steps has changed, as one does that goes on and on.
-
-    A float that is no whole number, a text and a tensor are left out, as steps may set them anew.
-
-    Args:
-        readings: one before the steps and one after each.
-    """
-    built, first, second = readings
-    moved = changed(built, first) & changed(first, second)
-    turned = {path for path in moved if second.get(path, "").startswith(_TURNING)}
-    counted = {path for path in moved if all(_is_whole(each.get(path)) for each in (first, second))}
-    return turned | counted
-
-
-def _is_whole(text: str | None) -> bool:
-    return text is not None and text.startswith("float ") and text.endswith(".0")
 
 
 def remedy(path: str, read: str = "") -> str:

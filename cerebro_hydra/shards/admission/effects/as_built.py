@@ -1,0 +1,190 @@
+"""Knows what trials share as their factories have left it, and as it was before any steps.
+
+A factory may set what all trials of its process see, for its own trial. What steps set anew there
+is as it was before for trials whose steps don't.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.effects.filled_caches import Variable
+from cerebro_hydra.shards.admission.effects.held_state import HeldState
+from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
+from cerebro_hydra.shards.admission.effects.readings import (
+    OF_CLASS,
+    KnownChanges,
+    containers_of,
+    is_of_process,
+    name_of,
+)
+from cerebro_hydra.shards.admission.effects.shared_values import variable_at, variables_of
+from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text
+from cerebro_hydra.shards.cut.values import Contents
+
+MOST_ITEMS = 1000
+"""Of a container with more items nothing is given back."""
+
+
+class AsBuilt:
+    """Holds what trials share as a factory has left it for one: variables, entries, items.
+
+    Args:
+        reader: has read the trial, which was just built.
+        anew: what each of its steps or evaluations sets anew.
+    """
+
+    _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
+    _left: ClassVar[dict[str, set[str | int]]] = {}  # by any factory of this process
+    _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
+    _anew: ClassVar[dict[str, Found]] = {}  # what steps set anew, as it was before any of them
+
+    def __init__(self, reader: ObjectReader | None = None, anew: Collection[str] = ()) -> None:
+        variables = {} if reader is None else variables_of(reader)
+        containers = {} if reader is None else reader.containers
+        self._values = {
+            path: Found.of(variables.get(path), containers.get(path))
+            for path in filter(is_of_process, {**containers, **variables})
+        }
+        self._texts = {} if reader is None else reader.found
+        self._classes = frozenset(() if reader is None else reader.classes)
+        for path, found in self._values.items():
+            self._note(path, found.value)
+        for path in filter(is_of_process, anew):
+            if reader is not None and path not in self._anew:
+                self._anew[path] = Found.at(path, reader)
+        self._all.add(self)
+
+    @classmethod
+    def _note(cls, path: str, value: object) -> None:
+        left = cls._left.setdefault(path, set())
+        left.add(mark(value))
+        if len(left) > 1:
+            cls._differ.add(path)
+
+    @classmethod
+    @contextmanager
+    def building(cls) -> Iterator[None]:
+        """Let the body build a trial, and note what its factory leaves where others look.
+
+        What steps set anew is as before them.
+        """
+        for found in cls._anew.values():
+            with suppress(Exception):  # a class may refuse it
+                found.give_back()
+        known = {
+            path: found.variable
+            for each in cls._all
+            for path, found in each._values.items()
+            if found.variable is not None
+        }
+        before = {path: mark(variable.value) for path, variable in known.items()}
+        yield
+        for path, variable in known.items():
+            if mark(variable.value) != before[path]:
+                cls._note(path, variable.value)
+
+    @classmethod
+    def now(
+        cls, recipe: Recipe, marks: Collection[str] = (), evaluated: Collection[str] = ()
+    ) -> AsBuilt:
+        """Return what there is when a recipe was just built.
+
+        Args:
+            marks: those of what its trial's first steps changed; see `KnownChanges`.
+            evaluated: what admission's evaluations changed.
+        """
+        known = KnownChanges(marks)
+        anew = known.anew | {name for name in evaluated if not known.covers(name)}
+        reader = None
+        with suppress(Exception):  # what it has can't be read, which admission has told
+            reader = HeldState(recipe).read_whole()
+        return cls(reader, anew)
+
+    def of_others(self, known: KnownChanges) -> dict[str, Found]:
+        """Return what other trials' factories or steps have set, as it is to be for this one.
+
+        Args:
+            known: the changes that this one's own steps make.
+        """
+        built = {path: each for path, each in self._left_by_others() if not known.covers(path)}
+        anew = ((path, each) for path, each in self._anew.items() if path not in known.anew)
+        return built | {path: self._values.get(path) or before for path, before in anew}
+
+    def _left_by_others(self) -> Iterator[tuple[str, Found]]:
+        for path in self._differ & self._values.keys():
+            found = self._values[path]
+            present = None if found.variable is None else found.variable.value
+            if mark(present) in self._left[path]:
+                yield path, replace(found, held=None, contents=None)
+
+    def has(self, path: str) -> bool:
+        """Return whether the trial's code names a value, or what it is in."""
+        of_class = name_of(path).partition(OF_CLASS)[2]
+        return of_class in self._classes or any(each in self._texts for each in containers_of(path))
+
+    @classmethod
+    def is_known(cls, path: str, text: str) -> bool:
+        """Return whether factories leave several values there, of which this is one.
+
+        Args:
+            text: what is read of the value.
+        """
+        known = path in cls._differ
+        return known and (
+            text in cls._left[path] or any(each._texts.get(path) == text for each in cls._all)
+        )
+
+
+def mark(value: object) -> str | int:
+    """Return what tells a value: its text, or which object it is, as long as that lives."""
+    return atom_text(value) if type(value) in ATOMS else id(value)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Is a variable or a container as it was found, or both, or neither.
+
+    Args:
+        value: of the variable.
+        contents: of the container.
+    """
+
+    variable: Variable | None
+    value: object
+    held: Container | None = None
+    contents: Contents | None = None
+
+    @classmethod
+    def at(cls, path: str, reader: ObjectReader) -> Found:
+        """Return what a path names, as far as one can see.
+
+        Args:
+            reader: has read what there is.
+        """
+        return cls.of(variable_at(path, reader), reader.containers.get(path))
+
+    @classmethod
+    def of(cls, variable: Variable | None, held: Container | None) -> Found:
+        """Return what a variable and a container have now, of a large one nothing."""
+        held = held if held is not None and len(held) <= MOST_ITEMS else None
+        contents = None if held is None else Contents.of(held)
+        return cls(variable, None if variable is None else variable.value, held, contents)
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether it is as it was."""
+        same = self.variable is None or mark(self.variable.value) == mark(self.value)
+        return same and (self.contents is None or Contents.of(self.held).is_same(self.contents))
+
+    def give_back(self) -> None:
+        """Let it be as it was."""
+        if self.variable is not None and mark(self.variable.value) != mark(self.value):
+            self.variable.set(self.value)
+        if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
+            self.contents.fill(self.held)
