@@ -258,7 +258,8 @@ def interruptible() -> Iterator[None]:
     """Raise `Interrupted`, a KeyboardInterrupt, at Ctrl-C, SIGTERM and SIGHUP while the body runs.
 
     So no agent is left. What the program has set for the last two stays, as `nohup` does; a handler
-    for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any.
+    for Ctrl-C, which mostly is pyspark's, is asked first. Only the main thread can set any. What
+    fails after a signal failed because of it: py4j may swallow it, and Java gets it, too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -273,9 +274,13 @@ def interruptible() -> Iterator[None]:
         yield
     except Interrupted:
         raise
-    except KeyboardInterrupt as interrupt:
-        by = f" by {interrupt}" if str(interrupt) else ""
-        raise Interrupted(f"interrupted{by} before a run began, or went on") from None
+    except (KeyboardInterrupt, Exception) as error:
+        swallowed = not isinstance(error, KeyboardInterrupt)
+        if swallowed and not stops.ending:
+            raise
+        by = f" by {stops.signal}" if stops.signal else ""
+        cause = error if swallowed else None
+        raise Interrupted(f"interrupted{by} before a run began, or went on") from cause
     finally:
         for each in unset:
             signal.signal(each, signal.SIG_DFL)
@@ -290,21 +295,26 @@ class Stops:
 
     Args:
         clock: tells seconds.
+
+    Attributes:
+        signal: the name of the one that would have ended the program.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.signal = ""
         self._ends_by = -math.inf
 
     def end(self, number: int, frame: FrameType | None) -> None:
         """Interrupt as a signal that would end the program."""
-        if not self._ending:
+        if not self.ending:
             self._begin_to_end()
-            raise KeyboardInterrupt(signal.Signals(number).name)
+            self.signal = signal.Signals(number).name
+            raise KeyboardInterrupt(self.signal)
 
     def ask(self, handler: Handler, number: int, frame: FrameType | None) -> None:
         """Let the handler interrupt that the program had set."""
-        if self._ending:
+        if self.ending:
             return
         try:
             handler(number, frame)
@@ -316,7 +326,8 @@ class Stops:
             raise KeyboardInterrupt from None
 
     @property
-    def _ending(self) -> bool:
+    def ending(self) -> bool:
+        """Return whether a signal came that is to end the run."""
         return self._clock() < self._ends_by
 
     def _begin_to_end(self) -> None:

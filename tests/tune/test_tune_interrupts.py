@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cerebro_hydra.agent.device.watchdog import LEAVE_SECONDS
-from cerebro_hydra.errors import Interrupted
+from cerebro_hydra.errors import Interrupted, SetupError
 from cerebro_hydra.hopper.coordinator import INTERRUPT_SECONDS
 from cerebro_hydra.spark.launcher import CANCEL_SECONDS
 from cerebro_hydra.tune.running import END_SECONDS, Stops, Surroundings, interruptible
@@ -68,6 +68,22 @@ def test_what_ends_a_program_is_an_interrupt_while_the_body_runs(number: signal.
         os.kill(os.getpid(), number)
     assert caught.value.result is None
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, *ENDS))
+def test_what_fails_after_a_signal_that_was_swallowed_is_an_interrupt(
+    number: signal.Signals,
+) -> None:
+    """Java gets it, too, if all of a terminal's processes do, and py4j swallows interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(Interrupted) as caught, interruptible():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        raise SetupError("Java ended")
+    assert (number.name in str(caught.value)) is (number != signal.SIGINT)
+    assert isinstance(caught.value.__cause__, SetupError)
+    with pytest.raises(SetupError), interruptible():
+        raise SetupError("Java ended")
 
 
 def test_a_closed_terminal_interrupts_once_and_nothing_if_the_program_is_detached() -> None:
