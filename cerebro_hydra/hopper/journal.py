@@ -179,6 +179,7 @@ class RunWriter:
         self._tell = tell
         self._collector = Collector(folder)
         self._told = False  # that the journal can't be written
+        self._unwritten: dict[str, Mapping[str, Any]] = {}  # documents that the store refused
         self._epoch = time.time() - monotonic()  # what the journal tells durations by is never set
 
     @property
@@ -204,14 +205,25 @@ class RunWriter:
             self._collector.release()
         elif not self._told:
             self._tell(NotSaved("the journal", str(error)))
+        if error is None and self._told:
+            self._write_documents()
         self._told = error is not None
 
     def write_document(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write a document that the run can do without."""
+        """Write a document that the run can do without; if the store refuses it, try it again."""
+        self._unwritten.pop(name, None)
         try:
             self._folder.write_json(name, document)
         except StoreError as error:
+            self._unwritten[name] = dict(document)
             self._tell(NotSaved(name, str(error)))
+
+    def _write_documents(self) -> None:
+        """Write those that the store refused, of which was told."""
+        for name, document in tuple(self._unwritten.items()):
+            with suppress(StoreError):
+                self._folder.write_json(name, document)
+                del self._unwritten[name]
 
     def prepare(self, checkpoint: Checkpoint, state: HopState) -> None:
         """Let no deletion that is under way take what an agent is about to write."""
@@ -247,6 +259,7 @@ class RunWriter:
         """Write and delete what is left; return the trials whose ends could not be written."""
         self._journal.close()
         self._look_at_journal()
+        self._write_documents()
         self._collector.close()
         return self._journal.unwritten_ends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -68,3 +69,29 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_duration(
     writer.close()
     assert times == sorted(times)
     assert times[-1] - times[0] < 3600
+
+
+@pytest.mark.parametrize("journal_too", [True, False])
+def test_a_document_that_the_store_refused_is_written_once_it_is_well_again(
+    tmp_path: Path, journal_too: bool
+) -> None:
+    folder, journal = begun(tmp_path)
+    told: list[str] = []
+    writer = RunWriter(folder, journal, lambda record: told.append(record.what))
+    (blocked := Path(folder.path, "numeric.json")).mkdir()
+    place = Path(folder.path, "journal")
+    if journal_too:
+        place.rename(tmp_path / "away")
+        place.write_text("no folder")
+    writer.write_document("numeric.json", {"w0": "older"})
+    writer.append([end_of(0)])
+    writer.write_document("numeric.json", {"w0": "newer"})
+    blocked.rmdir()
+    if journal_too:
+        place.unlink()
+        (tmp_path / "away").rename(place)
+        writer.write()
+        assert json.loads(blocked.read_text())["w0"] == "newer"
+    writer.close()
+    assert json.loads(blocked.read_text())["w0"] == "newer"
+    assert set(told) == {"numeric.json", *(["the journal"] if journal_too else [])}
