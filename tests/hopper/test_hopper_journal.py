@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_duration(
 
 @pytest.mark.parametrize("journal_too", [True, False])
 def test_a_document_that_the_store_refused_is_written_once_it_is_well_again(
-    tmp_path: Path, journal_too: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal_too: bool
 ) -> None:
     folder, journal = begun(tmp_path)
     told: list[str] = []
@@ -90,6 +91,7 @@ def test_a_document_that_the_store_refused_is_written_once_it_is_well_again(
     if journal_too:
         place.unlink()
         (tmp_path / "away").rename(place)
+        monkeypatch.setattr("cerebro_hydra.hopper.journal.monotonic", lambda: math.inf)
         writer.write()
         assert json.loads(blocked.read_text())["w0"] == "newer"
     writer.close()
