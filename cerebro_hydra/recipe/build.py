@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.batch.columns import Columns
+from cerebro_hydra.recipe.own_layers import take_own_layers
 from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
@@ -126,6 +127,7 @@ def build_recipe(
         with MetaOperations() as operations:
             recipe = build()
         give_memory(recipe, operations)
+    take_own_layers(recipe.model)
     freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
 

@@ -59,6 +59,7 @@ from cerebro_hydra.shards.admission.admit import (
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
+from cerebro_hydra.shards.admission.shared_layers import SharedLayers
 from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
 from cerebro_hydra.shards.cut.model import CutModelCache
@@ -175,6 +176,7 @@ class Admission:
         if folder is not None:
             self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
+        self._shared_layers = SharedLayers()
         self._made: dict[str, str] = {}  # what first steps made of what trials share
         self._built_alike: set[str] = set()  # the kinds of trials that were built twice
 
@@ -301,6 +303,8 @@ class Admission:
         with refusing():
             recipe, code = self._built_twice(trial, params)
             self._biller.check_compile(recipe)
+            if self._profiler is not None:
+                self._shared_layers.check(trial_name(trial), recipe.model)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe

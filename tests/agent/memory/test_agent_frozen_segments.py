@@ -38,8 +38,8 @@ def test_frozen_weights_that_a_trial_wrote_to_are_read_anew(
     tmp_path: Path, make_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = train_without_agent(LocalStore(str(tmp_path / "store")), recipe)
-    agent = make_agent(trained, make=recipe, share=0.0)
     monkeypatch.setattr(Frozen, "admitted", True)
+    agent = make_agent(trained, make=recipe, share=0.0)
     failed = agent.train()
     assert isinstance(failed, events.TaskFailed)
     assert "wrote to frozen parameter '0.weight'" in failed.error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
@@ -15,7 +16,7 @@ from typing import Any, Self
 from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.held_state import package_of
-from cerebro_hydra.shards.admission.effects.named_by_code import names_read_before_set
+from cerebro_hydra.shards.admission.effects.named_by_code import is_own, names_read_before_set
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import is_of_process
 from cerebro_hydra.shards.admission.effects.shared_values import variables_of
@@ -47,13 +48,19 @@ class IsolatedFactory:
             (variable, variable.value)
             for path, variable in variables_of(reader).items()
             if is_of_process(path) and _is_setting(variable.value)
+            if not isinstance(variable.owner, list)
         ]
         self._names = [(held, {*_names(held)}) for held in self._holders()]
 
     def __call__(self, params: Any) -> Any:
         """Call the factory."""
         self.give_back()
-        return self._factory(params)
+        modules = set(sys.modules)
+        built = self._factory(params)
+        if any(map(is_own, sys.modules.keys() - modules)):
+            # What one has changed is not changed again.
+            self._before = [(variable, variable.value) for variable, _ in self._before]
+        return built
 
     def __enter__(self) -> Self:
         return self
