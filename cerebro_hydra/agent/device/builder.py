@@ -162,7 +162,7 @@ class TrialBuilder:
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
-        sample = Sample.of(recipe, (example.features, example.labels))
+        sample = Sample.of(recipe, (example.features, example.labels), as_built.settings)
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         spoilt = second_names.spoil(cut_model.spec.written)

@@ -33,6 +33,7 @@ from cerebro_hydra.shards.admission.effects.evaluation_effects import (
 from cerebro_hydra.shards.admission.effects.held_state import kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.readings import KnownChanges
+from cerebro_hydra.shards.admission.effects.shared_values import shared_settings
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
@@ -185,7 +186,7 @@ def _admit(
     check = CutCheck.plain(recipe, examples, trial_seed)
     template = check.template
     largest = largest_example(examples)
-    sample = Sample.of(recipe, largest)
+    sample = Sample.of(recipe, largest, shared_settings(recipe))
 
     def profiled(spec: CutSpec) -> TrialProfile:
         assert profiler is not None
@@ -479,13 +480,14 @@ def admission_key(recipe: Recipe, examples: Sequence[Example]) -> Hashable | Non
 
     Free are the trial's seed, the values of trainable parameters, which training changes anyway,
     and learning rate and weight decay, as long as they stay zero or not zero. All else that a
-    recipe holds is in the key.
+    recipe holds is in the key, and the settings that its code names in its process.
     """
     settings = {
         field.name: getattr(recipe, field.name)
         for field in dataclasses.fields(recipe)
         if field.name not in _NOT_ADMITTED
     }
+    settings["shared"] = shared_settings(recipe)
     whole = (recipe.model, _optimizer(recipe), settings, [list(example) for example in examples])
     return structure_key(whole, constants=True)
 
@@ -502,6 +504,7 @@ def training_key(recipe: Recipe) -> Hashable | None:
         if field.name not in _OF_SCHEDULE
     }
     values = [tensor_digest(parameter) for parameter in recipe.model.parameters()]
+    settings["shared"] = shared_settings(recipe)
     whole = (recipe.model, _optimizer(recipe), settings, values)
     return structure_key(whole, constants=True)
 

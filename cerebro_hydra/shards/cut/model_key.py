@@ -39,7 +39,8 @@ def model_key(model: nn.Module, sample: Sample) -> Hashable | None:
     forms = tuple(
         (x.dtype, x.dim() if sample.dynamic_shapes else tuple(x.shape[1:])) for x in sample.inputs
     )
-    return structure, forms, sample.call, sample.autocast, sample.compiles, sample.dynamic_shapes
+    run = sample.call, sample.autocast, sample.compiles, sample.dynamic_shapes, sample.settings
+    return structure, forms, *run
 
 
 def structure_key(value: Any, constants: bool) -> Hashable | None:

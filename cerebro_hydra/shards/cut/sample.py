@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -30,6 +30,8 @@ class Sample:
         precision: the recipe's context for a forward.
         dynamic_shapes: whether other batches may differ in more than rows, because the recipe
             collates.
+        settings: the numbers and texts that the model's code may name outside of it; graphs have
+            them as constants.
     """
 
     inputs: tuple[Tensor, ...]
@@ -38,9 +40,10 @@ class Sample:
     compiles: bool
     precision: Callable[[], AbstractContextManager[Any]]
     dynamic_shapes: bool
+    settings: Hashable = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, example: Example) -> Sample:
+    def of(cls, recipe: Recipe, example: Example, settings: Hashable = ()) -> Sample:
         """Return a training batch as the recipe's model takes it."""
         features, targets = recipe.collated(*copy_example(example), _ANY_KEY)
         return cls(
@@ -50,6 +53,7 @@ class Sample:
             recipe.compile,
             recipe.precision,
             recipe.collate is not None,
+            settings,
         )
 
     def of_rows(self, rows: int) -> Self:

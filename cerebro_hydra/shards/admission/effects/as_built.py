@@ -23,7 +23,11 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
     name_of,
 )
-from cerebro_hydra.shards.admission.effects.shared_values import variable_at, variables_of
+from cerebro_hydra.shards.admission.effects.shared_values import (
+    settings_text,
+    variable_at,
+    variables_of,
+)
 from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text
 from cerebro_hydra.shards.cut.values import Contents
 
@@ -37,6 +41,9 @@ class AsBuilt:
     Args:
         reader: has read the trial, which was just built.
         anew: what each of its steps or evaluations sets anew.
+
+    Attributes:
+        settings: the numbers and texts among it.
     """
 
     _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
@@ -52,6 +59,7 @@ class AsBuilt:
             for path in filter(is_of_process, {**containers, **variables})
         }
         self._texts = {} if reader is None else reader.found
+        self.settings = () if reader is None else settings_text(reader)
         self._classes = frozenset(() if reader is None else reader.classes)
         for path, found in self._values.items():
             self._note(path, found.value)

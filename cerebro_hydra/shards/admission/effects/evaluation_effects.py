@@ -306,8 +306,10 @@ class LateEvaluation:
         """Give back what trials share, as far as the evaluation should not have changed it."""
         if self._before is not None:
             with suppress(Exception):  # of code that can't be looked at where it failed
+                self._shared.find_as_alone()
                 reader = self._read()
-                late = self._late(self._changed_attributes(self._before, reader.found))
+                late = set(self._late(self._changed_attributes(self._before, reader.found)))
+                late -= self._shared.made_by_builds(late, reader)
                 self._shared.give_back(late, reader, lambda: self._read().found)
         self._shared.end()
 

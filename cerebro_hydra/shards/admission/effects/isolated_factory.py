@@ -19,8 +19,7 @@ from cerebro_hydra.shards.admission.effects.held_state import package_of
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own, names_read_before_set
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import is_of_process
-from cerebro_hydra.shards.admission.effects.shared_values import variables_of
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS
+from cerebro_hydra.shards.admission.effects.shared_values import is_setting, settings_of
 
 _FLAGS = (bool, type(None), type(ABSENT))
 
@@ -44,12 +43,7 @@ class IsolatedFactory:
         with suppress(Exception):  # of what can't be read the rest is known
             reader.read("the factory", factory)
             reader.read_code()
-        self._before = [
-            (variable, variable.value)
-            for path, variable in variables_of(reader).items()
-            if is_of_process(path) and _is_setting(variable.value)
-            if not isinstance(variable.owner, list)
-        ]
+        self._before = [(each, each.value) for each in settings_of(reader).values()]
         self._names = [(held, {*_names(held)}) for held in self._holders()]
 
     def __call__(self, params: Any) -> Any:
@@ -71,7 +65,7 @@ class IsolatedFactory:
     def give_back(self) -> None:
         """Let all of it be as before the first call."""
         for variable, before in itertools.chain(self._before, self._new()):
-            if not _is_setting(variable.value) or variable.value is before:
+            if not is_setting(variable.value) or variable.value is before:
                 continue
             if type(before) in _FLAGS and variable.name in self._looked_at:
                 continue
@@ -95,10 +89,6 @@ class IsolatedFactory:
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
-
-
-def _is_setting(value: object) -> bool:
-    return type(value) in ATOMS or value is ABSENT
 
 
 def _names(held: type | dict[Any, Any]) -> list[str]:

@@ -246,8 +246,10 @@ class LateEffects:
         """Give back what trials share, as far as the trial should not have changed it."""
         if self._before is not None and self._beside:
             with suppress(Exception):  # of code that can't be looked at where it failed
+                self._shared.find_as_alone()
                 reader = self._read_now()
                 late = self._not_known(self._changed(self._before[0], reader.found))
+                late -= self._shared.made_by_builds(late, reader)
                 self._shared.give_back(late, reader, lambda: self._read_now().found)
         self._shared.end()
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
+from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable, kept_results
 from cerebro_hydra.shards.admission.effects.held_state import (
     HeldState,
     SetBefore,
@@ -37,7 +37,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
     told,
 )
-from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
+from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text, tensor_text
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
@@ -158,6 +158,34 @@ def variables_of(reader: ObjectReader) -> dict[str, Variable]:
     return found | {path: Variable(os.environ, name) for path, name in names}
 
 
+def settings_of(reader: ObjectReader) -> dict[str, Variable]:
+    """Return those of what trials share that are numbers, texts or nothing, and in no list."""
+    return {
+        path: variable
+        for path, variable in variables_of(reader).items()
+        if is_of_process(path) and not isinstance(variable.owner, list)
+        if is_setting(variable.value)
+    }
+
+
+def settings_text(reader: ObjectReader) -> tuple[tuple[str, str], ...]:
+    """Return what these are, for trials to be told apart that a factory sets otherwise."""
+    settings = ((path, each.value) for path, each in sorted(settings_of(reader).items()))
+    return tuple((path, atom_text(value)) for path, value in settings if value is not ABSENT)
+
+
+def shared_settings(recipe: Recipe) -> tuple[tuple[str, str], ...]:
+    """Return the numbers and texts that a trial's code names and its process has."""
+    with suppress(Exception):  # admission looks at it again, and tells why it can't be read
+        return settings_text(HeldState(recipe).read_whole())
+    return ()
+
+
+def is_setting(value: object) -> bool:
+    """Return whether it is a number or a text, or nothing."""
+    return type(value) in ATOMS or value is ABSENT
+
+
 def variable_at(path: str, reader: ObjectReader) -> Variable | None:
     """Return the variable, attribute or entry that a path names, which need not be there."""
     variables = ChainMap(reader.variables, reader.class_attributes)
@@ -203,6 +231,8 @@ class SharedState:
             if PART not in path or reader.found[path.rpartition(PART)[0]].startswith("function ")
         }
         self._noted = [self._now()]
+        self._caches = reader.caches
+        self._results = [len(kept_results(cache)) for cache in self._caches]
         self.changed: set[str] = set()
         """The names of what was given back."""
 
@@ -229,12 +259,24 @@ class SharedState:
                 self.changed.add(path)
                 contents.fill(holder)
 
-    def made(self) -> dict[str, Tensor]:
-        """Return the tensors that are there now where nothing was."""
-        built = self._noted[0].values
-        empty = {path for path, value in built.items() if value is None or value is ABSENT}
-        found = {path: self._places[path].value for path in empty}
-        return {path: value for path, value in found.items() if isinstance(value, Tensor)}
+    def made(self) -> dict[str, Tensor | float]:
+        """Return the tensors and numbers that are there now where nothing was.
+
+        That is variables, entries of dicts, and results that cached functions keep.
+        """
+        built, found = self._noted[0], dict[str, object]()
+        for path, value in built.values.items():
+            if value is None or value is ABSENT:
+                found[path] = self._places[path].value
+        for path, holder, contents in built.held.values():
+            if isinstance(holder, dict) and len(holder) <= _MOST_ITEMS:
+                new = [key for key in holder if key not in (contents.items or {})]
+                found |= {f"{path}{PART}[{key!r}]": holder[key] for key in new}
+        for cache in self._caches:
+            results = kept_results(cache)
+            name = f"what {cache.__qualname__} keeps"
+            found |= {f"{name}{PART}[{key!r}]": each for key, each in results[:_MOST_ITEMS]}
+        return {p: each for p, each in found.items() if isinstance(each, Tensor | float)}
 
     def check_made(self, made: dict[str, str]) -> None:
         """Refuse what trials make once for all that come after, if another one makes it otherwise.
@@ -245,9 +287,11 @@ class SharedState:
         Raises:
             ConfigurationError: another one does.
         """
-        for path, tensor in self.made().items():
-            key = f"{path} of {tensor.dtype} {tuple(tensor.shape)}"  # it may grow with the rows
-            text = tensor_text(tensor)
+        for path, value in self.made().items():
+            key, text = path, repr(value)
+            if isinstance(value, Tensor):
+                key += f" of {value.dtype} {tuple(value.shape)}"  # it may grow with the rows
+                text = tensor_text(value)
             if made.setdefault(key, text) != text:
                 raise ConfigurationError(
                     f"the first steps of another trial make {told(path)} otherwise, and in a "
@@ -264,6 +308,9 @@ class SharedState:
         for _, holder, contents in built.held.values():
             if not Contents.of(holder).is_same(contents):
                 contents.fill(holder)
+        for cache, results in zip(self._caches, self._results, strict=True):
+            if len(kept_results(cache)) > results:
+                cache.cache_clear()
 
     @property
     def told(self) -> str:
