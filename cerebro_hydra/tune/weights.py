@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Protocol
 
 import safetensors.torch
@@ -25,6 +25,7 @@ from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.recipe.objective.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.export.archive import ModelArchive, archived
 from cerebro_hydra.shards.export.program import ExportedModel, save_exported
 from cerebro_hydra.spark.launcher import pickle_factory
@@ -225,7 +226,8 @@ class RunWeights:
                         "can't decode"
                     )
             with tempfile.TemporaryDirectory(prefix="cerebro-hydra-model-") as folder:
-                save_exported(recipe, features, folder, collated=False)
+                shared = partial(shared_kept, recipe)
+                save_exported(recipe, features, folder, collated=False, kept=shared)
                 return ModelArchive.of(self._facts(recipe, features).metadata(), folder)
         except ConfigurationError as error:
             raise ConfigurationError(
@@ -336,6 +338,9 @@ def trained_recipe(
     """
     recipe = build_keeping_random_state(factory, spec.params, document.seed, Columns.of(document))
     where = f"{spec.trial_id} of run {folder.path!r}"
+    for tensor in (*recipe.model.parameters(), *recipe.model.buffers()):
+        if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()  # else it may be an array of the user's
     load_model(recipe.model, saved_tensors(folder, spec.trial), where)
     recipe.model.eval()
     return recipe

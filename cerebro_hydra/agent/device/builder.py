@@ -158,7 +158,8 @@ class TrialBuilder:
         with AsBuilt.building():
             recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
         build_seconds = time.perf_counter() - begun
-        as_built = AsBuilt.now(recipe, spec.attributes, spec.set_in_evaluation)
+        changes = spec.attributes, spec.set_in_evaluation
+        as_built = AsBuilt.now(recipe, *changes, self._factory.factory)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
         part = next(iter(self._training.values()))
         example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))

@@ -16,7 +16,7 @@ neither it nor us can have a program of `torch.export`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,11 @@ class _EvaluationModule(nn.Module):
 
 
 def save_exported(
-    recipe: Recipe, features: Sequence[Tensor], folder: str | Path, collated: bool = True
+    recipe: Recipe,
+    features: Sequence[Tensor],
+    folder: str | Path,
+    collated: bool = True,
+    kept: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Write a recipe's model, as it evaluates, to the three files of an exported model.
 
@@ -88,6 +92,8 @@ def save_exported(
         folder: is made if it does not exist. Files of an earlier call are overwritten.
         collated: whether `features` are as the model's forward takes them, after `collate`. If not,
             the graph begins with what `collate` does in evaluation.
+        kept: gives back what the user's code keeps outside of the model while it is exported, such
+            as a cache, which gets tensors without values then.
 
     Raises:
         ConfigurationError: the model can't be exported; the message says why.
@@ -102,7 +108,7 @@ def save_exported(
     module = _EvaluationModule(recipe, collated)
     any_shape = collated and recipe.collate is not None
     with _evaluating(module), torch.no_grad():
-        with recipe.precision():
+        with recipe.precision(), kept():
             program = _export(recipe, module, features, any_shape)
         _write(_document(recipe, program), target)
         loaded = load_exported(target)

@@ -7,10 +7,11 @@ is as it was before for trials whose steps don't.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
@@ -39,7 +40,7 @@ class AsBuilt:
     """Holds what trials share as a factory has left it for one: variables, entries, items.
 
     Args:
-        reader: has read the trial, which was just built.
+        readers: have read the trial, which was just built; the first one as its visits do.
         anew: what each of its steps or evaluations sets anew.
 
     Attributes:
@@ -51,21 +52,21 @@ class AsBuilt:
     _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
     _anew: ClassVar[dict[str, Found]] = {}  # what steps set anew, as it was before any of them
 
-    def __init__(self, reader: ObjectReader | None = None, anew: Collection[str] = ()) -> None:
-        variables = {} if reader is None else variables_of(reader)
-        containers = {} if reader is None else reader.containers
+    def __init__(self, readers: Sequence[ObjectReader] = (), anew: Collection[str] = ()) -> None:
+        variables = dict(ChainMap(*map(variables_of, readers)))
+        containers = dict(ChainMap(*(each.containers for each in readers)))
         self._values = {
             path: Found.of(variables.get(path), containers.get(path))
             for path in filter(is_of_process, {**containers, **variables})
         }
-        self._texts = {} if reader is None else reader.found
-        self.settings = () if reader is None else settings_text(reader)
-        self._classes = frozenset(() if reader is None else reader.classes)
+        self._texts = ChainMap(*(each.found for each in readers))
+        self._classes = frozenset[str]().union(*(each.classes for each in readers))
+        self.settings = settings_text(variables)
         for path, found in self._values.items():
             self._note(path, found.value)
         for path in filter(is_of_process, anew):
-            if reader is not None and path not in self._anew:
-                self._anew[path] = Found.at(path, reader)
+            if readers and path not in self._anew:
+                self._anew[path] = Found.at(path, readers[0])
         self._all.add(self)
 
     @classmethod
@@ -99,20 +100,25 @@ class AsBuilt:
 
     @classmethod
     def now(
-        cls, recipe: Recipe, marks: Collection[str] = (), evaluated: Collection[str] = ()
+        cls,
+        recipe: Recipe,
+        marks: Collection[str] = (),
+        evaluated: Collection[str] = (),
+        factory: Callable[..., Any] | None = None,
     ) -> AsBuilt:
         """Return what there is when a recipe was just built.
 
         Args:
             marks: those of what its trial's first steps changed; see `KnownChanges`.
             evaluated: what admission's evaluations changed.
+            factory: has built it.
         """
-        known = KnownChanges(marks)
+        known, readers, held = KnownChanges(marks), list[ObjectReader](), HeldState(recipe)
         anew = known.anew | {name for name in evaluated if not known.covers(name)}
-        reader = None
         with suppress(Exception):  # what it has can't be read, which admission has told
-            reader = HeldState(recipe).read_whole()
-        return cls(reader, anew)
+            readers.append(held.read_whole())
+            readers += [] if factory is None else [held.read_shared(factory)]
+        return cls(readers, anew)
 
     def of_others(self, known: KnownChanges) -> dict[str, Found]:
         """Return what other trials' factories or steps have set, as it is to be for this one.
@@ -120,7 +126,8 @@ class AsBuilt:
         Args:
             known: the changes that this one's own steps make.
         """
-        built = {path: each for path, each in self._left_by_others() if not known.covers(path)}
+        left = self._left_by_others()
+        built = {p: each for p, each in left if known.anew.isdisjoint(containers_of(p))}
         anew = ((path, each) for path, each in self._anew.items() if path not in known.anew)
         return built | {path: self._values.get(path) or before for path, before in anew}
 

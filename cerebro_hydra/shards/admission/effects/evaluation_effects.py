@@ -60,6 +60,12 @@ UNREAD = "unread: "
 which no evaluation computes unless it has set them itself."""
 
 
+_SET_TOO = (
+    "a worker that evaluates may not have trained before. Set it in each evaluation, too, or keep "
+    "it in a buffer of the model"
+)
+
+
 class EvaluationEffects:
     """Watches attributes, and what loss, metrics and collate hold, in admission's evaluations.
 
@@ -120,6 +126,7 @@ class EvaluationEffects:
         evaluated = AttributeValues(self._recipe.model)
         before = self._after(steps, evaluated, lambda: None)
         alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
+        self._check_beside(steps, trained_attributes)
         of_first = changed(before, alone)
         self._note(of_first)
         if not self.written:
@@ -148,6 +155,30 @@ class EvaluationEffects:
             raise ConfigurationError(
                 f"training depends on {told(where)}, which an evaluation has changed; "
                 f"{_remedy(where)}"
+            )
+
+    def _check_beside(self, steps: AfterSteps, trained: Collection[str]) -> None:
+        """Refuse evaluations that compute with what training leaves in a loss or in the collate."""
+        recipe, model = self._recipe, self._recipe.model
+        names = sorted({name_of(each) for each in trained if _is_of_loss_or_collate(each)})
+        if not names:
+            return
+
+        def evaluated() -> list[str]:
+            with steps.in_use(model, AttributeValues(model)):
+                steps.key.reseed("evaluation")
+                return self.evaluate(steps.example)
+
+        losses = nn.ModuleList(each for each in recipe.losses if isinstance(each, nn.Module))
+        with AttributeValues(losses, of=nn.ModuleList([model, losses])).in_use():
+            found = []
+            for each in (steps, steps.of_larger_rows()):
+                with steps.in_use(model, AttributeValues(model)):
+                    bits_of_step(recipe, each)
+                found.append(evaluated())
+        if found[0] != found[1]:
+            raise ConfigurationError(
+                f"evaluations compute with {told(names[0])}, which training sets; {_SET_TOO}"
             )
 
     def _after(

@@ -24,7 +24,7 @@ from cerebro_hydra.shards.admission.effects.object_reader import (
     computed_attributes,
     slots_of,
 )
-from cerebro_hydra.shards.admission.effects.readings import Reading, name_of
+from cerebro_hydra.shards.admission.effects.readings import OF_GLOBAL, Reading, name_of
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
@@ -196,6 +196,19 @@ class HeldState:
         self._read_beside(reader)
         return reader
 
+    def read_shared(self, factory: Callable[..., Any]) -> ObjectReader:
+        """Return what has read what the code of all of it names, and that of a factory.
+
+        An object that the model has as an attribute, too, goes by its name in the process.
+        """
+        reader = self._reader(packages={package_of(factory)})
+        read_factory(reader, factory)
+        recipe = self._recipe
+        for each in (*recipe.model.modules(), *recipe.losses, *members_of(recipe.optimizer)):
+            reader.meet(type(each))
+        reader.read_code()
+        return reader
+
     def read_beside(self) -> ObjectReader:
         """Return what has read all but what the model holds."""
         reader = self._reader()
@@ -294,6 +307,7 @@ class HeldState:
         self,
         optimizer: torch.optim.Optimizer | None = None,
         leaves: Mapping[int, str] = MappingProxyType({}),
+        packages: Collection[str] = (),
     ) -> ObjectReader:
         """Return a reader of what refers to the model and its optimizer, or to a copy of this."""
         model, leaves = self._recipe.model, dict(leaves)
@@ -315,7 +329,7 @@ class HeldState:
         for name, tensor in (*self._parameters.items(), *model.named_buffers()):
             if tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 addresses[address] = f"the address of {name!r}"
-        return ObjectReader(leaves, self._packages, addresses)
+        return ObjectReader(leaves, self._packages.union(packages), addresses)
 
     def _told(self, place: str) -> str:
         return f"module {place!r}" if place else self._root
@@ -431,6 +445,12 @@ def _is_ours(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(f"{_OURS}.")
+
+
+def read_factory(reader: ObjectReader, factory: Callable[..., Any]) -> None:
+    """Let a reader read a factory, as a global variable."""
+    name = getattr(factory, "__qualname__", type(factory).__qualname__)
+    reader.read(f"{OF_GLOBAL}{name!r} of {factory.__module__}", factory)
 
 
 def package_of(held: Any) -> str:

@@ -9,26 +9,29 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
 
 from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import package_of
+from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own, names_read_before_set
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import is_of_process
-from cerebro_hydra.shards.admission.effects.shared_values import is_setting, settings_of
+from cerebro_hydra.shards.admission.effects.shared_values import is_setting, variables_of
 
 _FLAGS = (bool, type(None), type(ABSENT))
+_CODE = (type, types.ModuleType, types.FunctionType)
 
 
 class IsolatedFactory:
-    """Calls a factory with the numbers and texts that its code names as before the first call.
+    """Calls a factory with the variables that its code names as before the first call.
 
     What says that something is done stays: a flag, or what was None, at which the code that sets it
-    looks before, as where something can be registered only once. So do objects and tensors.
+    looks before, as where something can be registered only once. An object that has numbers and
+    texts alone is made again, as where settings are made by whoever asks first.
 
     As a context it gives all of it back at the end, too.
 
@@ -37,20 +40,24 @@ class IsolatedFactory:
     """
 
     def __init__(self, factory: Callable[..., Any]) -> None:
-        self._factory = factory
+        self.factory = factory
         functools.update_wrapper(self, factory)
         reader = self._reader = ObjectReader({}, {package_of(factory)})
         with suppress(Exception):  # of what can't be read the rest is known
-            reader.read("the factory", factory)
+            read_factory(reader, factory)
             reader.read_code()
-        self._before = [(each, each.value) for each in settings_of(reader).values()]
+        self._before = [
+            (variable, variable.value)
+            for path, variable in variables_of(reader).items()
+            if is_of_process(path) and not isinstance(variable.owner, list)
+        ]
         self._names = [(held, {*_names(held)}) for held in self._holders()]
 
     def __call__(self, params: Any) -> Any:
         """Call the factory."""
         self.give_back()
         modules = set(sys.modules)
-        built = self._factory(params)
+        built = self.factory(params)
         if any(map(is_own, sys.modules.keys() - modules)):
             # What one has changed is not changed again.
             self._before = [(variable, variable.value) for variable, _ in self._before]
@@ -65,9 +72,11 @@ class IsolatedFactory:
     def give_back(self) -> None:
         """Let all of it be as before the first call."""
         for variable, before in itertools.chain(self._before, self._new()):
-            if not is_setting(variable.value) or variable.value is before:
+            present = variable.value
+            if present is before or isinstance(present, _CODE):
                 continue
-            if type(before) in _FLAGS and variable.name in self._looked_at:
+            is_flag = type(before) in _FLAGS and variable.name in self._looked_at
+            if is_flag and not _has_settings(present):
                 continue
             with suppress(Exception):  # a class may refuse it
                 variable.set(before)
@@ -89,6 +98,13 @@ class IsolatedFactory:
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
+
+
+def _has_settings(value: object) -> bool:
+    """Return whether it is an object of the user's that has numbers and texts alone."""
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    is_users = is_own(type(value).__module__) and not isinstance(value, _CODE)
+    return is_users and bool(own) and all(map(is_setting, own.values()))
 
 
 def _names(held: type | dict[Any, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import itertools
 import os
 import types
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,11 @@ from torch.optim import Optimizer
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable, kept_results
+from cerebro_hydra.shards.admission.effects.filled_caches import (
+    ABSENT,
+    Variable,
+    kept_results,
+)
 from cerebro_hydra.shards.admission.effects.held_state import (
     HeldState,
     SetBefore,
@@ -158,26 +162,16 @@ def variables_of(reader: ObjectReader) -> dict[str, Variable]:
     return found | {path: Variable(os.environ, name) for path, name in names}
 
 
-def settings_of(reader: ObjectReader) -> dict[str, Variable]:
-    """Return those of what trials share that are numbers, texts or nothing, and in no list."""
-    return {
-        path: variable
-        for path, variable in variables_of(reader).items()
-        if is_of_process(path) and not isinstance(variable.owner, list)
-        if is_setting(variable.value)
-    }
-
-
-def settings_text(reader: ObjectReader) -> tuple[tuple[str, str], ...]:
-    """Return what these are, for trials to be told apart that a factory sets otherwise."""
-    settings = ((path, each.value) for path, each in sorted(settings_of(reader).items()))
-    return tuple((path, atom_text(value)) for path, value in settings if value is not ABSENT)
+def settings_text(variables: Mapping[str, Variable]) -> tuple[tuple[str, str], ...]:
+    """Return the numbers and texts that trials share, for those to be told apart that set them."""
+    values = ((p, each.value) for p, each in sorted(variables.items()) if is_of_process(p))
+    return tuple((path, atom_text(value)) for path, value in values if type(value) in ATOMS)
 
 
 def shared_settings(recipe: Recipe) -> tuple[tuple[str, str], ...]:
     """Return the numbers and texts that a trial's code names and its process has."""
     with suppress(Exception):  # admission looks at it again, and tells why it can't be read
-        return settings_text(HeldState(recipe).read_whole())
+        return settings_text(variables_of(HeldState(recipe).read_whole()))
     return ()
 
 

@@ -28,8 +28,16 @@ class Own:
 
 
 class Settings:
+    one: Settings | None = None
+
     def __init__(self) -> None:
         self.size = 1
+
+    @classmethod
+    def get(cls) -> Settings:
+        if cls.one is None:
+            cls.one = cls()
+        return cls.one
 
 
 SETTINGS = Settings()
@@ -85,15 +93,17 @@ def counts(value: Any) -> None:
 def state() -> tuple[Any, ...]:
     of_class = {n: v for n, v in vars(Own).items() if not n.startswith("__")}
     held = dict(TABLE), dict(NAMES), dict(vars(SPACE)), dict(vars(SETTINGS))
-    return SIZE, of_class, *held, os.environ.get(VARIABLE)
+    one = None if Settings.one is None else Settings.one.size
+    return SIZE, one, of_class, *held, os.environ.get(VARIABLE)
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    size, of_class, table, names, space, settings, _ = state()
+    size, _, of_class, table, names, space, settings, _ = state()
     yield
-    globals().update(SIZE=size)
-    for name in state()[1].keys() - of_class.keys():
+    Settings.one = None
+    globals().update(SIZE=size, SPACE=SimpleNamespace())
+    for name in state()[2].keys() - of_class.keys():
         delattr(Own, name)
     for name, value in of_class.items():
         setattr(Own, name, value)
@@ -106,8 +116,18 @@ def as_before() -> Iterator[None]:
     CALLS.clear()
 
 
+def sets_an_object(value: Any) -> None:
+    global SPACE
+    SPACE = SimpleNamespace(size=value)
+
+
+def sets_of_what_it_makes_first(value: Any) -> None:
+    Settings.get().size = value
+
+
 CHANGES = [
-    sets_a_global, sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
+    sets_an_object, sets_of_what_it_makes_first, sets_a_global,
+    sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,
     sets_a_variable_of_the_environment, counts,
 ]  # fmt: skip
