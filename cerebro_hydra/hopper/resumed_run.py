@@ -38,6 +38,9 @@ class ResumedRun:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        # Looked at before the records are read, so that a segment which another program writes from
+        # now on, counted or not, has the name of the one that this program writes next.
+        self._end = folder.journal_end()
         config = next((line for lines in folder.read_segments() for line in lines), None)
         if config is None:
             raise JournalError(
@@ -125,8 +128,11 @@ class ResumedRun:
                 yield record
 
     def journal(self) -> Journal:
-        """Go on with the journal."""
-        return Journal(self._folder, self._records, *self._folder.journal_end())
+        """Go on with the journal as it was read.
+
+        Its first write raises `JournalError` if another program has written since.
+        """
+        return Journal(self._folder, self._records, *self._end)
 
     def document(self, name: str) -> dict[str, Any]:
         """Return a document that the run has written, or an empty one."""

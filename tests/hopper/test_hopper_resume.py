@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,12 @@ from cerebro_hydra.hopper.run_config import hop_config
 from cerebro_hydra.observe.records import Decision, NotSaved, records_of
 from cerebro_hydra.observe.view import RunView
 from cerebro_hydra.plan.messages.codec import from_json
-from cerebro_hydra.plan.messages.events import CheckpointFailed, SearchClosed, StateDiffers
+from cerebro_hydra.plan.messages.events import (
+    CheckpointFailed,
+    RunResumed,
+    SearchClosed,
+    StateDiffers,
+)
 from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, StartSubEpoch
 from cerebro_hydra.storage import LocalStore
 from cerebro_hydra.storage.run_document import RUN_FILE
@@ -140,6 +147,57 @@ def test_only_one_of_two_programs_goes_on_with_a_run(tmp_path: Path) -> None:
     first.append(1.0, decided)
     with pytest.raises(JournalError, match="written by another program"):
         second.append(1.0, [*decided, *decided])
+
+
+def resumes(journal: Journal) -> None:
+    """Write the segment that a driver which goes on with a run begins with."""
+    journal.append(time.time(), [(RunResumed(), ())])
+    journal.write()
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_driver_that_wakes_up_after_its_run_was_read_ends_the_reader_and_spoils_nothing(
+    tmp_path: Path, merges: bool
+) -> None:
+    """Who takes over compares all trials before it writes, and counted the records before that."""
+    whole, _ = begun(tmp_path, trials=1, epochs=1)
+    stopped, taking_over = ResumedRun(whole).journal(), ResumedRun(whole)
+    told = [*taking_over.decisions()]
+    resumes(stopped)
+    if merges:
+        resumes(stopped)
+        stopped.close()
+    assert [*taking_over.decisions()] == told
+    with pytest.raises(JournalError, match="written by another program"):
+        resumes(taking_over.journal())
+    assert len([*ResumedRun(whole).decisions()]) == len(told) + 1 + merges
+
+
+class Overtaken(RunFolder):
+    """A folder in which another program writes just before the records are read."""
+
+    other: Journal | None = None
+
+    def read_records(self) -> Iterator[dict[str, Any]]:
+        other, self.other = self.other, None
+        if other is not None:
+            resumes(other)
+        return super().read_records()
+
+
+def test_a_segment_that_comes_while_a_run_is_read_is_counted_and_ends_the_reader(
+    tmp_path: Path,
+) -> None:
+    whole, _ = begun(tmp_path, trials=1, epochs=1)
+    before = ResumedRun(whole)
+    folder = Overtaken(whole.store, whole.run_id)
+    folder.other = before.journal()
+    taking_over = ResumedRun(folder)
+    counted = len([*taking_over.decisions()])
+    assert counted == len([*before.decisions()]) + 1
+    with pytest.raises(JournalError, match="written by another program"):
+        resumes(taking_over.journal())
+    assert len([*ResumedRun(whole).decisions()]) == counted
 
 
 class Refusing(LocalStore):
