@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from py4j.protocol import Py4JError
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from cerebro_hydra.data.manifest import Manifest
 from cerebro_hydra.data.preparation.prepared import digest_of, find_prepared
@@ -35,7 +38,9 @@ _UNSTEADY = re.compile(
     r"^Current|^Now$|^LocalTimestamp|UDF|Udf|^Rand|^Uuid|^Shuffle|Query|Subquery|InputFile"
     r"|^Exists$|^MonotonicallyIncreasingID$|^SparkPartitionID$|Invoke|^CallMethodViaReflection$"
 )
+_MOST_FIELDS = "spark.sql.debug.maxToStringFields"
 _OWN_SETTINGS = (
+    _MOST_FIELDS,
     "spark.sql.warehouse.dir",
     "spark.sql.shuffle.partitions",
     "spark.sql.execution.arrow.pyspark.enabled",
@@ -43,6 +48,8 @@ _OWN_SETTINGS = (
 """Settings of Spark SQL that change no row."""
 _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
+_CUT = re.compile(r"\.\.\. -?\d+ more (?:fields|characters)|^Truncated plan of ")
+"""What stands in the text of a plan for the rest of it."""
 
 _FOLDER = "sources"
 _SETTLED_SECONDS = 2.0  # a file that is younger may change without its time
@@ -93,10 +100,15 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         form = relation.fileFormat().getClass().getName()
         sources.append(f"{form} {relation.options().toString()} {schema}")
     canonical = plan.canonicalized()
+    # Tells try_cast from cast, and has the options of from_csv; the JSON has neither.
+    with _whole_texts(df.sparkSession):
+        shown = canonical.toString()
+    if _CUT.search(shown):
+        return None
     settings = df.sparkSession.sql("SET").collect()
     query = {
         "plan": _JVM.sub("", canonical.toJSON()),
-        "shown": canonical.toString(),  # has the modes of casts, which the other leaves out
+        "shown": shown,
         "columns": df.schema.json(),
         "sources": sources,
         "settings": sorted(
@@ -108,6 +120,31 @@ def source_files(df: DataFrame) -> SourceFiles | None:
     }
     files = _stated(sorted(df.inputFiles()))
     return None if not files else SourceFiles(json.dumps(query), files)
+
+
+_one_text = threading.Lock()
+
+
+@contextmanager
+def _whole_texts(session: SparkSession) -> Iterator[None]:
+    """Let Java's texts of plans name all fields, however many the session says.
+
+    Settings belong to the session, so that one thread after another changes this one.
+    """
+    java = session._jvm
+    assert java is not None
+    # Expressions ask these themselves, whatever number of fields their plan is told.
+    settings = java.org.apache.spark.sql.internal.SQLConf.get()
+    with _one_text:
+        before = settings.getConfString(_MOST_FIELDS) if settings.contains(_MOST_FIELDS) else None
+        try:
+            settings.setConfString(_MOST_FIELDS, str(10**9))
+            yield
+        finally:
+            if before is None:
+                settings.unsetConf(_MOST_FIELDS)
+            else:
+                settings.setConfString(_MOST_FIELDS, before)
 
 
 def _stated(urls: list[str]) -> tuple[File, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from cerebro_hydra.data.manifest import Manifest, RowsFound
@@ -19,6 +21,7 @@ from cerebro_hydra.storage import LocalStore
 
 pytestmark = pytest.mark.spark(group=1)
 
+MOST_FIELDS = "spark.sql.debug.maxToStringFields"
 SPEC = DataSpec.checked(["x"], ["y"])
 
 
@@ -27,6 +30,17 @@ def write(spark: SparkSession, path: Path, rows: int, factor: int = 2) -> None:
     df = spark.range(rows).select(x.alias("x"), (F.col("id") * factor).alias("y"))
     df.coalesce(1).write.mode("overwrite").parquet(str(path))
     settle(path)
+
+
+@contextmanager
+def setting(spark: SparkSession, name: str, value: str | None) -> Iterator[None]:
+    """Let a setting have a value for the block; None leaves it as it is."""
+    if value is not None:
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        spark.conf.unset(name)
 
 
 def settle(path: Path, seconds: float = 100.0) -> None:
@@ -78,6 +92,64 @@ def test_rows_are_read_for_other_arguments_and_queries_and_not_for_unchanged_fil
     assert line.startswith("files unchanged since 20")
     assert preparation(read().where("y < 40"), recheck=True) == first
     assert preparation.told == ["checking rows"]
+
+
+def csv_column(sep: str) -> Column:
+    return F.from_csv("s", "a string, b string", {"sep": sep}).b.substr(1, 1).cast("int")
+
+
+def wide_columns(sep: str) -> list[Column]:
+    """What is behind as many columns as Spark names in a text."""
+    return [*(F.col("x").alias(f"c{n}") for n in range(30)), csv_column(sep).alias("x"), F.col("y")]
+
+
+def long_array(sep: str) -> list[Column]:
+    """What is behind as many elements."""
+    return [F.array(*(F.lit(n) for n in range(30)), csv_column(sep)).alias("x"), F.col("y")]
+
+
+@pytest.mark.parametrize("columns", [wide_columns, long_array])
+@pytest.mark.parametrize("most", [None, "3"])
+def test_queries_that_differ_in_an_option_behind_many_columns_are_two(
+    spark: SparkSession,
+    tmp_path: Path,
+    preparation: Preparation,
+    columns: Callable[[str], list[Column]],
+    most: str | None,
+) -> None:
+    """Spark's JSON of a plan has no options of from_csv, and its text only as many columns."""
+    write(spark, tmp_path / "rows", 50)
+
+    def read(sep: str) -> DataFrame:
+        rows = spark.read.parquet(str(tmp_path / "rows"))
+        return rows.withColumn("s", F.lit("1,5;9,1")).select(*columns(sep))
+
+    with setting(spark, MOST_FIELDS, most):
+        first = preparation(read(";"))
+        second = preparation(read(","))
+        assert preparation.told[0] == "checking rows"
+        assert second.fingerprint != first.fingerprint
+        found = [identify(read(sep), preparation.store, 2, SPEC) for sep in ";,"]
+        assert [each.fingerprint for each in found] == [first.fingerprint, second.fingerprint]
+        assert {each.compared for each in found} == {
+            "the query, and names, sizes and times of its 1 files"
+        }
+        assert preparation(read(";")) == first
+        assert not preparation.told
+        assert spark.conf.get(MOST_FIELDS, None) == most
+
+
+@pytest.mark.parametrize("length", ["40", "0"])
+def test_a_query_whose_text_is_cut_is_read_again(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation, length: str
+) -> None:
+    write(spark, tmp_path / "rows", 50)
+    df = spark.read.parquet(str(tmp_path / "rows")).where("y < 40")
+    with setting(spark, "spark.sql.maxPlanStringLength", length):
+        assert source_files(df) is None
+        first = preparation(df)
+        assert preparation(df) == first
+        assert preparation.told[0] == "checking rows"
 
 
 def touch(spark: SparkSession, path: Path) -> None:
