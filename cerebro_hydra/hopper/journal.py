@@ -14,7 +14,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from cerebro_hydra.errors import CerebroHydraError, StoreError
+from cerebro_hydra.errors import CerebroHydraError, JournalError, StoreError
 from cerebro_hydra.hopper.trials import write_recut
 from cerebro_hydra.observe.records import Decision, NotSaved
 from cerebro_hydra.plan.hop.checkpoints import LONGEST_WAIT, wait_after
@@ -147,8 +147,8 @@ class Journal:
             self.write()
         except CerebroHydraError as error:
             self.error = error
-        if self._segments - self._merged > 1:
-            self._merge_rest()
+        if self._segments - self._merged > 1 and not isinstance(self.error, JournalError):
+            self._merge_rest()  # unless another program goes on
         self._merger.shutdown()
 
     def _merge_rest(self) -> None:

@@ -449,6 +449,58 @@ def test_a_trial_finds_its_own_though_who_set_it_is_over_or_reads_none_of_it() -
     ends(reads)
 
 
+class Keeps(Reader):
+    """Has an object that all trials share as an attribute."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.scale * self.config.nested["scale"]
+
+
+def kept(scale: float) -> tuple[hopping.Trial, AsBuilt]:
+    def factory(_: Any) -> None:
+        SPACE.scale = scale
+        SPACE.nested["scale"] = 2 * scale
+
+    vars(SPACE).setdefault("nested", {})
+    factory({})
+    trial = trial_of(Keeps(SPACE))
+    return trial, AsBuilt.now(trial.recipe, factory=factory)
+
+
+@OF
+def test_a_trial_finds_its_own_in_an_object_that_its_model_holds(of: type[Any]) -> None:
+    trials, x = {scale: kept(scale) for scale in (0.5, 2.0)}, torch.randn(BATCH, 6)
+    visits = {scale: begun(trial, of, left) for scale, (trial, left) in trials.items()}
+    for _ in range(2):
+        for scale, effects in visits.items():
+            with effects.watched():
+                (layer,) = (
+                    each
+                    for each in trials[scale][0].recipe.model.modules()
+                    if isinstance(each, Keeps)
+                )
+                assert torch.equal(layer(x), x * scale * (2 * scale))
+    for effects in visits.values():
+        ends(effects)
+
+
+@OF
+def test_who_fails_gives_back_nothing_that_a_factory_has_set_for_another_one(of: type[Any]) -> None:
+    one, left = built(0.5)
+    fails = begun(one, of, left)
+    with AsBuilt.building():
+        other, others = built(2.0)
+    reads = begun(other, of, others)
+    fails.abandon()
+    with reads.watched():
+        assert FACTOR == Shared.scale == 2.0
+    ends(reads)
+
+
 BY_NUMBER = {1: 1.0}
 
 

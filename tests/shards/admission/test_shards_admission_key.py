@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.admit import admission_key
-from cerebro_hydra.shards.cut.sample import Example
+from cerebro_hydra.shards.admission.admit import admission_key, training_key
+from cerebro_hydra.shards.admission.effects.shared_values import shared_settings
+from cerebro_hydra.shards.cut.model_key import model_key
+from cerebro_hydra.shards.cut.sample import Example, Sample
+
+SETTINGS = {"scale": 1.0}
 
 
 class Net(nn.Module):
@@ -170,3 +174,21 @@ def test_frozen_values_and_class_weights_and_batches_are_compared_by_content() -
 )
 def test_what_cannot_be_compared_has_no_key(change: Callable[[Net], object]) -> None:
     assert key(make(change)) is None
+
+
+def reads_a_setting(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * SETTINGS["scale"]
+
+
+def test_trials_for_which_a_factory_has_set_what_their_code_names_share_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = []
+    for scale in (1.0, 2.0, 1.0):
+        monkeypatch.setitem(SETTINGS, "scale", scale)
+        recipe = make(lambda net: setattr(net, "activation", reads_a_setting))
+        sample = Sample.of(recipe, examples()[0], shared_settings(recipe))
+        keys.append((key(recipe), training_key(recipe), model_key(recipe.model, sample)))
+        assert None not in keys[-1]
+    assert keys[0] == keys[2]
+    assert all(one != other for one, other in zip(keys[0], keys[1], strict=True))

@@ -90,6 +90,28 @@ class CountsBatches(Counts):
         return batch
 
 
+class Balances(nn.Module):
+    """Weighs classes as they are in the batch of training before."""
+
+    weight: torch.Tensor | None = None
+
+    def forward(self, outputs, labels):
+        if outputs.requires_grad:
+            self.weight = 1 + torch.bincount(labels, minlength=outputs.shape[1]).float()
+        return nn.functional.cross_entropy(outputs, labels, weight=self.weight)
+
+
+class Centers:
+    """Takes away the mean of the batch of training before."""
+
+    mean: Any = 0.0
+
+    def __call__(self, batch, training):
+        if training:
+            self.mean = batch["x"].mean(0)
+        return {**batch, "x": batch["x"] - self.mean}
+
+
 def counted() -> Callable[..., Any]:
     calls = [0]
 
@@ -125,6 +147,14 @@ REFUSED: dict[str, tuple[Callable[..., Make], str]] = {
     "a loss": (
         lambda **o: made(zoo.Net, lambda _: Counts(training=False), **o),
         "each evaluation changes a value of the loss.*, .*; let it keep nothing",
+    ),
+    "a loss that training has set": (
+        lambda **o: made(zoo.Net, lambda _: Balances(), **o),
+        "evaluations compute with attribute 'weight' of the loss, which training sets; .* too, or",
+    ),
+    "a collate that training has set": (
+        lambda **o: with_columns(made(zoo.Net, collate=Centers(), **o)),
+        "evaluations compute with a value of the collate, which training sets; .*buffer",
     ),
     "a collate": (
         lambda **o: with_columns(made(zoo.Net, collate=CountsBatches(training=False), **o)),

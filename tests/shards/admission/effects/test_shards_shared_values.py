@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.effects.shared_values import SharedState
+from cerebro_hydra.shards.admission.effects.shared_values import SharedState, shared_kept
 from tests.agent.lone_agent import BATCH, COLUMNS
 
 LOSSES: list[Tensor] = []
@@ -290,3 +291,54 @@ def test_what_a_layer_leaves_to_another_one_keeps_both_in_one_shard(kind: str) -
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_that_trials_share_keeps_no_model_from_being_cut(kind: str) -> None:
     assert len(admitted(Model(*CACHES[kind])).report.shards) == 4
+
+
+class Table(nn.Module):
+    """Computes with a table that the first trial of a process makes of what its own one has."""
+
+    def __init__(self, slope: float, kind: str) -> None:
+        super().__init__()
+        self.slope, self.kind = slope, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        global TABLE
+        if self.kind == "a dict" and len(x) not in HELD:
+            HELD[len(x)] = self.made(len(x))
+        if self.kind == "numbers" and "slope" not in HELD:
+            HELD["slope"] = self.slope / 3
+        if self.kind == "a global" and TABLE is None:
+            TABLE = self.made(1) + self.slope
+        if self.kind == "a cached function":
+            SCALED_BY[:] = [self.slope]
+        kept = {"numbers": HELD.get("slope"), "a global": TABLE, "a dict": HELD.get(len(x))}
+        return x * (cached(len(x)) if self.kind == "a cached function" else kept[self.kind])
+
+    def made(self, rows: int) -> Tensor:
+        return torch.linspace(0, self.slope, rows)[:, None]
+
+
+SCALED_BY = [1.0]
+
+
+@functools.lru_cache
+def cached(rows: int) -> Tensor:
+    return torch.linspace(0, SCALED_BY[0], rows)[:, None]
+
+
+@pytest.mark.parametrize("kind", ["a dict", "numbers", "a global", "a cached function"])
+def test_what_another_trial_makes_otherwise_for_all_is_refused(kind: str) -> None:
+    made, held = dict[str, str](), set(HELD)
+
+    def first_steps(slope: float) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), Table(slope, kind))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH).bind(COLUMNS)
+        with shared_kept(recipe, made):
+            model(torch.ones(BATCH, 6))
+            model(torch.ones(BATCH - 1, 6))
+
+    for _ in range(2):
+        first_steps(0.5)
+        assert HELD.keys() == held and TABLE is None and not cached.cache_info().currsize
+    with pytest.raises(ConfigurationError, match=r"another trial make .* otherwise, and in a proc"):
+        first_steps(0.25)
