@@ -182,18 +182,23 @@ class Configured:
     penalties: list[Tensor] = []  # noqa: RUF012
 
 
+CONFIG = SimpleNamespace(slope=0.0)
+
+
 class ReadsSettings(nn.Module):
     """Reads a setting of its factory, and what each step leaves, if it is one that leaves some."""
 
-    def __init__(self, leaves: bool) -> None:
+    def __init__(self, leaves: bool, config: SimpleNamespace, act: nn.Module = nn.ReLU()) -> None:  # noqa: B008
         super().__init__()
+        self.config, self.act = config, act
         self.first, self.last, self.leaves = nn.Linear(16, 32), nn.Linear(32, 4), leaves
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.steps += 1
-        hidden = self.first(x).relu() * Configured.scale * Configured.power
+        hidden = nn.functional.leaky_relu(self.act(self.first(x) + 1) - 1, self.config.slope)
+        hidden = hidden * Configured.scale * Configured.power
         if self.leaves:
             Configured.penalties.clear()
             Configured.penalties.append(hidden.square().mean())
@@ -212,7 +217,8 @@ def configured(params: dict[str, Any]) -> Recipe:
     Configured.scale = params["scale"]
     if params["leaves"]:
         Configured.power = 1.5  # which others find as before
-    model = ReadsSettings(params["leaves"])
+    CONFIG.slope = params["scale"] / 8
+    model = ReadsSettings(params["leaves"], CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def rate(epoch: int) -> float:

@@ -120,23 +120,24 @@ class AsBuilt:
             readers += [] if factory is None else [held.read_shared(factory)]
         return cls(readers, anew)
 
-    def of_others(self, known: KnownChanges) -> dict[str, Found]:
-        """Return what other trials' factories or steps have set, as it is to be for this one.
+    def of_others(self, known: KnownChanges, evaluated: Collection[str]) -> dict[str, Found]:
+        """Return what other trials' factories or steps may set, as it is to be for this one.
 
         Args:
             known: the changes that this one's own steps make.
+            evaluated: the names of what its evaluations change.
         """
-        left = self._left_by_others()
-        built = {p: each for p, each in left if known.anew.isdisjoint(containers_of(p))}
-        anew = ((path, each) for path, each in self._anew.items() if path not in known.anew)
+        built = {
+            path: replace(self._values[path], held=None, contents=None)
+            for path in self._differ & self._values.keys()
+            if known.anew.isdisjoint(containers_of(path))
+        }
+        anew = (
+            (path, each)
+            for path, each in self._anew.items()
+            if path not in known.anew and name_of(path) not in evaluated
+        )
         return built | {path: self._values.get(path) or before for path, before in anew}
-
-    def _left_by_others(self) -> Iterator[tuple[str, Found]]:
-        for path in self._differ & self._values.keys():
-            found = self._values[path]
-            present = None if found.variable is None else found.variable.value
-            if mark(present) in self._left[path]:
-                yield path, replace(found, held=None, contents=None)
 
     def has(self, path: str) -> bool:
         """Return whether the trial's code names a value, or what it is in."""

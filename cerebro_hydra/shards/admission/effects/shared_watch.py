@@ -104,13 +104,14 @@ class SharedWatch:
         self.find_as_alone()
         found = self._of_others()
         yield
-        self.late.update(path for path, each in found if not each.is_there)
+        changed = {path for path, each in found if not each.is_there}
+        own = (p for p in changed if self._known.covers(p) or name_of(p) in self._evaluated)
+        self.late |= changed.difference(own)
 
     def _of_others(self) -> list[tuple[str, Found]]:
         return [
             (path, each)
-            for path, each in self._as_built.of_others(self._known).items()
-            if name_of(path) not in self._evaluated
+            for path, each in self._as_built.of_others(self._known, self._evaluated).items()
             if not self._before or self._names(path) or self._as_built.has(path)
         ]
 
