@@ -6,10 +6,13 @@ trial may begin with weights that were trained before.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import sys
 import threading
-from collections import Counter
+import types
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -25,10 +28,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.batch.columns import Columns
-from cerebro_hydra.recipe.own_layers import take_own_layers
 from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
+
+_PLAIN = (
+    bool, int, float, str, type(None), type, types.FunctionType, types.BuiltinFunctionType,
+    torch.dtype,
+)  # fmt: skip
 
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
@@ -130,6 +137,47 @@ def build_recipe(
     take_own_layers(recipe.model)
     freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
+
+
+def take_own_layers(model: nn.Module) -> None:
+    """Copy layers of a model that was just built, if others than its modules refer to them.
+
+    Such a layer is often the default of an argument, as in `def __init__(self, act=nn.ReLU())`,
+    which all models have. Trials that take turns on a device would meet one another's hooks there.
+    What has tensors, hooks or objects, and not only numbers, texts and functions, is left.
+    """
+    paths = defaultdict[int, list[tuple[str, str]]](list)  # of each: its holders, with its names
+    for path, parent in model.named_modules():
+        for name in () if isinstance(parent, torch.jit.ScriptModule) else parent._modules:
+            paths[id(parent._modules[name])].append((path, name))
+    del parent
+    for places in paths.values():
+        path, name = places[0]
+        held = sys.getrefcount(model.get_submodule(path)._modules[name]) - 1  # but for this call
+        layer = model.get_submodule(path)._modules[name]
+        if held > len(places) and _is_plain(layer):
+            own = copy.deepcopy(layer)
+            for path, name in places:
+                model.get_submodule(path)._modules[name] = own
+        del layer
+
+
+def _is_plain(layer: nn.Module | None) -> bool:
+    return (
+        isinstance(layer, nn.Module)
+        and not isinstance(layer, torch.jit.ScriptModule)
+        and all(
+            name == "_modules" or _is_plain_value(value)
+            for module in layer.modules()
+            for name, value in vars(module).items()
+        )
+    )
+
+
+def _is_plain_value(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain_value, value))
+    return isinstance(value, _PLAIN) or (isinstance(value, dict | set) and not value)
 
 
 def freeze_as_in_training(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -447,6 +448,41 @@ def test_a_trial_finds_its_own_though_who_set_it_is_over_or_reads_none_of_it() -
     with reads.watched():
         assert FACTOR == Shared.scale == 0.5
     ends(reads)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+SLOTTED, WEIGHTS = Slotted(), np.ones(3, np.float32)
+
+
+class ReadsInPlace(Reader):
+    """Reads what a factory sets in slots, and within an array."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SLOTTED.scale * torch.from_numpy(WEIGHTS).sum()
+
+
+@OF
+def test_a_trial_finds_its_own_in_slots_and_in_arrays(of: type[Any]) -> None:
+    trials = {}
+    for scale in (0.5, 2.0):
+        SLOTTED.scale = WEIGHTS[1] = scale
+        trial = trial_of(ReadsInPlace())
+        trials[scale] = trial, AsBuilt.now(trial.recipe)
+    visits = {scale: begun(trial, of, left) for scale, (trial, left) in trials.items()}
+    for _ in range(2):
+        for scale, effects in visits.items():
+            with effects.watched():
+                assert SLOTTED.scale == WEIGHTS[1] == scale
+    for effects in visits.values():
+        ends(effects)
+    late = begun(trials[0.5][0], of, trials[0.5][1])
+    with late.watched():
+        WEIGHTS[1] = 3.0
+    with pytest.raises(ConfigurationError, match="changed global variable 'WEIGHTS'"):
+        ends(late)
 
 
 class Keeps(Reader):

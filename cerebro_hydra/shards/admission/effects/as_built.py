@@ -11,7 +11,9 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard, cast
+
+import numpy as np
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
@@ -128,7 +130,7 @@ class AsBuilt:
             evaluated: the names of what its evaluations change.
         """
         built = {
-            path: replace(self._values[path], held=None, contents=None)
+            path: self._values[path].alone()
             for path in self._differ & self._values.keys()
             if known.anew.isdisjoint(containers_of(path))
         }
@@ -159,7 +161,15 @@ class AsBuilt:
 
 def mark(value: object) -> str | int:
     """Return what tells a value: its text, or which object it is, as long as that lives."""
+    if _is_small_array(value):
+        return f"{value.dtype} {value.shape} {value.tobytes()!r}"
     return atom_text(value) if type(value) in ATOMS else id(value)
+
+
+def _is_small_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    """Return whether it has numbers that may be set in place, as weights of classes are."""
+    is_small = isinstance(value, np.ndarray) and value.size <= MOST_ITEMS
+    return is_small and not cast("np.ndarray[Any, Any]", value).dtype.hasobject
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ class Found:
 
     variable: Variable | None
     value: object
-    held: Container | None = None
+    held: Any = None
     contents: Contents | None = None
 
     @classmethod
@@ -189,8 +199,15 @@ class Found:
     def of(cls, variable: Variable | None, held: Container | None) -> Found:
         """Return what a variable and a container have now, of a large one nothing."""
         held = held if held is not None and len(held) <= MOST_ITEMS else None
-        contents = None if held is None else Contents.of(held)
-        return cls(variable, None if variable is None else variable.value, held, contents)
+        value = None if variable is None else variable.value
+        if held is None and _is_small_array(value):
+            return cls(variable, value, value, Contents.of(value))
+        return cls(variable, value, held, None if held is None else Contents.of(held))
+
+    def alone(self) -> Found:
+        """Return the same without what a container has, whose entries are known by themselves."""
+        of_array = self.contents is not None and self.contents.block is not None
+        return self if of_array else replace(self, held=None, contents=None)
 
     @property
     def is_there(self) -> bool:
@@ -200,7 +217,7 @@ class Found:
 
     def give_back(self) -> None:
         """Let it be as it was."""
-        if self.variable is not None and mark(self.variable.value) != mark(self.value):
+        if self.variable is not None and self.variable.value is not self.value:
             self.variable.set(self.value)
         if self.contents is not None and not Contents.of(self.held).is_same(self.contents):
             self.contents.fill(self.held)

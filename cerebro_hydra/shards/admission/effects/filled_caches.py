@@ -53,11 +53,11 @@ class Variable:
     """Is an attribute of an object or a class, a global variable, an item, or one of a closure.
 
     Args:
-        owner: has it.
+        owner: has it: a mapping, a cell, a class, a list, or an object with slots.
         name: by which a mapping has it; the number of an item.
     """
 
-    owner: MutableMapping[Any, Any] | types.CellType | type | list[Any]
+    owner: Any
     name: Any
 
     def set(self, value: object) -> None:
@@ -70,6 +70,8 @@ class Variable:
             type.__delattr__(self.owner, self.name)
         elif isinstance(self.owner, type):
             type.__setattr__(self.owner, self.name, value)
+        elif not isinstance(self.owner, MutableMapping):
+            object.__setattr__(self.owner, self.name, value)  # also of a frozen one
         elif value is ABSENT:
             self.owner.pop(self.name, None)
         else:
@@ -82,8 +84,11 @@ class Variable:
             return self.owner.cell_contents
         if isinstance(self.owner, list):
             return next(iter(self.owner[self.name :]), ABSENT)
-        held = vars(self.owner) if isinstance(self.owner, type) else self.owner
-        return held.get(self.name, ABSENT)
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.name, ABSENT)
+        if isinstance(self.owner, MutableMapping):
+            return self.owner.get(self.name, ABSENT)
+        return getattr(self.owner, self.name, ABSENT)
 
 
 class FilledCaches:

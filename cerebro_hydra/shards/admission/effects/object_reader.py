@@ -449,6 +449,8 @@ class ObjectReader:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))
         for name, each in slots_of(value):
             self.read(f"{path}{PART}.{name}", each)
+            if is_shared(path):
+                self.variables[f"{path}{PART}.{name}"] = Variable(value, name)
 
     def _read_of_library(self, path: str, value: Any) -> None:
         """Read an object of the standard library, if pickle can take it and all that it holds."""

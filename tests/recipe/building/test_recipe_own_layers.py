@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.recipe.own_layers import take_own_layers
+from cerebro_hydra.recipe.build import take_own_layers
 
 GELU = nn.GELU()
 KNOWN: dict[str, nn.Module] = {"relu": nn.ReLU(), "both": nn.Sequential(nn.Tanh(), nn.Dropout(0.1))}
