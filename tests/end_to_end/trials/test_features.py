@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,20 @@ def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps
         rich_models.Configured.power = 1.0
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)
+
+
+def test_a_search_leaves_what_is_the_users_own_as_it_was(tmp_path: Path) -> None:
+    array = rich_models.PRETRAINED.copy()
+    for number in range(2):  # the second one finds what the first one has left
+        result = search(
+            tmp_path / str(number), rich_models.of_users_values, {"lr": [0.1, 0.5]}, classes(120),
+            evaluation_metric="loss",
+        )  # fmt: skip
+        assert all(type(each) is torch.Tensor for each in rich_models.TABLES.values())
+        assert np.array_equal(rich_models.PRETRAINED, array)
+        one, other = (result.torch(trial.trial_id) for trial in result.trials)
+        assert not torch.equal(one.last, other.last)
+        assert os.listdir(Path(result.run_path, "models")), "the best one needs no source"
 
 
 def weighed(rows: int = 200) -> Arrays:
