@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from cerebro_hydra.shards.admission.effects.object_reader import (
     computed_attributes,
     slots_of,
 )
-from cerebro_hydra.shards.admission.effects.readings import OF_GLOBAL, Reading, name_of
+from cerebro_hydra.shards.admission.effects.readings import OF_GLOBAL, PART, Reading, name_of
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
@@ -37,6 +38,7 @@ _OF_BUFFER = ("_is_buffer", "persistent")
 PLAIN = {bool, int, float, complex, str, type(None)}
 """The types of values that nothing changes in place."""
 _LIBRARIES = {"torch", "builtins", "functools"}
+_DEEPEST, _MOST_SETTINGS = 4, 1000
 
 OF_HOOKS = "what is kept by a"
 """Begins the names of what is read of hooks."""
@@ -448,9 +450,33 @@ def _is_ours(hook: Any) -> bool:
 
 
 def read_factory(reader: ObjectReader, factory: Callable[..., Any]) -> None:
-    """Let a reader read a factory, as a global variable."""
-    name = getattr(factory, "__qualname__", type(factory).__qualname__)
-    reader.read(f"{OF_GLOBAL}{name!r} of {factory.__module__}", factory)
+    """Let a reader meet a factory, and read the settings that it closes over."""
+    function = factory.__func__ if isinstance(factory, types.MethodType) else factory
+    if not isinstance(function, types.FunctionType):
+        reader.meet(type(factory))
+        return
+    reader.meet(function)
+    path = f"{OF_GLOBAL}{function.__qualname__!r} of {function.__module__}"
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            if _are_settings(value := cell.cell_contents):
+                reader.read(f"{path}{PART}.{name}", value)
+            elif isinstance(value, types.FunctionType):
+                reader.meet(value)
+
+
+def _are_settings(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is an object or a container of numbers and texts, and of such ones."""
+    if isinstance(value, dict):
+        held = [*value.values()]
+    elif isinstance(value, list | tuple):
+        held = [*value]
+    else:
+        held = [*getattr(value, "__dict__", {}).values()]
+    few = depth < _DEEPEST and len(held) <= _MOST_SETTINGS
+    code = isinstance(value, (*_FUNCTIONS, type, types.ModuleType, nn.Module, torch.Tensor))
+    own = (type(each) in PLAIN or _are_settings(each, depth + 1) for each in held)
+    return few and not code and all(own)
 
 
 def package_of(held: Any) -> str:
