@@ -258,3 +258,13 @@ def of_users_values(params: dict[str, Any]) -> Recipe:
     model = OfUsersValues()
     optimizer = torch.optim.SGD(model.parameters(), lr=params["lr"])
     return Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=16)
+
+
+TRUNK = nn.Linear(16, 32).requires_grad_(False)
+
+
+def of_one_trunk(params: dict[str, Any]) -> Recipe:
+    """Give a frozen layer to each model, which all trials of a process have then."""
+    model = nn.Sequential(TRUNK, nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=params["lr"])
+    return Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=16)

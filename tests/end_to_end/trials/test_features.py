@@ -39,12 +39,31 @@ def test_trials_of_a_process_find_their_own_settings_and_nothing_of_others_steps
         tmp_path, rich_models.configured, space, classes(120), resources=devices,
         evaluation_metric="loss", num_epochs=2,
     )  # fmt: skip
+    assert rich_models.Configured.power == 1.0, "nor has the driver what a factory has set"
     for trial in result.trials:
         assert trial.status == "finished", trial.error
         rich_models.Configured.penalties.clear()  # as in a process of its own
         rich_models.Configured.power = 1.0
         report = cerebro_hydra.replay(result.run_path, trial.trial_id)
         assert report.identical, str(report)
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_layers_that_models_share_are_refused_where_trials_take_turns(
+    tmp_path: Path, devices: int
+) -> None:
+    resources = {"devices_per_worker": devices} if devices else {}
+    result = search(
+        tmp_path, rich_models.of_one_trunk, {"lr": [0.1, 0.5]}, classes(120), resources=resources,
+        evaluation_metric="loss",
+    )  # fmt: skip
+    first, second = result.trials
+    assert first.status == "finished", first.error
+    assert second.status == ("failed" if devices else "finished"), second.error
+    if devices:
+        assert "'0.weight' is the very one that the model of trial-000 has" in second.error
+    for trial in (first,) if devices else (first, second):
+        assert cerebro_hydra.replay(result.run_path, trial.trial_id).identical
 
 
 def test_a_search_leaves_what_is_the_users_own_as_it_was(tmp_path: Path) -> None:

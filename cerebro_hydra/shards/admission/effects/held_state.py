@@ -459,14 +459,18 @@ def read_factory(reader: ObjectReader, factory: Callable[..., Any]) -> None:
     path = f"{OF_GLOBAL}{function.__qualname__!r} of {function.__module__}"
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it is empty
-            if _are_settings(value := cell.cell_contents):
+            if are_settings(value := cell.cell_contents):
                 reader.read(f"{path}{PART}.{name}", value)
             elif isinstance(value, types.FunctionType):
                 reader.meet(value)
 
 
-def _are_settings(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is an object or a container of numbers and texts, and of such ones."""
+def are_settings(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is an object or a container of numbers and texts, and of such ones.
+
+    Args:
+        depth: within how many others it is.
+    """
     if isinstance(value, dict):
         held = [*value.values()]
     elif isinstance(value, list | tuple):
@@ -475,7 +479,7 @@ def _are_settings(value: Any, depth: int = 0) -> bool:
         held = [*getattr(value, "__dict__", {}).values()]
     few = depth < _DEEPEST and len(held) <= _MOST_SETTINGS
     code = isinstance(value, (*_FUNCTIONS, type, types.ModuleType, nn.Module, torch.Tensor))
-    own = (type(each) in PLAIN or _are_settings(each, depth + 1) for each in held)
+    own = (type(each) in PLAIN or are_settings(each, depth + 1) for each in held)
     return few and not code and all(own)
 
 

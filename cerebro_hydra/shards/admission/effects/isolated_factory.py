@@ -16,11 +16,21 @@ from typing import Any, Self
 
 from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
-from cerebro_hydra.shards.admission.effects.named_by_code import is_own, names_read_before_set
+from cerebro_hydra.shards.admission.effects.held_state import (
+    are_settings,
+    package_of,
+    read_factory,
+)
+from cerebro_hydra.shards.admission.effects.named_by_code import (
+    attributes_set,
+    constant_texts,
+    globals_set,
+    is_own,
+    names_read_before_set,
+)
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import is_of_process
-from cerebro_hydra.shards.admission.effects.shared_values import is_setting, variables_of
+from cerebro_hydra.shards.admission.effects.shared_values import variables_of
 
 _FLAGS = (bool, type(None), type(ABSENT))
 _CODE = (type, types.ModuleType, types.FunctionType)
@@ -41,7 +51,6 @@ class IsolatedFactory:
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         self.factory = factory
-        functools.update_wrapper(self, factory)
         reader = self._reader = ObjectReader({}, {package_of(factory)})
         with suppress(Exception):  # of what can't be read the rest is known
             read_factory(reader, factory)
@@ -59,8 +68,11 @@ class IsolatedFactory:
         modules = set(sys.modules)
         built = self.factory(params)
         if any(map(is_own, sys.modules.keys() - modules)):
-            # What one has changed is not changed again.
-            self._before = [(variable, variable.value) for variable, _ in self._before]
+            # What one of these has set, and not the factory, is not set again.
+            self._before = [
+                (each, before if each.name in self._set else each.value)
+                for each, before in self._before
+            ]
         return built
 
     def __enter__(self) -> Self:
@@ -76,7 +88,7 @@ class IsolatedFactory:
             if present is before or isinstance(present, _CODE):
                 continue
             is_flag = type(before) in _FLAGS and variable.name in self._looked_at
-            if is_flag and not _has_settings(present):
+            if is_flag and not (is_own(type(present).__module__) and are_settings(present)):
                 continue
             with suppress(Exception):  # a class may refuse it
                 variable.set(before)
@@ -95,16 +107,15 @@ class IsolatedFactory:
                     yield Variable(held, name), ABSENT
 
     @functools.cached_property
+    def _set(self) -> frozenset[str]:
+        codes = [each.__code__ for each in self._reader.own_functions()]
+        names = (f(code) for code in codes for f in (attributes_set, globals_set, constant_texts))
+        return frozenset[str]().union(*names)
+
+    @functools.cached_property
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
-
-
-def _has_settings(value: object) -> bool:
-    """Return whether it is an object of the user's that has numbers and texts alone."""
-    own: dict[str, Any] = getattr(value, "__dict__", {})
-    is_users = is_own(type(value).__module__) and not isinstance(value, _CODE)
-    return is_users and bool(own) and all(map(is_setting, own.values()))
 
 
 def _names(held: type | dict[Any, Any]) -> list[str]:

@@ -175,11 +175,6 @@ def shared_settings(recipe: Recipe) -> tuple[tuple[str, str], ...]:
     return ()
 
 
-def is_setting(value: object) -> bool:
-    """Return whether it is a number or a text, or nothing."""
-    return type(value) in ATOMS or value is ABSENT
-
-
 def variable_at(path: str, reader: ObjectReader) -> Variable | None:
     """Return the variable, attribute or entry that a path names, which need not be there."""
     variables = ChainMap(reader.variables, reader.class_attributes)

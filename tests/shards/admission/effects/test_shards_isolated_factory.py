@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +27,7 @@ class Own:
     ready = False
     made: Any = None
     count = 0
-    amp = False
+    amp = known = False
 
 
 class Settings:
@@ -190,3 +193,25 @@ def test_what_can_not_be_read_or_set_is_left() -> None:
     isolated = IsolatedFactory(factory)
     assert [isolated(2), isolated(3)] == [4, 6]
     assert IsolatedFactory(len)("four") == 4  # type: ignore[comparison-overlap]
+
+
+def test_what_a_module_sets_that_the_first_call_imports_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "imported_by_an_isolated_factory"
+    (tmp_path / f"{name}.py").write_text(f"import {__name__} as tests\ntests.Own.known = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    found = []
+
+    def factory(params: Any) -> None:
+        importlib.import_module(name)
+        found.append((Own.known, Own.size))
+        if params:
+            Own.size = 2
+
+    isolated = IsolatedFactory(factory)
+    for params in (True, False, True):
+        isolated(params)
+    assert found == [(True, 1)] * 3
+    monkeypatch.delitem(sys.modules, name)
