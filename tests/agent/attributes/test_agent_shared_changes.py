@@ -537,6 +537,20 @@ def test_who_fails_gives_back_nothing_that_a_factory_has_set_for_another_one(of:
     ends(reads)
 
 
+@OF
+def test_what_another_factory_sets_first_is_not_taken_away_by_who_fails(of: type[Any]) -> None:
+    one, left = built(0.5)
+    fails = begun(one, of, left)
+
+    def factory(_: Any) -> Recipe:
+        Shared.late = 3.0  # which no other one has set, nor any step
+        return made(Reader())
+
+    build_recipe(factory, {}, 0, Columns(("x",), ("y",)))
+    fails.abandon()
+    assert Shared.late == 3.0
+
+
 BY_NUMBER = {1: 1.0}
 
 
