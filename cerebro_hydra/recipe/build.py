@@ -7,6 +7,7 @@ trial may begin with weights that were trained before.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import random
 import sys
@@ -16,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -37,6 +38,7 @@ _PLAIN = (
     torch.dtype,
 )  # fmt: skip
 
+_CONTAINERS = (dict, list, tuple)
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
@@ -134,43 +136,83 @@ def build_recipe(
         with MetaOperations() as operations:
             recipe = build()
         give_memory(recipe, operations)
-    take_own_layers(recipe.model)
+    take_own_layers(recipe.model, factory)
     freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
 
 
-def take_own_layers(model: nn.Module) -> None:
-    """Copy layers of a model that was just built, if others than its modules refer to them.
+def take_own_layers(model: nn.Module, factory: Callable[..., Any]) -> None:
+    """Copy layers of a model that was just built, if they are defaults of arguments of functions.
 
-    Such a layer is often the default of an argument, as in `def __init__(self, act=nn.ReLU())`,
-    which all models have. Trials that take turns on a device would meet one another's hooks there.
-    What has tensors, hooks or objects, and not only numbers, texts and functions, is left.
+    All models have such a layer, as of `def __init__(self, act=nn.ReLU())`. Trials that take turns
+    on a device would meet one another's hooks there. So is an activation that is global, for who
+    calls it by its global name computes the same. A layer is left if anything else refers to it,
+    such as a list of the model's, or if it has tensors, hooks or objects, and not only numbers,
+    texts and functions.
+
+    Args:
+        factory: has built it.
     """
     paths = defaultdict[int, list[tuple[str, str]]](list)  # of each: its holders, with its names
     for path, parent in model.named_modules():
         for name in () if isinstance(parent, torch.jit.ScriptModule) else parent._modules:
             paths[id(parent._modules[name])].append((path, name))
     del parent
+    shared = list[tuple[nn.Module, int]]()  # layers, each with the number of other references
     for places in paths.values():
         path, name = places[0]
-        held = sys.getrefcount(model.get_submodule(path)._modules[name]) - 1  # but for this call
+        others = sys.getrefcount(model.get_submodule(path)._modules[name]) - 1 - len(places)
         layer = model.get_submodule(path)._modules[name]
-        if held > len(places) and _is_plain(layer):
-            own = copy.deepcopy(layer)
-            for path, name in places:
-                model.get_submodule(path)._modules[name] = own
+        if others > 0 and layer is not None and _is_plain(layer):
+            shared.append((layer, others))
         del layer
+    common = _common_references(model, factory, {id(layer) for layer, _ in shared})
+    for layer, others in shared:
+        is_activation = type(layer).__module__ == nn.ReLU.__module__
+        if others == common.of_defaults[id(layer)] + is_activation * common.global_[id(layer)]:
+            own = copy.deepcopy(layer)
+            for path, name in paths[id(layer)]:
+                model.get_submodule(path)._modules[name] = own
 
 
-def _is_plain(layer: nn.Module | None) -> bool:
-    return (
-        isinstance(layer, nn.Module)
-        and not isinstance(layer, torch.jit.ScriptModule)
-        and all(
-            name == "_modules" or _is_plain_value(value)
-            for module in layer.modules()
-            for name, value in vars(module).items()
-        )
+class _References(NamedTuple):
+    """Holds how often layers are defaults of arguments, and global or in global containers."""
+
+    of_defaults: Counter[int]
+    global_: Counter[int]
+
+
+def _common_references(
+    model: nn.Module, factory: Callable[..., Any], layers: set[int]
+) -> _References:
+    """Return those in the modules of a factory and of a model's classes, by the ids of layers."""
+    kinds = {kind for each in model.modules() for kind in type(each).__mro__} if layers else set()
+    kinds = {kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))}
+    functions = [each for kind in kinds for each in vars(kind).values()]
+    functions.append(inspect.unwrap(getattr(factory, "func", factory)))  # of a partial
+    spaces = {id(held): held for each in functions if (held := getattr(each, "__globals__", None))}
+    functions += [each for held in spaces.values() for each in held.values()]
+    functions += [f for each in functions if isinstance(each, type) for f in vars(each).values()]
+    own = {id(each): each for each in functions if isinstance(each, types.FunctionType)}.values()
+    defaults = [each.__defaults__ or () for each in own]
+    defaults += [tuple((each.__kwdefaults__ or {}).values()) for each in own]
+    held = [each for space in spaces.values() for each in space.values()]
+    inner = [
+        each.values() if isinstance(each, dict) else each
+        for each in held
+        if type(each) in _CONTAINERS
+    ]
+    return _References(
+        Counter(id(e) for each in defaults for e in each if id(e) in layers),
+        Counter(id(e) for each in (held, *inner) for e in each if id(e) in layers),
+    )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return not isinstance(layer, torch.jit.ScriptModule) and all(
+        name == "_modules" or _is_plain_value(value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
     )
 
 

@@ -356,7 +356,7 @@ class Admission:
             recipe.recompute = True
         seed = trial_seed(self._seed, trial)
         examples = self._example_batches(recipe)
-        with refusing(), shared_kept(recipe, self._made):
+        with refusing(), shared_kept(recipe, self._made, self._factory.factory):
             admission = (
                 self._cut(recipe, examples, seed)
                 if parent is None

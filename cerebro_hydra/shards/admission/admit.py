@@ -26,6 +26,7 @@ from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.recipe.compiled_units import compiled_alike
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.evaluation_effects import (
     DRAWS,
     check_switched_blindly,
@@ -33,7 +34,6 @@ from cerebro_hydra.shards.admission.effects.evaluation_effects import (
 from cerebro_hydra.shards.admission.effects.held_state import kept_by_optimizer
 from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.readings import KnownChanges
-from cerebro_hydra.shards.admission.effects.shared_values import shared_settings
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler
 from cerebro_hydra.shards.admission.trial_profile import TrialProfile
@@ -186,7 +186,7 @@ def _admit(
     check = CutCheck.plain(recipe, examples, trial_seed)
     template = check.template
     largest = largest_example(examples)
-    sample = Sample.of(recipe, largest, shared_settings(recipe))
+    sample = Sample.of(recipe, largest, AsBuilt.settings_of(recipe))
 
     def profiled(spec: CutSpec) -> TrialProfile:
         assert profiler is not None
@@ -487,7 +487,7 @@ def admission_key(recipe: Recipe, examples: Sequence[Example]) -> Hashable | Non
         for field in dataclasses.fields(recipe)
         if field.name not in _NOT_ADMITTED
     }
-    settings["shared"] = shared_settings(recipe)
+    settings["shared"] = AsBuilt.settings_of(recipe)
     whole = (recipe.model, _optimizer(recipe), settings, [list(example) for example in examples])
     return structure_key(whole, constants=True)
 
@@ -504,7 +504,7 @@ def training_key(recipe: Recipe) -> Hashable | None:
         if field.name not in _OF_SCHEDULE
     }
     values = [tensor_digest(parameter) for parameter in recipe.model.parameters()]
-    settings["shared"] = shared_settings(recipe)
+    settings["shared"] = AsBuilt.settings_of(recipe)
     whole = (recipe.model, _optimizer(recipe), settings, values)
     return structure_key(whole, constants=True)
 

@@ -12,13 +12,19 @@ from torch import nn
 from cerebro_hydra.recipe.build import take_own_layers
 
 GELU = nn.GELU()
-KNOWN: dict[str, nn.Module] = {"relu": nn.ReLU(), "both": nn.Sequential(nn.Tanh(), nn.Dropout(0.1))}
+DROPOUT = nn.Dropout(0.1)
+KNOWN: dict[str, nn.Module] = {"relu": nn.ReLU(), "tanh": nn.Tanh()}
 
 
 class ByDefault(nn.Module):
-    def __init__(self, act: nn.Module = nn.Hardtanh(-2, 2)) -> None:  # noqa: B008
+    def __init__(
+        self,
+        act: nn.Module = nn.Hardtanh(-2, 2),  # noqa: B008
+        *,
+        end: nn.Module = nn.Sequential(nn.Tanh(), nn.Dropout(0.1)),  # noqa: B008
+    ) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act)
+        self.layers = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, end)
         self.act = act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +40,7 @@ def by_a_global() -> nn.Module:
 
 
 def by_a_table() -> nn.Module:
-    return nn.Sequential(KNOWN["relu"], nn.Linear(3, 3), KNOWN["both"])
+    return nn.Sequential(KNOWN["relu"], nn.Linear(3, 3), KNOWN["tanh"])
 
 
 MODELS = [by_default, by_a_global, by_a_table]
@@ -47,15 +53,15 @@ def plain_layers(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("build", MODELS)
 def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> None:
     torch.manual_seed(0)
-    one, other = build(), build()
-    shared = set(one.modules()) & set(other.modules())
-    assert shared and shared <= set(plain_layers(one))
-    del shared
+    one = build()
     names = [name for name, _ in one.named_modules(remove_duplicate=False)]
     x = torch.randn(4, 3)
     before = one.eval()(x)
-    for model in (one, other):
-        take_own_layers(model)
+    given = set(map(id, one.modules()))
+    take_own_layers(one, build)
+    other = build()
+    assert given & set(map(id, other.modules()))
+    take_own_layers(other, build)
     assert not set(one.modules()) & set(other.modules())
     assert torch.equal(one(x), before)
     assert [name for name, _ in one.named_modules(remove_duplicate=False)] == names
@@ -64,8 +70,31 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
     gc.collect()
     for model in (one, other):
         alone = list(map(id, model.modules()))
-        take_own_layers(model)
+        take_own_layers(model, build)
         assert list(map(id, model.modules())) == alone, "what no other one has stays"
+
+
+class Scheduled(nn.Module):
+    """Sets the rate of its dropouts, to which it refers by a list, in each forward."""
+
+    def __init__(self, drop: nn.Module = nn.Dropout(0.1)) -> None:  # noqa: B008
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1), nn.Tanh())
+        self.drop = drop
+        self.drops = [each for each in self.modules() if isinstance(each, nn.Dropout)]
+        self.steps = [*self.layers]
+
+
+def of_a_global() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), DROPOUT)
+
+
+@pytest.mark.parametrize("build", [Scheduled, of_a_global])
+def test_a_layer_to_which_its_model_may_refer_otherwise_stays(build: Any) -> None:
+    model = build()
+    modules = list(model.modules())
+    take_own_layers(model, build)
+    assert list(model.modules()) == modules
 
 
 class Keeps(nn.Module):
@@ -82,7 +111,7 @@ def test_what_is_no_plain_layer_stays() -> None:
     hooked.register_forward_hook(lambda *_: None)
     others = [nn.Linear(2, 2), nn.BatchNorm1d(2), hooked, Keeps(), nn.Sequential(Keeps())]
     model = nn.Sequential(*others, nn.ModuleList([others[0]]))
-    take_own_layers(model)
+    take_own_layers(model, by_default)
     assert [*model][:-1] == others
     assert model[-1][0] is others[0]
-    take_own_layers(torch.jit.script(nn.Sequential(GELU, nn.Linear(2, 2))))
+    take_own_layers(torch.jit.script(nn.Sequential(GELU, nn.Linear(2, 2))), by_default)

@@ -13,7 +13,7 @@ from torch import nn
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import admission_key, training_key
-from cerebro_hydra.shards.admission.effects.shared_values import shared_settings
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.cut.model_key import model_key
 from cerebro_hydra.shards.cut.sample import Example, Sample
 
@@ -187,7 +187,7 @@ def test_trials_for_which_a_factory_has_set_what_their_code_names_share_nothing(
     for scale in (1.0, 2.0, 1.0):
         monkeypatch.setitem(SETTINGS, "scale", scale)
         recipe = make(lambda net: setattr(net, "activation", reads_a_setting))
-        sample = Sample.of(recipe, examples()[0], shared_settings(recipe))
+        sample = Sample.of(recipe, examples()[0], AsBuilt.settings_of(recipe))
         keys.append((key(recipe), training_key(recipe), model_key(recipe.model, sample)))
         assert None not in keys[-1]
     assert keys[0] == keys[2]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeGuard, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
@@ -21,6 +23,8 @@ from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     OF_CLASS,
+    OF_GLOBAL,
+    PART,
     KnownChanges,
     containers_of,
     is_of_process,
@@ -31,7 +35,12 @@ from cerebro_hydra.shards.admission.effects.shared_values import (
     variable_at,
     variables_of,
 )
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text
+from cerebro_hydra.shards.admission.effects.value_texts import (
+    ATOMS,
+    atom_text,
+    plain_text,
+    tensor_text,
+)
 from cerebro_hydra.shards.cut.values import Contents
 
 MOST_ITEMS = 1000
@@ -53,6 +62,7 @@ class AsBuilt:
     _left: ClassVar[dict[str, set[str | int]]] = {}  # by any factory of this process
     _differ: ClassVar[set[str]] = set()  # the paths where factories have left several values
     _anew: ClassVar[dict[str, Found]] = {}  # what steps set anew, as it was before any of them
+    _changed: ClassVar[dict[str, Found]] = {}  # what factories change, as it was before any of them
 
     def __init__(self, readers: Sequence[ObjectReader] = (), anew: Collection[str] = ()) -> None:
         variables = dict(ChainMap(*map(variables_of, readers)))
@@ -61,9 +71,11 @@ class AsBuilt:
             path: Found.of(variables.get(path), containers.get(path))
             for path in filter(is_of_process, {**containers, **variables})
         }
+        for path, before in self._changed.items():
+            self._values.setdefault(path, before.again())
         self._texts = ChainMap(*(each.found for each in readers))
         self._classes = frozenset[str]().union(*(each.classes for each in readers))
-        self.settings = settings_text(variables)
+        self.settings = settings_text(variables) + self._changed_texts()
         for path, found in self._values.items():
             self._note(path, found.value)
         for path in filter(is_of_process, anew):
@@ -77,6 +89,27 @@ class AsBuilt:
         left.add(mark(value))
         if len(left) > 1:
             cls._differ.add(path)
+
+    @classmethod
+    def note_changes(cls, before: Mapping[str, Found]) -> None:
+        """Note what a factory has just changed, as it was before any factory did."""
+        for path, found in before.items():
+            first = cls._changed.setdefault(path, found)
+            for each in (first, found.again()):
+                cls._note(path, each.value)
+
+    @classmethod
+    def _changed_texts(cls) -> tuple[tuple[str, str], ...]:
+        """Return what stands now for what factories change, in this process."""
+        return tuple((path, found.again().text) for path, found in sorted(cls._changed.items()))
+
+    @classmethod
+    def settings_of(cls, recipe: Recipe) -> tuple[tuple[str, str], ...]:
+        """Return what tells the settings of a trial that was just built, in this process."""
+        with suppress(Exception):  # admission looks at it again, and tells why it can't be read
+            variables = variables_of(HeldState(recipe).read_whole())
+            return settings_text(variables) + cls._changed_texts()
+        return ()
 
     @classmethod
     @contextmanager
@@ -129,11 +162,11 @@ class AsBuilt:
             known: the changes that this one's own steps make.
             evaluated: the names of what its evaluations change.
         """
-        built = {
-            path: self._values[path].alone()
-            for path in self._differ & self._values.keys()
-            if known.anew.isdisjoint(containers_of(path))
-        }
+        built = dict[str, Found]()
+        for path in self._differ | self._changed.keys():
+            found = self._values.get(path) or self._changed.get(path)
+            if found is not None and known.anew.isdisjoint(containers_of(path)):
+                built[path] = found.alone(lists=known.covers(path))
         anew = (
             (path, each)
             for path, each in self._anew.items()
@@ -144,6 +177,8 @@ class AsBuilt:
     def has(self, path: str) -> bool:
         """Return whether the trial's code names a value, or what it is in."""
         of_class = name_of(path).partition(OF_CLASS)[2]
+        if path in self._changed and path.startswith(OF_GLOBAL) and PART not in path:
+            return True  # code may ask for it by its text
         return of_class in self._classes or any(each in self._texts for each in containers_of(path))
 
     @classmethod
@@ -153,23 +188,27 @@ class AsBuilt:
         Args:
             text: what is read of the value.
         """
-        known = path in cls._differ
+        known = path in cls._differ or not cls._changed.keys().isdisjoint(containers_of(path))
         return known and (
-            text in cls._left[path] or any(each._texts.get(path) == text for each in cls._all)
+            text in cls._left.get(path, ())
+            or any(each._texts.get(path) == text for each in cls._all)
         )
 
 
 def mark(value: object) -> str | int:
     """Return what tells a value: its text, or which object it is, as long as that lives."""
     if _is_small_array(value):
-        return f"{value.dtype} {value.shape} {value.tobytes()!r}"
+        return tensor_text(value) if isinstance(value, Tensor) else repr(plain_text(value))
     return atom_text(value) if type(value) in ATOMS else id(value)
 
 
-def _is_small_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+def _is_small_array(value: object) -> bool:
     """Return whether it has numbers that may be set in place, as weights of classes are."""
-    is_small = isinstance(value, np.ndarray) and value.size <= MOST_ITEMS
-    return is_small and not cast("np.ndarray[Any, Any]", value).dtype.hasobject
+    if type(value) is Tensor:
+        plain = value.device.type == "cpu" and value.layout is torch.strided and value.is_leaf
+        return plain and value.numel() <= MOST_ITEMS
+    is_array = isinstance(value, np.ndarray) and value.size <= MOST_ITEMS
+    return is_array and not cast("np.ndarray[Any, Any]", value).dtype.hasobject
 
 
 @dataclass(frozen=True)
@@ -204,10 +243,30 @@ class Found:
             return cls(variable, value, value, Contents.of(value))
         return cls(variable, value, held, None if held is None else Contents.of(held))
 
-    def alone(self) -> Found:
-        """Return the same without what a container has, whose entries are known by themselves."""
+    def again(self) -> Found:
+        """Return what there is now in the same place."""
+        return self.of(self.variable, self.held)
+
+    def alone(self, lists: bool = False) -> Found:
+        """Return the same without what a dict has, whose entries are known by themselves.
+
+        Args:
+            lists: without what any container has.
+        """
         of_array = self.contents is not None and self.contents.block is not None
-        return self if of_array else replace(self, held=None, contents=None)
+        if of_array or not (lists or isinstance(self.held, dict)):
+            return self
+        return replace(self, held=None, contents=None)
+
+    def is_set_by(self, names: Collection[str]) -> bool:
+        """Return whether it is a variable by one of these names."""
+        return self.variable is not None and self.variable.name in names
+
+    @property
+    def text(self) -> str:
+        """Return what tells it in this process."""
+        items = () if self.contents is None else map(mark, self.contents.values())
+        return f"{mark(self.value)} {[*items]}"
 
     @property
     def is_there(self) -> bool:

@@ -22,7 +22,6 @@ from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.effects.held_state import (
     OF_METRIC,
-    PLAIN,
     HeldState,
     SetByTraining,
     not_computed_with,
@@ -42,6 +41,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     told,
 )
 from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
+from cerebro_hydra.shards.admission.effects.value_texts import PLAIN
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan

@@ -8,10 +8,13 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cerebro_hydra.shards.admission.effects.readings import containers_of
+from cerebro_hydra.shards.admission.effects.value_texts import are_settings
+from cerebro_hydra.shards.cut.values import Contents
 
 Cache = functools._lru_cache_wrapper
 
@@ -167,13 +170,34 @@ class FilledCaches:
 
     def _forget(self, left: Callable[[_Filled], Mapping[Any, Any]]) -> None:
         for function in self._functions:
-            function.cache_clear()
+            _clear(function)
         for each in self._containers.values():
             each.set(left(each))
         for variable, _, before in self._variables.values():
             variable.set(before)
         for held, _, items in self._lists:
             _set_items(held, items)
+
+
+def settings_kept(function: Cache[Any]) -> list[tuple[Sequence[Any], Any]]:
+    """Return the settings that a cached function has made, with the arguments of each."""
+    made = [(key, each) for key, each in kept_results(function) if _is_settings_object(each)]
+    calls = [(key if isinstance(key, list | tuple) else [key], each) for key, each in made]
+    return [(key, e) for key, e in calls if object not in map(type, key)]  # which parts named ones
+
+
+def _clear(function: Cache[Any]) -> None:
+    """Empty the cache of a function, but for settings, which are as those are that were there."""
+    made = settings_kept(function)
+    function.cache_clear()
+    for arguments, before in made:
+        with suppress(Exception):
+            Contents.of(before).fill(function(*arguments))
+
+
+def _is_settings_object(value: object) -> bool:
+    """Return whether it has numbers and texts that can be set, as the settings of a program do."""
+    return (isinstance(value, dict) or hasattr(value, "__dict__")) and are_settings(value)
 
 
 def _set_items(held: Items, items: Sequence[Any]) -> None:
@@ -192,7 +216,8 @@ class _Filled:
         self.all = dict(container.items() if isinstance(container, MutableMapping) else ())
         self.all |= dict.fromkeys(container) if isinstance(container, set) else {}
         self.before = {key: each for key, each in self.all.items() if key in known}
-        self.left = {} if written else self.before
+        kept = {key: each for key, each in self.before.items() if _is_settings_object(each)}
+        self.left = kept if written else self.before
         self.is_filled = self.all.keys() != self.left.keys()
 
     @property

@@ -20,12 +20,13 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
 from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
+from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.object_reader import (
     ObjectReader,
     computed_attributes,
-    slots_of,
 )
 from cerebro_hydra.shards.admission.effects.readings import OF_GLOBAL, PART, Reading, name_of
+from cerebro_hydra.shards.admission.effects.value_texts import PLAIN, are_settings, slots_of
 from cerebro_hydra.shards.engine.optimizer import NOT_CLONED
 
 _OF_TORCH = vars(nn.Module()).keys()
@@ -35,10 +36,7 @@ _HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = __name__.partition(".")[0]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _OF_BUFFER = ("_is_buffer", "persistent")
-PLAIN = {bool, int, float, complex, str, type(None)}
-"""The types of values that nothing changes in place."""
 _LIBRARIES = {"torch", "builtins", "functools"}
-_DEEPEST, _MOST_SETTINGS = 4, 1000
 
 OF_HOOKS = "what is kept by a"
 """Begins the names of what is read of hooks."""
@@ -450,37 +448,34 @@ def _is_ours(hook: Any) -> bool:
 
 
 def read_factory(reader: ObjectReader, factory: Callable[..., Any]) -> None:
-    """Let a reader meet a factory, and read the settings that it closes over."""
-    function = factory.__func__ if isinstance(factory, types.MethodType) else factory
-    if not isinstance(function, types.FunctionType):
-        reader.meet(type(factory))
-        return
-    reader.meet(function)
-    path = f"{OF_GLOBAL}{function.__qualname__!r} of {function.__module__}"
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty
-            if are_settings(value := cell.cell_contents):
-                reader.read(f"{path}{PART}.{name}", value)
-            elif isinstance(value, types.FunctionType):
-                reader.meet(value)
-
-
-def are_settings(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is an object or a container of numbers and texts, and of such ones.
-
-    Args:
-        depth: within how many others it is.
-    """
-    if isinstance(value, dict):
-        held = [*value.values()]
-    elif isinstance(value, list | tuple):
-        held = [*value]
+    """Let a reader meet a factory, and read the settings that it holds or closes over."""
+    held = dict[str, Any]()
+    while isinstance(factory, functools.partial):
+        held |= {str(number): each for number, each in enumerate(factory.args)} | factory.keywords
+        factory = factory.func
+    if isinstance(factory, types.MethodType):
+        held["__self__"], factory = factory.__self__, factory.__func__
+    if isinstance(factory, types.FunctionType):
+        reader.meet(factory)
+        names = zip(factory.__code__.co_freevars, factory.__closure__ or (), strict=True)
+        for name, cell in names:
+            with suppress(ValueError):  # it is empty
+                held[name] = cell.cell_contents
+        held |= {f"default {n}": each for n, each in enumerate(factory.__defaults__ or ())}
+        held |= factory.__kwdefaults__ or {}
     else:
-        held = [*getattr(value, "__dict__", {}).values()]
-    few = depth < _DEEPEST and len(held) <= _MOST_SETTINGS
-    code = isinstance(value, (*_FUNCTIONS, type, types.ModuleType, nn.Module, torch.Tensor))
-    own = (type(each) in PLAIN or are_settings(each, depth + 1) for each in held)
-    return few and not code and all(own)
+        held["self"] = factory
+        reader.meet(type(factory))
+    path = f"{OF_GLOBAL}{getattr(factory, '__qualname__', '')!r} of {factory.__module__}"
+    for name, value in held.items():
+        if isinstance(value, types.FunctionType):
+            reader.meet(value)
+        elif are_settings(value):
+            reader.read(f"{path}{PART}.{name}", value)
+        elif is_own(type(value).__module__):
+            for attribute, each in vars(value).items() if hasattr(value, "__dict__") else ():
+                if are_settings(each):
+                    reader.read(f"{path}{PART}.{name}{PART}.{attribute}", each)
 
 
 def package_of(held: Any) -> str:

@@ -7,37 +7,49 @@ params["frozen"]: CFG.frozen = True`. For the others it is what a process of the
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
-from cerebro_hydra.shards.admission.effects.held_state import (
-    are_settings,
-    package_of,
-    read_factory,
+from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS, AsBuilt, Found
+from cerebro_hydra.shards.admission.effects.filled_caches import (
+    ABSENT,
+    Variable,
+    settings_kept,
 )
+from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
 from cerebro_hydra.shards.admission.effects.named_by_code import (
     attributes_set,
     constant_texts,
     globals_set,
     is_own,
+    modules_named,
     names_read_before_set,
 )
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.effects.readings import is_of_process
+from cerebro_hydra.shards.admission.effects.readings import (
+    OBJECT,
+    OF_CLASS,
+    OF_GLOBAL,
+    PART,
+    is_of_process,
+)
 from cerebro_hydra.shards.admission.effects.shared_values import variables_of
+from cerebro_hydra.shards.admission.effects.value_texts import are_settings
+from cerebro_hydra.shards.cut.values import Contents
 
 _FLAGS = (bool, type(None), type(ABSENT))
 _CODE = (type, types.ModuleType, types.FunctionType)
 
 
 class IsolatedFactory:
-    """Calls a factory with the variables that its code names as before the first call.
+    """Calls a factory with what its code names as before the first call.
+
+    That is variables, and what containers, objects and classes have there, as far as factories have
+    changed it, and the variables that training has changed, too.
 
     What says that something is done stays: a flag, or what was None, at which the code that sets it
     looks before, as where something can be registered only once. An object that has numbers and
@@ -50,29 +62,43 @@ class IsolatedFactory:
     """
 
     def __init__(self, factory: Callable[..., Any]) -> None:
-        self.factory = factory
+        self.factory = self.__wrapped__ = factory
         reader = self._reader = ObjectReader({}, {package_of(factory)})
         with suppress(Exception):  # of what can't be read the rest is known
             read_factory(reader, factory)
             reader.read_code()
-        self._before = [
-            (variable, variable.value)
-            for path, variable in variables_of(reader).items()
-            if is_of_process(path) and not isinstance(variable.owner, list)
-        ]
-        self._names = [(held, {*_names(held)}) for held in self._holders()]
+        variables, containers = variables_of(reader), reader.containers
+        self._before = {
+            path: Found.of(variables.get(path), containers.get(path)).alone()
+            for path in filter(is_of_process, {**containers, **variables})
+        }
+        self._holders = [*_holders(reader, variables)]
+        for told, kind in reader.classes.items():  # methods and classes among its attributes, too
+            for name, value in vars(kind).items():
+                if not name.startswith("__"):
+                    path = f"attribute {name!r}{OF_CLASS}{told}"
+                    self._before.setdefault(path, Found(Variable(kind, name), value))
+        self._touched = set[str]()  # what any call has changed
 
     def __call__(self, params: Any) -> Any:
         """Call the factory."""
         self.give_back()
         modules = set(sys.modules)
+        before = {path: found.again() for path, found in {**self._before, **self._new()}.items()}
         built = self.factory(params)
-        if any(map(is_own, sys.modules.keys() - modules)):
+        imports = any(map(is_own, sys.modules.keys() - modules))
+        if imports:
             # What one of these has set, and not the factory, is not set again.
-            self._before = [
-                (each, before if each.name in self._set else each.value)
-                for each, before in self._before
-            ]
+            self._before = {
+                path: found if found.is_set_by(self._set) else found.again()
+                for path, found in self._before.items()
+            }
+        changed = {path for path, found in before.items() if not found.is_there}
+        changed |= {path for path in self._new() if path not in before}
+        if imports:
+            changed = {path for path in changed if self._at(path).is_set_by(self._set)}
+        self._touched |= changed
+        AsBuilt.note_changes({path: self._at(path) for path in changed})
         return built
 
     def __enter__(self) -> Self:
@@ -83,28 +109,42 @@ class IsolatedFactory:
 
     def give_back(self) -> None:
         """Let all of it be as before the first call."""
-        for variable, before in itertools.chain(self._before, self._new()):
-            present = variable.value
-            if present is before or isinstance(present, _CODE):
-                continue
-            is_flag = type(before) in _FLAGS and variable.name in self._looked_at
-            if is_flag and not (is_own(type(present).__module__) and are_settings(present)):
-                continue
-            with suppress(Exception):  # a class may refuse it
-                variable.set(before)
+        for path, found in {**self._before, **self._new()}.items():
+            if not found.is_there and self._goes_back(path, found):
+                with suppress(Exception):  # a class may refuse it
+                    found.give_back()
+        for function in self._reader.caches:
+            for arguments, made in settings_kept(function):
+                with suppress(Exception):  # as where a file is gone
+                    Contents.of(function.__wrapped__(*arguments)).fill(made)
 
-    def _holders(self) -> Iterator[type | dict[Any, Any]]:
-        yield from self._reader.classes.values()
-        for path, held in self._reader.containers.items():
-            if isinstance(held, dict) and is_of_process(path):
-                yield held
+    def _at(self, path: str) -> Found:
+        """Return what a path had before the first call."""
+        return self._before.get(path) or self._new()[path]
 
-    def _new(self) -> Iterator[tuple[Variable, object]]:
-        """Yield attributes of classes and entries of dicts that were not there, with `ABSENT`."""
-        for held, names in self._names:
-            for name in [each for each in _names(held) if each not in names]:
-                if isinstance(held, type) or name in self._reader.texts_in_code():
-                    yield Variable(held, name), ABSENT
+    def _goes_back(self, path: str, found: Found) -> bool:
+        variable, before = found.variable, found.value
+        if variable is None:
+            return path in self._touched
+        present = variable.value
+        if type(before) in _FLAGS and variable.name in self._looked_at:
+            return is_own(type(present).__module__) and are_settings(present)
+        if path in self._touched:
+            return True
+        if isinstance(variable.owner, list) or isinstance(present, _CODE):
+            return False
+        is_known = before is not ABSENT or isinstance(variable.owner, type)
+        return is_known or variable.name in self._reader.texts_in_code()
+
+    def _new(self) -> dict[str, Found]:
+        """Return what was not there at first: attributes, entries, and globals that code sets."""
+        found = dict[str, Found]()
+        for holder in self._holders:
+            for name in holder.names():
+                if name not in holder.known and (holder.any_name or name in self._set):
+                    variable = Variable(holder.owner, name)
+                    found[holder.path_of(name)] = Found(variable, ABSENT)
+        return found
 
     @functools.cached_property
     def _set(self) -> frozenset[str]:
@@ -118,8 +158,47 @@ class IsolatedFactory:
         return frozenset[str]().union(*found)
 
 
-def _names(held: type | dict[Any, Any]) -> list[str]:
-    """Return the names of a class's attributes, or the texts that are keys of a small dict."""
-    found = [*(vars(held) if isinstance(held, type) else held)]
-    names = [each for each in found if type(each) is str and not each.startswith("__")]
-    return names if len(found) <= MOST_ITEMS else []
+@dataclass(frozen=True)
+class _Holder:
+    """Has attributes or entries by names, to which factories may add some.
+
+    Args:
+        form: of the path of one, whose name stands in the place of {}.
+        known: the names that are there at first.
+        any_name: of what counts, not only those that code sets.
+    """
+
+    form: str
+    owner: type | dict[Any, Any]
+    known: frozenset[Any] = frozenset()
+    any_name: bool = True
+
+    def names(self) -> list[Any]:
+        """Return the names, of a large dict none."""
+        found = [*(vars(self.owner) if isinstance(self.owner, type) else self.owner)]
+        own = (each for each in found if not str(each).startswith("__"))
+        return [*own] if len(found) <= MOST_ITEMS or not self.any_name else []
+
+    def path_of(self, name: Any) -> str:
+        """Return the path of what it has by a name."""
+        return self.form.replace("{}", str(name)).replace("{!r}", repr(name))
+
+
+def _holders(reader: ObjectReader, variables: Mapping[str, Variable]) -> Iterator[_Holder]:
+    """Yield the classes, dicts, objects and modules that were read."""
+    found = [_Holder(f"attribute {{!r}}{OF_CLASS}{told}", e) for told, e in reader.classes.items()]
+    for path, held in reader.containers.items():
+        if isinstance(held, dict) and is_of_process(path):
+            found.append(_Holder(f"{path}{PART}[{{!r}}]", held))
+    for path, variable in variables.items():
+        name, owner = f"{PART}.{{}}", getattr(variable.value, "__dict__", None)
+        if isinstance(owner, dict) and reader.found.get(path, "").startswith(OBJECT):
+            found.append(_Holder(path + name, owner))
+        if path.startswith(OF_GLOBAL) and PART not in path and isinstance(variable.owner, dict):
+            form = f"{OF_GLOBAL}{{!r}} of{path.rpartition(' of')[2]}"
+            found.append(_Holder(form, variable.owner, any_name=False))
+    for module in {e for function in reader.own_functions() for e in modules_named(function)}:
+        form = f"{OF_GLOBAL}{{!r}} of {module.__name__}"
+        found.append(_Holder(form, vars(module), any_name=False))
+    for each in {id(each.owner): each for each in found}.values():
+        yield replace(each, known=frozenset(each.names()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import itertools
 import sys
 import sysconfig
 import types
@@ -28,6 +27,8 @@ _CHANGES = frozenset(
 """Methods by which containers change."""
 _STORE = dis.opmap["STORE_ATTR"]
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
+_BY_NAME = {"STORE_ATTR", "STORE_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 MOST_CODE = 1 << 16
@@ -145,6 +146,13 @@ def modules_imported(function: types.FunctionType) -> list[types.ModuleType]:
     return found
 
 
+def modules_named(function: types.FunctionType) -> list[types.ModuleType]:
+    """Return the user's modules that a function imports, or that are global variables it names."""
+    held = map(function.__globals__.get, global_names(function.__code__))
+    named = [each for each in held if isinstance(each, types.ModuleType) and is_own(each.__name__)]
+    return modules_imported(function) + named
+
+
 @kept_by_code
 def attributes_set(code: types.CodeType) -> frozenset[str]:
     """Return the names of attributes that code may set once an object is built, also inner code."""
@@ -169,18 +177,33 @@ def globals_set(code: types.CodeType) -> frozenset[str]:
 def names_read_before_set(code: types.CodeType) -> frozenset[str]:
     """Return the names and keys that code looks at, and sets further below, also in inner code.
 
-    Of attributes, global variables, and entries of dicts.
+    Of attributes, global variables, and entries of dicts; `CFG.deep = params["deep"]` looks at no
+    attribute of `CFG`.
     """
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    read, found = set[str](), set[str]()
-    for each, after in itertools.pairwise(dis.get_instructions(code)):
-        name, is_key = each.argval, each.opname == "LOAD_CONST" and type(each.argval) is str
-        sets = after.opname if is_key else each.opname
-        if sets in ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"):
-            found |= {name} & read
-        elif is_key or each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
-            read.add(name)
+    read, found = set[tuple[str, str]](), set[str]()
+    steps = [*dis.get_instructions(code)]
+    for number, each in enumerate(steps):
+        is_key = each.opname == "LOAD_CONST" and type(each.argval) is str
+        if not (is_key or each.opname in _BY_NAME):
+            continue
+        of = "" if "GLOBAL" in each.opname else _holder(steps, number, is_key)
+        after = steps[number + 1].opname if is_key else each.opname
+        if after not in _STORES:
+            read.add((of, each.argval))
+        elif (of, each.argval) in read:
+            found.add(each.argval)
     return frozenset(found).union(*map(names_read_before_set, inner))
+
+
+def _holder(steps: list[dis.Instruction], number: int, is_key: bool) -> str:
+    """Return the name of what has the attribute, or the entry by the key, of an instruction."""
+    before, after = steps[max(number - 2, 0) : number], steps[number + 1 : number + 3]
+    if is_key and len(after) == 2 and after[1].opname == "CONTAINS_OP":
+        return str(after[0].argval)
+    if before and before[-1].opname == "LOAD_METHOD":  # as in `CFG.get("ready")`
+        before.pop()
+    return str(before[-1].argval) if before else ""
 
 
 @kept_by_code

@@ -27,7 +27,7 @@ import types
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from inspect import get_annotations
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +51,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     is_installed,
     is_ours,
     is_own,
-    modules_imported,
+    modules_named,
     names_where_changed,
     names_where_written,
 )
@@ -77,6 +77,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     ATOMS,
     NAMED,
     are_plain,
+    are_settings,
     atom_text,
     digest_of,
     function_text,
@@ -85,6 +86,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     place_text,
     plain_text,
     short,
+    slots_of,
     tensor_text,
 )
 from cerebro_hydra.shards.digest import tensor_digest
@@ -123,7 +125,7 @@ class ObjectReader:
     Args:
         leaves: what stands for objects by their ids, which are not read; they stay alive meanwhile.
         packages: those of whose classes objects are read. Objects of the standard library are, too,
-            if all that is in them can be; of other installed packages no object is.
+            if all that is in them can be; of other installed packages only settings are.
         addresses: what stands for numbers by which objects are known in this process alone, as for
             the ids of leaves.
     """
@@ -199,6 +201,8 @@ class ObjectReader:
         read: set[tuple[int, str]] = set()
         for code in self._met:  # to which what is read adds
             if isinstance(code, type):
+                if is_own(type(code).__module__):
+                    self.meet(type(code))
                 for owner in code.__mro__:
                     if is_own(owner.__module__) and (id(owner), "") not in read:
                         read.add((id(owner), ""))
@@ -392,7 +396,7 @@ class ObjectReader:
             self.read(f"{path}{PART}.get()", value.get(None))
         elif isinstance(value, Cache):
             self._read_cache(path, value)
-        elif isinstance(value, nn.Module) or self._is_read(type(value)):
+        elif isinstance(value, nn.Module) or self._is_read(value):
             self.found[path] = f"{OBJECT}{name_of_type(type(value))}"
             self.meet(type(value))
             self._read_state(path, value)
@@ -437,13 +441,14 @@ class ObjectReader:
         known = type(key) in ATOMS or type(key) is object or id(key) in self._leaves
         return known or isinstance(key, NAMED)
 
-    def _is_read(self, kind: type) -> bool:
+    def _is_read(self, value: Any) -> bool:
+        kind = type(value)
         if kind.__module__.startswith(_OF_TORCH):
             return True
         package = kind.__module__.partition(".")[0]
         if package in sys.stdlib_module_names and package != "__main__":
             return False
-        return package in self.packages or not is_installed(package)
+        return package in self.packages or not is_installed(package) or are_settings(value)
 
     def _read_state(self, path: str, value: Any) -> None:
         self.read_attributes(path, value, getattr(value, "__dict__", {}))
@@ -571,12 +576,11 @@ def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], 
     Those of other modules that the user wrote are named behind the module, which it may import
     itself. Some may not be made yet.
     """
-    variables, modules = code.__globals__, modules_imported(code)
+    variables, modules = code.__globals__, modules_named(code)
     for name in global_names(code.__code__):
-        value = variables.get(name)
-        if isinstance(value, types.ModuleType) and is_own(value.__name__):
-            modules.append(value)
-        elif name in variables or not hasattr(builtins, name):
+        if variables.get(name) not in modules and (
+            name in variables or not hasattr(builtins, name)
+        ):
             yield module_of(code), variables, name
     seen = set[str]()
     for module in modules:  # to which are added those that are named behind them
@@ -615,28 +619,12 @@ def computed_attributes(kind: type) -> frozenset[str]:
 
     Those of the user's own classes are left out: they may be computed of weights.
     """
-    return frozenset(
+    installed = [owner for owner in kind.__mro__ if not is_own(owner.__module__)]
+    caches = {n for owner in installed if owner is not type for n in get_annotations(owner)}
+    return frozenset(name for name in caches if name.endswith("_cache")) | frozenset(
         name
-        for owner in kind.__mro__
+        for owner in installed
         for name, each in vars(owner).items()
-        if (isinstance(each, functools.cached_property) and not is_own(owner.__module__))
+        if isinstance(each, functools.cached_property)
         or (kind.__module__.startswith(_OF_TORCH) and type(each).__name__ == "lazy_property")
-    )
-
-
-def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an object's slots, of those that are set."""
-    for owner, name in _slots(type(value)):  # type: ignore[arg-type]
-        with suppress(AttributeError):  # it was never set
-            yield name, vars(owner)[name].__get__(value)
-
-
-@functools.lru_cache(1000)
-def _slots(kind: type) -> tuple[tuple[type, str], ...]:
-    """Return the names of an object's slots, each with the class that has it."""
-    return tuple(
-        (owner, name)
-        for owner in kind.__mro__
-        for name, each in vars(owner).items()
-        if isinstance(each, types.MemberDescriptorType) and "__slots__" in vars(owner)
     )

@@ -168,13 +168,6 @@ def settings_text(variables: Mapping[str, Variable]) -> tuple[tuple[str, str], .
     return tuple((path, atom_text(value)) for path, value in values if type(value) in ATOMS)
 
 
-def shared_settings(recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    """Return the numbers and texts that a trial's code names and its process has."""
-    with suppress(Exception):  # admission looks at it again, and tells why it can't be read
-        return settings_text(variables_of(HeldState(recipe).read_whole()))
-    return ()
-
-
 def variable_at(path: str, reader: ObjectReader) -> Variable | None:
     """Return the variable, attribute or entry that a path names, which need not be there."""
     variables = ChainMap(reader.variables, reader.class_attributes)
@@ -316,27 +309,33 @@ class SharedState:
 
 
 @contextmanager
-def shared_kept(recipe: Recipe, made: dict[str, str] | None = None) -> Iterator[None]:
+def shared_kept(
+    recipe: Recipe,
+    made: dict[str, str] | None = None,
+    factory: Callable[..., Any] | None = None,
+) -> Iterator[None]:
     """Let what trials share be afterwards as before the body, in which a trial takes first steps.
 
     A flag that these set once is then there to be set by those of the next trial, as in an agent.
 
     Args:
         made: what the trials of a search have made where nothing was, which gets this one's.
+        factory: has built the recipe; models may hold what it names.
 
     Raises:
         ConfigurationError: this one makes something else there.
     """
-    shared = None
+    shared, held = list[SharedState](), HeldState(recipe)
     with suppress(Exception):  # admission looks at it again, and tells why it can't be read
-        shared = SharedState(HeldState(recipe).read_all())
+        shared.append(SharedState(held.read_all()))
+        shared += [] if factory is None else [SharedState(held.read_shared(factory))]
     try:
         yield
-        if shared is not None and made is not None:
-            shared.check_made(made)
+        if shared and made is not None:
+            shared[0].check_made(made)
     finally:
-        if shared is not None:
-            shared.restore()
+        for each in shared:
+            each.restore()
 
 
 class _Noted:

@@ -28,7 +28,6 @@ from cerebro_hydra.shards.admission.effects.held_state import (
     OF_OPTIMIZER,
     OF_PARAMETER,
     OF_SCHEDULER,
-    PLAIN,
     THE_OPTIMIZER,
     HeldState,
     SetBefore,
@@ -60,6 +59,7 @@ from cerebro_hydra.shards.admission.effects.shared_values import (
     set_anew,
     variables_of,
 )
+from cerebro_hydra.shards.admission.effects.value_texts import PLAIN
 from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 

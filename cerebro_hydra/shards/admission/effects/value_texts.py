@@ -1,20 +1,28 @@
-"""Says what stands in a reading for a value that holds no other, such as a text or a tensor."""
+"""Says what stands in a reading for a value that holds no other, such as a text or a tensor.
+
+Tells what has numbers and texts alone: settings.
+"""
 
 from __future__ import annotations
 
 import array
 import ctypes
 import dis
+import functools
 import itertools
+import logging
 import re
+import threading
 import types
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.effects.named_by_code import kept_by_code, operations
 from cerebro_hydra.shards.admission.effects.readings import NOTHING
@@ -23,11 +31,20 @@ from cerebro_hydra.storage.digest import digest
 
 _NUMBERS = {int, float, bool}
 ATOMS = {*_NUMBERS, complex, str, bytes, type(None), type(...)}
+PLAIN = {*_NUMBERS, complex, str, type(None)}
+"""The types of values that nothing changes in place."""
 _DERIVED: tuple[type, ...] = (int, float, complex, str, bytes)
 NAMED = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_CODE = (
+    types.FunctionType, types.MethodType, functools.partial, types.ModuleType, nn.Module, Tensor,
+)  # fmt: skip
+_NO_SETTINGS = (
+    *NAMED, *_DERIVED, np.generic, logging.Logger, type(threading.Lock()), type(threading.RLock()),
+)  # fmt: skip
+"""What settings may hold beside numbers and texts, and which has none itself."""
 _CTYPES = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _BUFFERS = (bytearray, memoryview, array.array)
 _BY_ROWS = ("crow_indices", "col_indices", "values")
@@ -41,6 +58,7 @@ _PARTS = {
     torch._mkldnn: ("to_dense",),  # type: ignore[attr-defined]
 }
 """What tensors consist of that are not strided, by their layout."""
+_MOST_SETTINGS = 1000
 _SHOWN = 64
 """Characters of what is read of a value; of a longer text it is the digest."""
 
@@ -150,3 +168,49 @@ def digest_of(values: Collection[Any]) -> str:
     if set(map(type, values)) <= {float}:
         return digest(np.fromiter(values, np.float64, len(values)))
     return digest(repr(tuple(values)).encode(errors="surrogatepass"))
+
+
+def are_settings(value: Any) -> bool:
+    """Return whether a value is an object or a container of numbers and texts, and of such ones."""
+    left, seen = [value], dict[int, Any]()
+    while left and len(left) + len(seen) <= _MOST_SETTINGS:
+        each = left.pop()
+        if type(each) in ATOMS or id(each) in seen:
+            continue
+        if (held := _held_by_settings(each)) is None:
+            return False
+        seen[id(each)] = each
+        left += held
+    return not left
+
+
+def _held_by_settings(value: Any) -> list[Any] | None:
+    """Return what is in a value, None if that is code, or what Python can't see."""
+    if isinstance(value, _CODE):
+        return None
+    if isinstance(value, _NO_SETTINGS) or type(value).__module__ == "typing":
+        return []
+    held = [*getattr(value, "__dict__", {}).values(), *(each for _, each in slots_of(value))]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return [*held, *(value.values() if isinstance(value, dict) else value)]
+    kind = type(value)
+    is_python = hasattr(value, "__dict__") or _slots(kind) or kind is object  # type: ignore[arg-type]
+    return held if is_python else None
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an object's slots, of those that are set."""
+    for owner, name in _slots(type(value)):  # type: ignore[arg-type]
+        with suppress(AttributeError):  # it was never set
+            yield name, vars(owner)[name].__get__(value)
+
+
+@functools.lru_cache(1000)
+def _slots(kind: type) -> tuple[tuple[type, str], ...]:
+    """Return the names of an object's slots, each with the class that has it."""
+    return tuple(
+        (owner, name)
+        for owner in kind.__mro__
+        for name, each in vars(owner).items()
+        if isinstance(each, types.MemberDescriptorType) and "__slots__" in vars(owner)
+    )

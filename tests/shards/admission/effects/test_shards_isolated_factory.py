@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 
@@ -19,7 +23,10 @@ TABLE: dict[str, Any] = {"size": 1}
 NAMES: dict[str, int] = {}
 SPACE: Any = SimpleNamespace(size=1)
 VARIABLE = "CEREBRO_HYDRA_TEST_SIZE"
-CALLS: list[str] = []
+BY_NUMBER: dict[Any, Any] = {}
+SIZES, BLOCKS, WORDS = [1, 2], [{"size": 1}], {"a"}
+WEIGHTS, TENSOR = np.ones(3), torch.ones(3)
+PLACES: Any = SimpleNamespace()
 
 
 class Own:
@@ -28,6 +35,9 @@ class Own:
     made: Any = None
     count = 0
     amp = known = False
+
+    def told(self) -> int:
+        return 1
 
 
 class Settings:
@@ -46,6 +56,20 @@ class Settings:
 SETTINGS = Settings()
 
 
+class Single(type):
+    instances: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any) -> Any:
+        if cls not in Single.instances:
+            Single.instances[cls] = super().__call__(*args)
+        return Single.instances[cls]
+
+
+class Made(metaclass=Single):
+    def __init__(self) -> None:
+        self.size, self.log = 1, logging.getLogger("made")
+
+
 def sets_a_global(value: Any) -> None:
     global SIZE
     SIZE = value
@@ -57,7 +81,14 @@ def sets_an_attribute(value: Any) -> None:
 
 def sets_what_it_looks_at_afterwards(value: Any) -> None:
     Own.amp = bool(value)
-    CALLS.append(str(Own.amp))
+    assert Own.amp
+
+
+def sets_what_is_a_key_of_others_too(value: Any) -> None:
+    params = {"amp": value, "size": value}
+    if params["amp"] and "size" in params:
+        Own.amp = True
+        TABLE["size"] = params["size"]
 
 
 def sets_a_new_attribute(value: Any) -> None:
@@ -89,34 +120,76 @@ def sets_a_variable_of_the_environment(value: Any) -> None:
     os.environ["CEREBRO_HYDRA_TEST_SIZE"] = str(value)
 
 
+def sets_an_item(value: Any) -> None:
+    SIZES[0] = value
+
+
+def adds_an_item(value: Any) -> None:
+    SIZES.append(value)
+
+
+def sets_a_block(value: Any) -> None:
+    BLOCKS[0] = {"size": value}
+
+
+def sets_within_a_block(value: Any) -> None:
+    BLOCKS[0]["size"] = value
+
+
+def adds_a_member(value: Any) -> None:
+    WORDS.add(value)
+
+
+def sets_by_a_number(value: Any) -> None:
+    BY_NUMBER[1] = value
+
+
+def sets_in_an_array(value: Any) -> None:
+    WEIGHTS[0] = TENSOR[0] = len(str(value)) + 1
+
+
+def sets_a_new_attribute_of_an_object(value: Any) -> None:
+    PLACES.late = value
+
+
+def sets_a_method(value: Any) -> None:
+    Own.told = lambda self: value  # type: ignore[assignment, misc, return-value]
+
+
+def sets_what_a_metaclass_keeps(value: Any) -> None:
+    Made().size = value
+
+
 def counts(value: Any) -> None:
     Own.count += 1
 
 
 def state() -> tuple[Any, ...]:
     of_class = {n: v for n, v in vars(Own).items() if not n.startswith("__")}
-    held = dict(TABLE), dict(NAMES), dict(vars(SPACE)), dict(vars(SETTINGS))
+    held = (
+        dict(TABLE), dict(NAMES), dict(vars(SPACE)), dict(vars(SETTINGS)), vars(PLACES).copy(),
+        SIZES, BLOCKS, WORDS, BY_NUMBER, WEIGHTS, TENSOR,
+        [each.size for each in Single.instances.values()],
+    )  # fmt: skip
     one = None if Settings.one is None else Settings.one.size
     return SIZE, one, of_class, *held, os.environ.get(VARIABLE)
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    size, _, of_class, table, names, space, settings, _ = state()
+    names = [n for n, each in globals().items() if n.isupper() and n not in ("CHANGES", "VARIABLE")]
+    before = {name: copy.deepcopy(globals()[name]) for name in names}
+    of_class = dict(vars(Own))
     yield
     Settings.one = None
-    globals().update(SIZE=size, SPACE=SimpleNamespace())
-    for name in state()[2].keys() - of_class.keys():
+    Single.instances.clear()
+    globals().update(before)
+    for name in vars(Own).keys() - of_class.keys():
         delattr(Own, name)
     for name, value in of_class.items():
-        setattr(Own, name, value)
-    for held, before in (
-        (TABLE, table), (NAMES, names), (vars(SPACE), space), (vars(SETTINGS), settings)
-    ):  # fmt: skip
-        held.clear()
-        held.update(before)
+        if not name.startswith("__"):
+            setattr(Own, name, value)
     os.environ.pop(VARIABLE, None)
-    CALLS.clear()
 
 
 def sets_an_object(value: Any) -> None:
@@ -132,7 +205,9 @@ CHANGES = [
     sets_an_object, sets_of_what_it_makes_first, sets_a_global,
     sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,
-    sets_a_variable_of_the_environment, counts,
+    sets_a_variable_of_the_environment, counts, sets_what_is_a_key_of_others_too,
+    sets_an_item, adds_an_item, sets_a_block, sets_within_a_block, adds_a_member, sets_by_a_number,
+    sets_in_an_array, sets_a_new_attribute_of_an_object, sets_a_method, sets_what_a_metaclass_keeps,
 ]  # fmt: skip
 
 
@@ -141,41 +216,43 @@ CHANGES = [
 def test_what_a_factory_sets_for_one_trial_is_not_there_for_the_next(
     change: Callable[[Any], None], value: Any
 ) -> None:
-    found = []
+    before = repr(state())
 
     def factory(params: Any) -> None:
-        found.append(state())
+        assert repr(state()) == before
         if params:
             change(value)
 
-    before = state()
     with IsolatedFactory(factory) as isolated:
         for params in (True, False, True, False):
             isolated(params)
-            assert (state() == before) is not params
+            assert (repr(state()) == before) is not params
         isolated(True)
-    assert found == [before] * 5
-    assert state() == before, "nor afterwards"
+    assert repr(state()) == before, "nor afterwards"
 
 
-def test_what_says_that_something_is_done_stays() -> None:
+def test_what_says_that_something_is_done_stays(capsys: pytest.CaptureFixture[str]) -> None:
     def factory(_: Any) -> None:
         if not Own.ready:  # it can be registered only once
-            CALLS.append("ready")
+            print("ready")
             Own.ready = True
         if Own.made is None:
-            CALLS.append("made")
+            print("made")
             Own.made = "a name"
         if "known" not in TABLE:
-            CALLS.append("known")
+            print("known")
             TABLE["known"] = True
-        NAMES.setdefault("".join(["a", "word"]), len(NAMES))  # a vocabulary
+        if TABLE.get("set") is None:
+            print("set")
+            TABLE["set"] = 1
+        if not getattr(Own, "late", False):
+            print("late")
+            Own.late = True  # type: ignore[attr-defined]
 
     with IsolatedFactory(factory) as isolated:
         for _ in range(3):
             isolated({})
-    assert CALLS == ["ready", "made", "known"]
-    assert NAMES == {"aword": 0}
+    assert capsys.readouterr().out.split() == ["ready", "made", "known", "set", "late"]
 
 
 def test_what_can_not_be_read_or_set_is_left() -> None:
@@ -202,16 +279,14 @@ def test_what_a_module_sets_that_the_first_call_imports_stays(
     (tmp_path / f"{name}.py").write_text(f"import {__name__} as tests\ntests.Own.known = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    found = []
 
     def factory(params: Any) -> None:
         importlib.import_module(name)
-        found.append((Own.known, Own.size))
+        assert (Own.known, Own.size) == (True, 1)
         if params:
             Own.size = 2
 
     isolated = IsolatedFactory(factory)
     for params in (True, False, True):
         isolated(params)
-    assert found == [(True, 1)] * 3
     monkeypatch.delitem(sys.modules, name)

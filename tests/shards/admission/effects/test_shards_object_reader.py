@@ -354,9 +354,12 @@ def test_what_pickle_can_not_copy_is_named_and_left_out(make: Callable[[], Any])
     assert read(Held(held)) == before
 
 
-def test_a_class_of_another_installed_package_is_not_read() -> None:
-    counter = pytest.importorskip("hypothesis").settings()
-    assert list(read(Held(counter))) == ["it", "it\0.gain", "it\0.others"]
+def test_of_other_installed_packages_settings_alone_are_read() -> None:
+    drawing = pytest.importorskip("hypothesis.strategies").integers()
+    assert list(read(Held(drawing))) == ["it", "it\0.gain", "it\0.others"]
+    settings = pytest.importorskip("hypothesis").settings(max_examples=3)
+    assert "int 3" in read(Held(settings)).values()
+    assert read(Held(settings)) != read(Held(pytest.importorskip("hypothesis").settings()))
 
 
 def test_what_a_library_notes_on_its_functions_is_no_change() -> None:
