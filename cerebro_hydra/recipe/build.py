@@ -7,17 +7,17 @@ trial may begin with weights that were trained before.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 import random
-import sys
 import threading
 import types
-from collections import Counter, defaultdict
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -38,7 +38,8 @@ _PLAIN = (
     torch.dtype,
 )  # fmt: skip
 
-_CONTAINERS = (dict, list, tuple)
+_FEW = (dict, list, tuple)
+_MOST_REFERENCES = 100_000
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
@@ -136,80 +137,102 @@ def build_recipe(
         with MetaOperations() as operations:
             recipe = build()
         give_memory(recipe, operations)
-    take_own_layers(recipe.model, factory)
+    take_own_layers(recipe, factory)
     freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
 
 
-def take_own_layers(model: nn.Module, factory: Callable[..., Any]) -> None:
+def take_own_layers(recipe: Recipe, factory: Callable[..., Any]) -> None:
     """Copy layers of a model that was just built, if they are defaults of arguments of functions.
 
     All models have such a layer, as of `def __init__(self, act=nn.ReLU())`. Trials that take turns
     on a device would meet one another's hooks there. So is an activation that is global, for who
-    calls it by its global name computes the same. A layer is left if anything else refers to it,
-    such as a list of the model's, or if it has tensors, hooks or objects, and not only numbers,
-    texts and functions.
+    calls it by its global name computes the same. A layer is left if anything else of the trial
+    refers to it, such as a list of the model's, or if it has tensors, hooks or objects, and not
+    only numbers, texts and functions.
 
     Args:
         factory: has built it.
     """
-    paths = defaultdict[int, list[tuple[str, str]]](list)  # of each: its holders, with its names
-    for path, parent in model.named_modules():
-        for name in () if isinstance(parent, torch.jit.ScriptModule) else parent._modules:
-            paths[id(parent._modules[name])].append((path, name))
-    del parent
-    shared = list[tuple[nn.Module, int]]()  # layers, each with the number of other references
-    for places in paths.values():
-        path, name = places[0]
-        others = sys.getrefcount(model.get_submodule(path)._modules[name]) - 1 - len(places)
-        layer = model.get_submodule(path)._modules[name]
-        if others > 0 and layer is not None and _is_plain(layer):
-            shared.append((layer, others))
-        del layer
-    common = _common_references(model, factory, {id(layer) for layer, _ in shared})
-    for layer, others in shared:
-        is_activation = type(layer).__module__ == nn.ReLU.__module__
-        if others == common.of_defaults[id(layer)] + is_activation * common.global_[id(layer)]:
-            own = copy.deepcopy(layer)
-            for path, name in paths[id(layer)]:
-                model.get_submodule(path)._modules[name] = own
+    model = recipe.model
+    places = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent._modules.items()
+        if layer is not None and _is_plain(layer)
+    ]
+    common = _common_layers(model, factory, {id(layer): layer for *_, layer in places})
+    own: dict[int, nn.Module] = {}
+    if common:
+        common -= _referred_to(recipe)
+        memo = {id(layer): layer for *_, layer in places if id(layer) in common}
+        own = {key: copy.deepcopy(layer) for key, layer in memo.items()}
+    for parent, name, layer in places:
+        if id(layer) in own:
+            parent._modules[name] = own[id(layer)]
 
 
-class _References(NamedTuple):
-    """Holds how often layers are defaults of arguments, and global or in global containers."""
+def _common_layers(
+    model: nn.Module, factory: Callable[..., Any], layers: dict[int, nn.Module]
+) -> set[int]:
+    """Return which layers all models have, by their ids.
 
-    of_defaults: Counter[int]
-    global_: Counter[int]
-
-
-def _common_references(
-    model: nn.Module, factory: Callable[..., Any], layers: set[int]
-) -> _References:
-    """Return those in the modules of a factory and of a model's classes, by the ids of layers."""
-    kinds = {kind for each in model.modules() for kind in type(each).__mro__} if layers else set()
+    These are defaults of arguments, and activations in global variables and their containers, in
+    the modules of a factory and of a model's classes.
+    """
+    kinds = {kind for each in model.modules() for kind in type(each).__mro__}
     kinds = {kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))}
     functions = [each for kind in kinds for each in vars(kind).values()]
     functions.append(inspect.unwrap(getattr(factory, "func", factory)))  # of a partial
     spaces = {id(held): held for each in functions if (held := getattr(each, "__globals__", None))}
-    functions += [each for held in spaces.values() for each in held.values()]
-    functions += [f for each in functions if isinstance(each, type) for f in vars(each).values()]
-    own = {id(each): each for each in functions if isinstance(each, types.FunctionType)}.values()
-    defaults = [each.__defaults__ or () for each in own]
-    defaults += [tuple((each.__kwdefaults__ or {}).values()) for each in own]
     held = [each for space in spaces.values() for each in space.values()]
-    inner = [
-        each.values() if isinstance(each, dict) else each
-        for each in held
-        if type(each) in _CONTAINERS
-    ]
-    return _References(
-        Counter(id(e) for each in defaults for e in each if id(e) in layers),
-        Counter(id(e) for each in (held, *inner) for e in each if id(e) in layers),
-    )
+    functions += held
+    functions += [f for each in held if isinstance(each, type) for f in vars(each).values()]
+    found = set[int]()
+    for each in functions:
+        if isinstance(each, types.FunctionType):
+            found.update(map(id, each.__defaults__ or ()))
+            found.update(map(id, (each.__kwdefaults__ or {}).values()))
+    for each in held:
+        items = [*(each.values() if isinstance(each, dict) else each)] if type(each) in _FEW else []
+        of_layers = [e for e in (each, *items) if isinstance(e, nn.Module)]
+        found.update(id(e) for e in of_layers if type(e).__module__ == nn.ReLU.__module__)
+    return found & layers.keys()
+
+
+def _referred_to(recipe: Recipe) -> set[int]:
+    """Return the ids of what a trial refers to but as a registered module of another one."""
+    modules = {id(each): each for each in recipe.model.modules()}
+    metrics = [metric.function for metric in recipe.metric_list]
+    left: list[Any] = [recipe.loss, recipe.collate, recipe.training_step, *metrics]
+    left += [v for each in modules.values() for n, v in vars(each).items() if n != "_modules"]
+    found = set[int]()
+    while left and len(found) < _MOST_REFERENCES:
+        each = left.pop()
+        if id(each) in found or isinstance(each, (type, types.ModuleType, Tensor)):
+            continue
+        found.add(id(each))
+        if id(each) in modules:
+            continue
+        if isinstance(each, types.FunctionType):
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    left.append(cell.cell_contents)
+            left += [*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
+        elif isinstance(each, types.MethodType):
+            left.append(each.__self__)
+        elif isinstance(each, functools.partial):
+            left += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, list | tuple | set | frozenset | deque):
+            left += each
+        left += getattr(each, "__dict__", {}).values()
+    return found
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    return not isinstance(layer, torch.jit.ScriptModule) and all(
+    return all(
         name == "_modules" or _is_plain_value(value)
         for module in layer.modules()
         for name, value in vars(module).items()

@@ -25,6 +25,7 @@ from cerebro_hydra.data.spec import matching_columns, require_dataframe
 from cerebro_hydra.errors import CerebroHydraError, ConfigurationError
 from cerebro_hydra.foreign_text import named_error_text
 from cerebro_hydra.recipe import Columns, Recipe, build_keeping_random_state
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory, LeftSettings
 from cerebro_hydra.shards.export.program import EXPORTED_FILES, load_exported
 from cerebro_hydra.spark import outputs as arrow_columns
 from cerebro_hydra.spark.gpus import VISIBLE
@@ -344,13 +345,18 @@ class BuiltPredictor:
         """Run the factory and put the weights into its model."""
         from pyspark.serializers import CloudPickleSerializer
 
+        left = list[LeftSettings]()
+
         def factory(params: Any) -> Any:  # what it imports may draw random numbers, too
-            return CloudPickleSerializer().loads(self.factory)(params)
+            with IsolatedFactory(CloudPickleSerializer().loads(self.factory)) as isolated:
+                built = isolated(params)
+                left.append(isolated.left())
+            return built
 
         recipe = build_keeping_random_state(factory, self.params, self.seed, self.columns)
         load_state(recipe.model, self.state.values())
         recipe.to(device).model.eval()
-        return partial(_predict, recipe)
+        return partial(_predict, recipe, left[-1])
 
 
 @dataclass(frozen=True)
@@ -386,9 +392,9 @@ class ExportedPredictor:
         return lambda features: list(model(*features))
 
 
-def _predict(recipe: Recipe, features: tuple[Tensor, ...]) -> list[Tensor]:
-    features, _ = recipe.collated(features, (), None)
-    with torch.no_grad(), recipe.precision():
+def _predict(recipe: Recipe, settings: LeftSettings, features: tuple[Tensor, ...]) -> list[Tensor]:
+    with settings.in_use(), torch.no_grad(), recipe.precision():
+        features, _ = recipe.collated(features, (), None)
         return recipe.predictions(recipe.call(recipe.model, features))
 
 

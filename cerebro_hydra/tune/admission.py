@@ -57,6 +57,7 @@ from cerebro_hydra.shards.admission.admit import (
     on_disk,
 )
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
 from cerebro_hydra.shards.admission.shared_layers import SharedLayers
@@ -354,14 +355,15 @@ class Admission:
         finer_tasks = _finer_tasks(parent, recipe) if finer else None
         if finer_tasks is not None:
             recipe.recompute = True
-        seed = trial_seed(self._seed, trial)
-        examples = self._example_batches(recipe)
-        with refusing(), shared_kept(recipe, self._made, self._factory.factory):
+        seed, examples = trial_seed(self._seed, trial), self._example_batches(recipe)
+        with refusing(), shared_kept(recipe, self._factory.factory) as shared:
             admission = (
                 self._cut(recipe, examples, seed)
                 if parent is None
                 else self._cut_as(parent, recipe, examples, seed)
             )
+            if shared is not None:
+                shared.check_made(self._made, KnownChanges(admission.attributes))
             recipe.take_form(examples[0])  # another trial's admission may have served this one
             self._check_metrics(directions_of(recipe))
             plan = None if parent is None else _plan_as(recipe, parent)

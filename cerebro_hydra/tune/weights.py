@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any, Protocol
@@ -25,6 +26,7 @@ from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.recipe.objective.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.export.archive import ModelArchive, archived
 from cerebro_hydra.shards.export.program import ExportedModel, save_exported
@@ -195,7 +197,8 @@ class RunWeights:
         """Return what the factory builds, with the trained weights; or the graph of the archive."""
         if (kept := self._kept) is not None:
             return kept.torch()
-        model = self._recipe().model
+        factory = self._find_factory()  # what it sets stays, for the model to read
+        model = trained_recipe(self._folder, self._document, self._spec, factory).model
         return model.module() if isinstance(model, StepModule) else model
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -208,14 +211,18 @@ class RunWeights:
                 return archive.module().original_state()
             saved = saved_tensors(self._folder, self._spec.trial)
             return {name.partition(":")[2]: tensor for name, tensor in saved.items()}
-        state: dict[str, Tensor] = self._recipe().model.state_dict()
+        with self._isolated_recipe() as recipe:
+            state: dict[str, Tensor] = recipe.model.state_dict()
         return state
 
     def archive(self) -> ModelArchive:
         """Export the model, in evaluation's view of `collate`; or return the run's archive."""
         if (kept := self._kept) is not None:
             return kept.archive()
-        recipe, features = self._recipe(), self._batch().features
+        with self._isolated_recipe() as recipe:
+            return self._archived(recipe, self._batch().features)
+
+    def _archived(self, recipe: Recipe, features: Sequence[Tensor]) -> ModelArchive:
         if len(features[0]) < 2:
             features = tuple(torch.cat([column, column]) for column in features)
         try:
@@ -256,13 +263,14 @@ class RunWeights:
 
     @cached_property
     def _inference_and_loss(self) -> tuple[Inference, Any]:
-        recipe = self._recipe()
+        with self._isolated_recipe() as recipe:
+            state = {"model": weights_file(recipe.model)}
         predictor = BuiltPredictor(
             factory=pickle_factory(self._find_factory()),
             params=dict(self._spec.params),
             seed=self._document.seed,
             columns=Columns.of(self._document),
-            state={"model": weights_file(recipe.model)},
+            state=state,
         )
         specs = feature_specs(self._manifest().columns, self._document.feature_columns)
         rows = lambda: _two_of(self._batch().features)  # noqa: E731
@@ -284,8 +292,11 @@ class RunWeights:
             return ArchiveWeights(archive, f"{self.run_path}/models/{trial_id}")
         return None
 
-    def _recipe(self) -> Recipe:
-        return trained_recipe(self._folder, self._document, self._spec, self._find_factory())
+    @contextmanager
+    def _isolated_recipe(self) -> Iterator[Recipe]:
+        """Yield the trained recipe, with what its factory has set, as long as the body runs."""
+        with IsolatedFactory(self._find_factory()) as factory:
+            yield trained_recipe(self._folder, self._document, self._spec, factory)
 
     def _facts(self, recipe: Recipe, features: Sequence[Tensor]) -> ModelFacts:
         given, _ = recipe.collated(_two_of(features), (), None)

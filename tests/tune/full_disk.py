@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from cerebro_hydra.errors import CerebroHydraError
@@ -31,12 +32,12 @@ WIDTH = 8000
 TOO_LITTLE = 500_000
 """Bytes that no state fits in, but journal and documents do."""
 
-built: list[dict[str, Any]] = []
+built = SimpleQueue[str]()  # what a factory leaves in a list is taken out again
 
 
 def counted(params: dict[str, Any]) -> Any:
     """Build a net, and note it."""
-    built.append(params)
+    built.put(repr(params))
     return tune_models.small(params)
 
 
@@ -97,7 +98,8 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
         observers=[view, *([] if spare is None else [Filler(folder, spare)])],
     )
     prepared = backend.prepare(search.store, rows(), search.data_spec)
-    before = len(built)
+    while not built.empty():
+        built.get()
     with short_of_disk(folder, case):
         try:
             search.fit_on_prepared_data(prepared)
@@ -123,7 +125,7 @@ def ended(folder: Path, case: str) -> dict[str, Any]:
     files = [str(path.relative_to(folder)) for path in folder.glob("runs/**/*") if path.is_file()]
     return {
         "said": said,
-        "built": len({*map(repr, built[before:])}),
+        "built": len({built.get() for _ in range(built.qsize())}),
         "files": files,
         "resumed": resumed,
         "finished": counted_by,

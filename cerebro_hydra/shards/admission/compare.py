@@ -44,6 +44,7 @@ from cerebro_hydra.shards.admission.effects.readings import Reading, told
 from cerebro_hydra.shards.admission.effects.shared_values import SharedState, shared_kept
 from cerebro_hydra.shards.admission.effects.training_effects import SideEffects
 from cerebro_hydra.shards.admission.global_draws import refused_random_numbers
+from cerebro_hydra.shards.admission.held_beside import HeldBeside
 from cerebro_hydra.shards.admission.metric_parts import warnings_of_parts
 from cerebro_hydra.shards.admission.step_errors import forms_of, told_with_batch
 from cerebro_hydra.shards.admission.written_tensors import (
@@ -363,7 +364,7 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
     Raises:
         ConfigurationError: as `told_with_batch`.
     """
-    trainer = plain_trainer(recipe, trial_seed)
+    trainer, beside = plain_trainer(recipe, trial_seed), HeldBeside(recipe)
     with shared_kept(recipe), told_with_batch(trainer, example), suppress(NonFiniteLoss):
         try:
             trainer.evaluate(_window(example, 1))
@@ -371,6 +372,7 @@ def evaluate_once(recipe: Recipe, example: Example, trial_seed: int) -> None:
             names = None if recipe.columns is None else recipe.columns.targets
             labels = forms_of(example[1], names)
             raise ConfigurationError(f"on first rows with labels ({labels}), {error}") from error
+    beside.give_back()  # the next one is to be the first
 
 
 def _settled(

@@ -76,7 +76,7 @@ def save_exported(
     features: Sequence[Tensor],
     folder: str | Path,
     collated: bool = True,
-    kept: Callable[[], AbstractContextManager[None]] = nullcontext,
+    kept: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Write a recipe's model, as it evaluates, to the three files of an exported model.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.build import take_own_layers
 
 GELU = nn.GELU()
@@ -50,6 +51,10 @@ def plain_layers(model: nn.Module) -> list[nn.Module]:
     return [each for each in model.modules() if not list(each.parameters())]
 
 
+def of(model: nn.Module) -> Recipe:
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+
+
 @pytest.mark.parametrize("build", MODELS)
 def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> None:
     torch.manual_seed(0)
@@ -58,10 +63,10 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
     x = torch.randn(4, 3)
     before = one.eval()(x)
     given = set(map(id, one.modules()))
-    take_own_layers(one, build)
+    take_own_layers(of(one), build)
     other = build()
     assert given & set(map(id, other.modules()))
-    take_own_layers(other, build)
+    take_own_layers(of(other), build)
     assert not set(one.modules()) & set(other.modules())
     assert torch.equal(one(x), before)
     assert [name for name, _ in one.named_modules(remove_duplicate=False)] == names
@@ -70,7 +75,7 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
     gc.collect()
     for model in (one, other):
         alone = list(map(id, model.modules()))
-        take_own_layers(model, build)
+        take_own_layers(of(model), build)
         assert list(map(id, model.modules())) == alone, "what no other one has stays"
 
 
@@ -93,7 +98,7 @@ def of_a_global() -> nn.Module:
 def test_a_layer_to_which_its_model_may_refer_otherwise_stays(build: Any) -> None:
     model = build()
     modules = list(model.modules())
-    take_own_layers(model, build)
+    take_own_layers(of(model), build)
     assert list(model.modules()) == modules
 
 
@@ -111,7 +116,6 @@ def test_what_is_no_plain_layer_stays() -> None:
     hooked.register_forward_hook(lambda *_: None)
     others = [nn.Linear(2, 2), nn.BatchNorm1d(2), hooked, Keeps(), nn.Sequential(Keeps())]
     model = nn.Sequential(*others, nn.ModuleList([others[0]]))
-    take_own_layers(model, by_default)
+    take_own_layers(of(model), by_default)
     assert [*model][:-1] == others
     assert model[-1][0] is others[0]
-    take_own_layers(torch.jit.script(nn.Sequential(GELU, nn.Linear(2, 2))), by_default)

@@ -104,6 +104,11 @@ class AfterSteps:
         twice = tuple(each * 2 if each.is_floating_point() else each for each in features)
         return replace(others, example=(twice, labels))
 
+    def of_another_step(self) -> AfterSteps:
+        """Return the same with other random numbers."""
+        key = self.key
+        return replace(self, key=replace(key, step=key.step + 1))
+
 
 def forward_and_backward(recipe: Recipe, example: Example, key: RandomKey) -> float:
     """Compute a batch's loss, and its gradients; the user's own step also moves parameters."""

@@ -237,7 +237,8 @@ class Found:
     @classmethod
     def of(cls, variable: Variable | None, held: Container | None) -> Found:
         """Return what a variable and a container have now, of a large one nothing."""
-        held = held if held is not None and len(held) <= MOST_ITEMS else None
+        if _is_small_array(held) or (held is not None and len(held) > MOST_ITEMS):
+            held = None
         value = None if variable is None else variable.value
         if held is None and _is_small_array(value):
             return cls(variable, value, value, Contents.of(value))

@@ -43,6 +43,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
 from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.effects.value_texts import PLAIN
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
+from cerebro_hydra.shards.admission.held_beside import HeldBeside
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
@@ -76,6 +77,7 @@ class EvaluationEffects:
     def __init__(self, recipe: Recipe, evaluated: Recipe) -> None:
         self._recipe = recipe
         self._held, self._held_by_evaluated = HeldState(recipe), HeldState(evaluated)
+        self._beside = HeldBeside(recipe)
         self._precision = evaluated.precision
         self._before: Reading = {}
         self.latest: Reading = {}
@@ -127,6 +129,8 @@ class EvaluationEffects:
         before = self._after(steps, evaluated, lambda: None)
         alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
         self._check_beside(steps, trained_attributes)
+        self._check_trained(steps, trained_attributes)
+        self._check_earlier(steps)
         of_first = changed(before, alone)
         self._note(of_first)
         if not self.written:
@@ -172,13 +176,62 @@ class EvaluationEffects:
         losses = nn.ModuleList(each for each in recipe.losses if isinstance(each, nn.Module))
         built, found = AttributeValues(losses, of=nn.ModuleList([model, losses])), []
         with suppress(Exception), built.in_use():  # what fails on such rows is told elsewhere
-            for each in (steps, steps.of_larger_rows()):
+            for each in (steps, steps.of_larger_rows().of_another_step()):
                 with steps.in_use(model, AttributeValues(model)):
                     bits_of_step(recipe, each)
                 found.append(evaluated())
         if len(found) == 2 and found[0] != found[1]:
             raise ConfigurationError(
                 f"evaluations compute with {told(names[0])}, which training sets; {_SET_TOO}"
+            )
+
+    def _check_trained(self, steps: AfterSteps, trained: Collection[str]) -> None:
+        """Refuse evaluations that compute with a number that training sets, though it may be 0."""
+        model, held = self._recipe.model, self._held
+
+        def evaluated(name: str, more: float) -> list[str]:
+            with steps.in_use(model, steps.copied_history(model)):
+                for module, attribute, _ in held.attributes([name]):
+                    vars(module)[attribute] = vars(module)[attribute] + more
+                steps.key.reseed("evaluation")
+                return self.evaluate(steps.example)
+
+        with steps.history.in_use():
+            numbers = {
+                name
+                for module, attribute, name in held.attributes(set(map(name_of, trained)))
+                if type(vars(module).get(attribute)) in (int, float) and name not in self._unread
+            }
+        for name in sorted(numbers):
+            found = list[list[str]]()
+            with suppress(Exception):  # as where it is a size
+                found += [evaluated(name, more) for more in (0, 1)]
+            if len(found) == 2 and found[0] != found[1]:
+                raise ConfigurationError(
+                    f"evaluations compute with {told(name)}, which training sets; {_SET_TOO}"
+                )
+
+    def _check_earlier(self, steps: AfterSteps) -> None:
+        """Refuse evaluations that depend on what those before have kept, of a batch or weights."""
+        model, found = self._recipe.model, list[list[str]]()
+        present = HeldBeside(self._recipe)
+        with suppress(Exception):  # what fails on such rows is told elsewhere
+            for earlier in ([], [steps.of_larger_rows()]):
+                self._beside.give_back()
+                attributes = AttributeValues(model)
+                for each in earlier:
+                    with each.in_use(model, attributes, size=0.5):
+                        self.evaluate(each.example)
+                with steps.in_use(model, attributes):
+                    steps.key.reseed("evaluation")
+                    found.append(self.evaluate(steps.example))
+        present.give_back()
+        if len(found) == 2 and found[0] != found[1]:
+            where = min(self.written, key=_in_order)
+            raise ConfigurationError(
+                f"evaluations depend on {told(where)}, which the first one sets and later ones use "
+                "as it is; each worker evaluates anew, with its own weights and batches. Compute "
+                f"it in each evaluation, or {_remedy(where)}"
             )
 
     def _after(

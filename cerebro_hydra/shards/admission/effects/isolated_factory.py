@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -109,14 +109,16 @@ class IsolatedFactory:
 
     def give_back(self) -> None:
         """Let all of it be as before the first call."""
-        for path, found in {**self._before, **self._new()}.items():
-            if not found.is_there and self._goes_back(path, found):
-                with suppress(Exception):  # a class may refuse it
-                    found.give_back()
+        of_all = {**self._before, **self._new()}.items()
+        _give_back(e for path, e in of_all if not e.is_there and self._goes_back(path, e))
         for function in self._reader.caches:
             for arguments, made in settings_kept(function):
                 with suppress(Exception):  # as where a file is gone
                     Contents.of(function.__wrapped__(*arguments)).fill(made)
+
+    def left(self) -> LeftSettings:
+        """Return what calls have changed, as the last one has left it."""
+        return LeftSettings(tuple(self._at(path).again() for path in sorted(self._touched)))
 
     def _at(self, path: str) -> Found:
         """Return what a path had before the first call."""
@@ -156,6 +158,29 @@ class IsolatedFactory:
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
+
+
+@dataclass(frozen=True)
+class LeftSettings:
+    """Holds what a factory has set for one model, which computes with it."""
+
+    found: tuple[Found, ...]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let it be there while the body runs."""
+        before = [each.again() for each in self.found]
+        _give_back(self.found)
+        try:
+            yield
+        finally:
+            _give_back(before)
+
+
+def _give_back(found: Iterable[Found]) -> None:
+    for each in found:
+        with suppress(Exception):  # a class may refuse it
+            each.give_back()
 
 
 @dataclass(frozen=True)

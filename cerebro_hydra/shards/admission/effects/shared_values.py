@@ -15,8 +15,10 @@ from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
@@ -35,13 +37,19 @@ from cerebro_hydra.shards.admission.effects.readings import (
     OF_CLASS,
     OF_ENVIRONMENT,
     PART,
+    KnownChanges,
     attribute_of,
     containers_of,
     entry_of,
     is_of_process,
     told,
 )
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, atom_text, tensor_text
+from cerebro_hydra.shards.admission.effects.value_texts import (
+    ATOMS,
+    atom_text,
+    plain_text,
+    tensor_text,
+)
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
@@ -241,40 +249,44 @@ class SharedState:
                 self.changed.add(path)
                 contents.fill(holder)
 
-    def made(self) -> dict[str, Tensor | float]:
-        """Return the tensors and numbers that are there now where nothing was.
+    def made(self) -> Iterator[tuple[str, int, object]]:
+        """Yield the path, the number of its holder, and the value of what is where nothing was.
 
-        That is variables, entries of dicts, and results that cached functions keep.
+        That is variables, attributes, entries of dicts, items of lists that were empty, and results
+        that cached functions keep.
         """
-        built, found = self._noted[0], dict[str, object]()
+        built = self._noted[0]
         for path, value in built.values.items():
             if value is None or value is ABSENT:
-                found[path] = self._places[path].value
-        for path, holder, contents in built.held.values():
+                yield path, 0, self._places[path].value
+        for number, (path, holder, contents) in enumerate(built.held.values()):
             if isinstance(holder, dict) and len(holder) <= _MOST_ITEMS:
-                new = [key for key in holder if key not in (contents.items or {})]
-                found |= {f"{path}{PART}[{key!r}]": holder[key] for key in new}
-        for cache in self._caches:
-            results = kept_results(cache)
-            name = f"what {cache.__qualname__} keeps"
-            found |= {f"{name}{PART}[{key!r}]": each for key, each in results[:_MOST_ITEMS]}
-        return {p: each for p, each in found.items() if isinstance(each, Tensor | float)}
+                for key in [key for key in holder if key not in (contents.items or {})]:
+                    yield f"{path}{PART}[{key!r}]", number, holder[key]
+            elif isinstance(holder, list) and not contents.items and len(holder) <= _MOST_ITEMS:
+                yield path, number, [*holder]
+            for name, each in Contents.of(holder).attributes.items():
+                if contents.attributes.get(name) is None:
+                    yield f"{path}{PART}.{name}", number, each
+        for number, cache in enumerate(self._caches):
+            for key, each in kept_results(cache)[:_MOST_ITEMS]:
+                yield f"what {cache.__qualname__} keeps{PART}[{key!r}]", number, each
 
-    def check_made(self, made: dict[str, str]) -> None:
+    def check_made(self, made: dict[str, str], known: KnownChanges) -> None:
         """Refuse what trials make once for all that come after, if another one makes it otherwise.
 
         Args:
             made: what others have made, which gets what this one has.
+            known: the changes that this one's first steps have made.
 
         Raises:
             ConfigurationError: another one does.
         """
-        for path, value in self.made().items():
-            key, text = path, repr(value)
-            if isinstance(value, Tensor):
-                key += f" of {value.dtype} {tuple(value.shape)}"  # it may grow with the rows
-                text = tensor_text(value)
-            if made.setdefault(key, text) != text:
+        for path, number, value in self.made():
+            if not known.anew.isdisjoint(containers_of(path)):
+                continue  # each step makes it
+            form, text = _table_text(value)
+            if text and made.setdefault(f"{path}{PART}{number}{PART}{form}", text) != text:
                 raise ConfigurationError(
                     f"the first steps of another trial make {told(path)} otherwise, and in a "
                     "process the first one that trains makes it for all; keep it in an attribute "
@@ -310,32 +322,47 @@ class SharedState:
 
 @contextmanager
 def shared_kept(
-    recipe: Recipe,
-    made: dict[str, str] | None = None,
-    factory: Callable[..., Any] | None = None,
-) -> Iterator[None]:
+    recipe: Recipe, factory: Callable[..., Any] | None = None
+) -> Iterator[SharedState | None]:
     """Let what trials share be afterwards as before the body, in which a trial takes first steps.
 
     A flag that these set once is then there to be set by those of the next trial, as in an agent.
+    The body gets what knows it, but of a trial that can't be read.
 
     Args:
-        made: what the trials of a search have made where nothing was, which gets this one's.
         factory: has built the recipe; models may hold what it names.
-
-    Raises:
-        ConfigurationError: this one makes something else there.
     """
     shared, held = list[SharedState](), HeldState(recipe)
     with suppress(Exception):  # admission looks at it again, and tells why it can't be read
         shared.append(SharedState(held.read_all()))
         shared += [] if factory is None else [SharedState(held.read_shared(factory))]
     try:
-        yield
-        if shared and made is not None:
-            shared[0].check_made(made)
+        yield shared[0] if shared else None
     finally:
         for each in shared:
             each.restore()
+
+
+def _table_text(value: object) -> tuple[str, str]:
+    """Return what a table has that may grow with the rows, such as shapes, and what it says.
+
+    That is nothing of what has neither numbers that are not whole nor tensors, or has a graph.
+    """
+    leaves, form, text = tree_leaves(value), list[str](), ""
+    for each in leaves:
+        if isinstance(each, Tensor) and not each.requires_grad:
+            form.append(f"{each.dtype} {tuple(each.shape)}")
+            text += tensor_text(each)
+        elif isinstance(each, np.ndarray) and not each.dtype.hasobject:
+            form.append(f"{each.dtype} {each.shape}")
+            text += plain_text(each) or ""
+        elif isinstance(each, float):
+            text += repr(each)
+        elif type(each) in ATOMS:
+            form.append(atom_text(each))
+        else:
+            return "", ""
+    return f"{len(leaves)} {form}", text
 
 
 class _Noted:

@@ -17,6 +17,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.admit import AdmittedCut, admit
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
+from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from cerebro_hydra.shards.admission.effects.shared_values import SharedState, shared_kept
 from tests.agent.lone_agent import BATCH, COLUMNS
 
@@ -308,9 +309,23 @@ class Table(nn.Module):
             HELD["slope"] = self.slope / 3
         if self.kind == "a global" and TABLE is None:
             TABLE = self.made(1) + self.slope
+        if self.kind == "a pair in a dict" and len(x) not in HELD:
+            HELD[len(x)] = (self.made(len(x)), len(x))  # type: ignore[assignment]
+        if self.kind == "an object" and OBJECT.table is None:
+            OBJECT.table = self.made(1) + self.slope
+        if self.kind == "an array" and OBJECT.table is None:
+            OBJECT.table = np.full(6, self.slope, np.float32)
+        if self.kind == "a list" and not ITEMS:
+            ITEMS.extend([self.slope, 1.0])
         if self.kind == "a cached function":
             SCALED_BY[:] = [self.slope]
         kept = {"numbers": HELD.get("slope"), "a global": TABLE, "a dict": HELD.get(len(x))}
+        kept |= {"an object": OBJECT.table}
+        if self.kind == "a pair in a dict":
+            return x * HELD[len(x)][0]  # type: ignore[index]
+        kept |= {"an array": OBJECT.table, "a list": ITEMS[0] if ITEMS else None}
+        if isinstance(OBJECT.table, np.ndarray):
+            kept["an array"] = torch.from_numpy(OBJECT.table)
         return x * (cached(len(x)) if self.kind == "a cached function" else kept[self.kind])
 
     def made(self, rows: int) -> Tensor:
@@ -318,6 +333,7 @@ class Table(nn.Module):
 
 
 SCALED_BY = [1.0]
+OBJECT, ITEMS = SimpleNamespace(table=None), list[float]()
 
 
 @functools.lru_cache
@@ -325,7 +341,13 @@ def cached(rows: int) -> Tensor:
     return torch.linspace(0, SCALED_BY[0], rows)[:, None]
 
 
-@pytest.mark.parametrize("kind", ["a dict", "numbers", "a global", "a cached function"])
+MADE = [
+    "a dict", "numbers", "a global", "a cached function", "a pair in a dict", "an object",
+    "an array", "a list",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE)
 def test_what_another_trial_makes_otherwise_for_all_is_refused(kind: str) -> None:
     made, held = dict[str, str](), set(HELD)
 
@@ -333,12 +355,15 @@ def test_what_another_trial_makes_otherwise_for_all_is_refused(kind: str) -> Non
         model = nn.Sequential(nn.Linear(6, 6), Table(slope, kind))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH).bind(COLUMNS)
-        with shared_kept(recipe, made):
+        with shared_kept(recipe) as shared:
             model(torch.ones(BATCH, 6))
             model(torch.ones(BATCH - 1, 6))
+            assert shared is not None
+            shared.check_made(made, KnownChanges(()))
 
     for _ in range(2):
         first_steps(0.5)
-        assert HELD.keys() == held and TABLE is None and not cached.cache_info().currsize
+        assert HELD.keys() == held and TABLE is OBJECT.table is None and not ITEMS
+        assert not cached.cache_info().currsize
     with pytest.raises(ConfigurationError, match=r"another trial make .* otherwise, and in a proc"):
         first_steps(0.25)
