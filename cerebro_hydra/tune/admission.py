@@ -177,7 +177,7 @@ class Admission:
         if folder is not None:
             self._auto_plan = biller.auto_plan(examples.manifest, folder)
         self._told: set[Hashable] = set()
-        self._shared_layers = SharedLayers()
+        self._shared_layers = SharedLayers(by_turns=biller.profiler is not None)
         self._made: dict[str, str] = {}  # what first steps made of what trials share
         self._built_alike: set[str] = set()  # the kinds of trials that were built twice
 
@@ -304,8 +304,7 @@ class Admission:
         with refusing():
             recipe, code = self._built_twice(trial, params)
             self._biller.check_compile(recipe)
-            if self._profiler is not None:
-                self._shared_layers.check(trial_name(trial), recipe.model)
+            self._shared_layers.check(trial_name(trial), recipe.model)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe

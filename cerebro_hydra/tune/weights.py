@@ -26,7 +26,7 @@ from cerebro_hydra.recipe.objective.prediction_kind import PredictionKind
 from cerebro_hydra.recipe.objective.step_module import StepModule
 from cerebro_hydra.replay.record import result_state
 from cerebro_hydra.replay.states import load_model, read_saved
-from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory, LeftSettings
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
 from cerebro_hydra.shards.export.archive import ModelArchive, archived
 from cerebro_hydra.shards.export.program import ExportedModel, save_exported
@@ -197,8 +197,10 @@ class RunWeights:
         """Return what the factory builds, with the trained weights; or the graph of the archive."""
         if (kept := self._kept) is not None:
             return kept.torch()
-        factory = self._find_factory()  # what it sets stays, for the model to read
+        _take_back()
+        factory = IsolatedFactory(self._find_factory())
         model = trained_recipe(self._folder, self._document, self._spec, factory).model
+        _left.append((factory, factory.left()))  # it stays, for the model to read
         return model.module() if isinstance(model, StepModule) else model
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -295,6 +297,7 @@ class RunWeights:
     @contextmanager
     def _isolated_recipe(self) -> Iterator[Recipe]:
         """Yield the trained recipe, with what its factory has set, as long as the body runs."""
+        _take_back()
         with IsolatedFactory(self._find_factory()) as factory:
             yield trained_recipe(self._folder, self._document, self._spec, factory)
 
@@ -334,6 +337,17 @@ def _shapes(predictions: Sequence[Tensor]) -> list[tuple[int, ...]]:
 def _two_of(columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the first two rows; of a single one, two copies."""
     return tuple(torch.cat([column[:2], column[:2]])[:2] for column in columns)
+
+
+_left: list[tuple[IsolatedFactory, LeftSettings]] = []
+"""What the factory has set for the model that was given out last, in this process."""
+
+
+def _take_back() -> None:
+    """Let the next model find what there was before, but what the user has changed since then."""
+    while _left:
+        factory, left = _left.pop()
+        factory.take_back(left)
 
 
 def trained_recipe(

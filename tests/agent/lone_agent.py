@@ -119,6 +119,14 @@ def trained_many(cut: str, everything: bool, width: int, /) -> tuple[RunFolder, 
     return train_without_agent(store, factory), factory
 
 
+class Record:
+    """Keeps what a factory has built, which no settings are, so that it is not taken out again."""
+
+    def __init__(self) -> None:
+        self.recipes: list[Recipe] = []
+        self.note = lambda made: self.recipes.append(made)
+
+
 class Agent:
     """One agent without wire, that trains the trial of a run again.
 
@@ -138,7 +146,7 @@ class Agent:
     ) -> None:
         Draws.in_audits.clear()
         self.folder, self.make = trained, make
-        self.built: list[Recipe] = []
+        self.record = Record()
         self.begun: list[int] = []
         self.document = read_document(trained)
         manifest = find_prepared(trained.store, self.document.fingerprint)
@@ -184,6 +192,11 @@ class Agent:
         state = sum(shard.frozen + shard.trainable + shard.gradients for shard in profile.shards)
         return max(int(part * state), need)
 
+    @property
+    def built(self) -> list[Recipe]:
+        """Return what the factory has built."""
+        return self.record.recipes
+
     def factory(self, params: Any) -> Recipe:
         """Build the trial, and keep the recipe."""
         made = self.make()
@@ -191,7 +204,7 @@ class Agent:
             Draws.in_audits.clear()  # those of models that are gone, whose ids others may have
         if self.built and all(made.model is not each.model for each in self.built):
             Draws.in_audits.update(map(id, made.model.modules()))  # the first is the trial's
-        self.built.append(made)
+        self.record.note(made)
         return made
 
     def close(self) -> None:

@@ -20,10 +20,10 @@ _MOST = 1000
 
 
 class HeldBeside:
-    """Holds what loss, collate and metrics have now, but not what is in tensors and modules.
+    """Holds what loss, collate and metrics have now, but not what is in tensors.
 
-    That is what they close over, what objects and containers have there, and the variables that
-    they name, as all of the trial's code does.
+    That is attributes of losses that are modules, what others close over, what objects and
+    containers have there, and the variables that they name, as all of the trial's code does.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -45,6 +45,9 @@ class HeldBeside:
                 left.append(vars(each))
             else:
                 self._held += held_by(each, _is_left_out)
+        losses = [each for each in recipe.losses if isinstance(each, nn.Module)]
+        modules = [each for loss in losses for each in loss.modules()]
+        self._modules = [(vars(each), _own(vars(each))) for each in modules]
         variables = dict[str, Variable]()
         with suppress(Exception):  # admission looks at it again, and tells why it can't be read
             reader = HeldState(recipe).read_whole()
@@ -64,9 +67,17 @@ class HeldBeside:
         for holder, contents in self._held:
             if not Contents.of(holder).is_same(contents):
                 contents.fill(holder)
+        for attributes, before in self._modules:
+            for name in _own(attributes).keys() - before.keys():
+                del attributes[name]
+            attributes.update(before)
         for variable, value in self._variables:
             if variable.value is not value:
                 variable.set(value)
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if not name.startswith("_")}
 
 
 def _is_left_out(value: Any) -> bool:

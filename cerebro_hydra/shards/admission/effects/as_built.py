@@ -37,6 +37,7 @@ from cerebro_hydra.shards.admission.effects.shared_values import (
 )
 from cerebro_hydra.shards.admission.effects.value_texts import (
     ATOMS,
+    are_settings,
     atom_text,
     plain_text,
     tensor_text,
@@ -202,6 +203,20 @@ def mark(value: object) -> str | int:
     return atom_text(value) if type(value) in ATOMS else id(value)
 
 
+_told = dict[int, object]()
+"""Values that are told by their ids, which no others are to get."""
+
+
+def _told_for_good(value: object) -> str | int:
+    if type(value) not in ATOMS and are_settings(value):
+        reader = ObjectReader({}, ())
+        reader.read("", value)
+        return repr(sorted(reader.found.items()))
+    if isinstance(found := mark(value), int):
+        _told[found] = value
+    return found
+
+
 def _is_small_array(value: object) -> bool:
     """Return whether it has numbers that may be set in place, as weights of classes are."""
     if type(value) is Tensor:
@@ -265,9 +280,9 @@ class Found:
 
     @property
     def text(self) -> str:
-        """Return what tells it in this process."""
-        items = () if self.contents is None else map(mark, self.contents.values())
-        return f"{mark(self.value)} {[*items]}"
+        """Return what tells it in this process, where what it is told by stays alive."""
+        items = () if self.contents is None else self.contents.values()
+        return f"{_told_for_good(self.value)} {[*map(_told_for_good, items)]}"
 
     @property
     def is_there(self) -> bool:

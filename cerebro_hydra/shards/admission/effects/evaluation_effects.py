@@ -200,7 +200,17 @@ class EvaluationEffects:
             numbers = {
                 name
                 for module, attribute, name in held.attributes(set(map(name_of, trained)))
-                if type(vars(module).get(attribute)) in (int, float) and name not in self._unread
+                if type(vars(module).get(attribute)) in (int, float)
+                if name not in self._unread
+            }
+        with steps.in_use(model, AttributeValues(model)), suppress(Exception):
+            places = [*held.attributes(numbers)]
+            before = [vars(module).get(attribute) for module, attribute, _ in places]
+            self.evaluate(steps.example)
+            numbers -= {  # which evaluations make themselves
+                name
+                for (module, attribute, name), built in zip(places, before, strict=True)
+                if vars(module).get(attribute) != built
             }
         for name in sorted(numbers):
             found = list[list[str]]()
@@ -222,6 +232,8 @@ class EvaluationEffects:
                 for each in earlier:
                     with each.in_use(model, attributes, size=0.5):
                         self.evaluate(each.example)
+                with steps.in_use(model, attributes):
+                    bits_of_step(self._recipe, steps)  # in between, epochs train
                 with steps.in_use(model, attributes):
                     steps.key.reseed("evaluation")
                     found.append(self.evaluate(steps.example))

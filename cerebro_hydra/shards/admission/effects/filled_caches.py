@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from cerebro_hydra.shards.admission.effects.readings import containers_of
 from cerebro_hydra.shards.admission.effects.value_texts import are_settings
 from cerebro_hydra.shards.cut.values import Contents
@@ -73,6 +75,8 @@ class Variable:
             type.__delattr__(self.owner, self.name)
         elif isinstance(self.owner, type):
             type.__setattr__(self.owner, self.name, value)
+        elif isinstance(self.owner, Tensor):
+            setattr(self.owner, self.name, value)
         elif not isinstance(self.owner, MutableMapping):
             object.__setattr__(self.owner, self.name, value)  # also of a frozen one
         elif value is ABSENT:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from torch import nn
+
 from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS, AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
@@ -38,7 +40,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
 )
 from cerebro_hydra.shards.admission.effects.shared_values import variables_of
-from cerebro_hydra.shards.admission.effects.value_texts import are_settings
+from cerebro_hydra.shards.admission.effects.value_texts import PLAIN, are_settings
 from cerebro_hydra.shards.cut.values import Contents
 
 _FLAGS = (bool, type(None), type(ABSENT))
@@ -78,6 +80,11 @@ class IsolatedFactory:
                 if not name.startswith("__"):
                     path = f"attribute {name!r}{OF_CLASS}{told}"
                     self._before.setdefault(path, Found(Variable(kind, name), value))
+        self._of_modules = dict[str, Found]()
+        for path, variable in variables.items():
+            if isinstance(variable.value, nn.Module) and is_of_process(path):
+                self._of_modules |= dict(_of_module(path, variable.value))
+        self._before |= self._of_modules
         self._touched = set[str]()  # what any call has changed
 
     def __call__(self, params: Any) -> Any:
@@ -86,7 +93,9 @@ class IsolatedFactory:
         modules = set(sys.modules)
         before = {path: found.again() for path, found in {**self._before, **self._new()}.items()}
         built = self.factory(params)
-        imports = any(map(is_own, sys.modules.keys() - modules))
+        new = sys.modules.keys() - modules
+        # Some that are installed make modules that have no place.
+        imports = any(is_own(name) and not name.startswith("_") for name in new)
         if imports:
             # What one of these has set, and not the factory, is not set again.
             self._before = {
@@ -98,7 +107,7 @@ class IsolatedFactory:
         if imports:
             changed = {path for path in changed if self._at(path).is_set_by(self._set)}
         self._touched |= changed
-        AsBuilt.note_changes({path: self._at(path) for path in changed})
+        AsBuilt.note_changes({p: self._at(p) for p in changed if p not in self._of_modules})
         return built
 
     def __enter__(self) -> Self:
@@ -116,9 +125,18 @@ class IsolatedFactory:
                 with suppress(Exception):  # as where a file is gone
                     Contents.of(function.__wrapped__(*arguments)).fill(made)
 
+    def take_back(self, left: LeftSettings) -> None:
+        """Let what calls have changed be as before the first one, where it is as they have left it.
+
+        Args:
+            left: what they have left.
+        """
+        there = [path for path, found in left.found.items() if found.is_there]
+        _give_back([self._at(path) for path in there])
+
     def left(self) -> LeftSettings:
         """Return what calls have changed, as the last one has left it."""
-        return LeftSettings(tuple(self._at(path).again() for path in sorted(self._touched)))
+        return LeftSettings({path: self._at(path).again() for path in sorted(self._touched)})
 
     def _at(self, path: str) -> Found:
         """Return what a path had before the first call."""
@@ -160,17 +178,29 @@ class IsolatedFactory:
         return frozenset[str]().union(*found)
 
 
+def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Found]]:
+    """Yield the settings of the layers of a module, and whether its parameters are trained."""
+    for place, layer in module.named_modules():
+        of_layer = ((name, Variable(vars(layer), name)) for name in vars(layer))
+        for name, variable in of_layer:
+            if type(variable.value) in PLAIN and name != "training" and not name.startswith("_"):
+                yield f"{path}{PART}.{place}{PART}.{name}", Found(variable, variable.value)
+    for name, parameter in module.named_parameters():
+        found = Found(Variable(parameter, "requires_grad"), parameter.requires_grad)
+        yield f"{path}{PART}.{name}{PART}.requires_grad", found
+
+
 @dataclass(frozen=True)
 class LeftSettings:
     """Holds what a factory has set for one model, which computes with it."""
 
-    found: tuple[Found, ...]
+    found: Mapping[str, Found]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let it be there while the body runs."""
-        before = [each.again() for each in self.found]
-        _give_back(self.found)
+        before = [each.again() for each in self.found.values()]
+        _give_back(self.found.values())
         try:
             yield
         finally:

@@ -334,7 +334,7 @@ def shared_kept(
     """
     shared, held = list[SharedState](), HeldState(recipe)
     with suppress(Exception):  # admission looks at it again, and tells why it can't be read
-        shared.append(SharedState(held.read_all()))
+        shared.append(SharedState(held.read_whole()))
         shared += [] if factory is None else [SharedState(held.read_shared(factory))]
     try:
         yield shared[0] if shared else None

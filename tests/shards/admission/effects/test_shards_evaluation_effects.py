@@ -112,6 +112,80 @@ class Centers:
         return {**batch, "x": batch["x"] - self.mean}
 
 
+class WarmsUp(zoo.Net):
+    """Weighs by a number that training sets, and that is 0 in the first steps, as by default."""
+
+    beta = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.beta = max(0.0, (self.steps.item() - 8) / 20)
+        return super().forward(x) * (1 + self.beta)
+
+
+class KeepsTheFirst(zoo.Net):
+    """Takes away the mean of the first batch that is evaluated."""
+
+    mean: Any = None
+
+    def forward(self, x):
+        if self.training:
+            return super().forward(x)
+        if self.mean is None:
+            self.mean = x.mean()
+        return super().forward(x - self.mean)
+
+
+class KeepsALoss(nn.Module):
+    """Divides by the first loss of evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = None
+
+    def forward(self, outputs, labels):
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if torch.is_grad_enabled():
+            return loss
+        if self.first is None:
+            self.first = loss.item()
+        return loss / self.first
+
+
+class Mixes:
+    """Draws how much of the rows it takes, which evaluation takes, too."""
+
+    part: Any = 1.0
+
+    def __call__(self, batch, training):
+        if training:
+            self.part = torch.rand(()).item()
+        return {**batch, "x": batch["x"] * self.part}
+
+
+FIRST: dict[str, Any] = {}
+
+
+def keeps_in_a_global(outputs, labels):
+    if "mean" not in FIRST:
+        FIRST["mean"] = outputs.mean().item()
+    return (outputs - FIRST["mean"]).square().mean()
+
+
+def keeping() -> Callable[..., Any]:
+    kept: dict[str, Any] = {}
+
+    def metric(outputs, labels):
+        return (outputs - kept.setdefault("mean", outputs.mean().item())).square().mean()
+
+    return metric
+
+
 def counted() -> Callable[..., Any]:
     calls = [0]
 
@@ -156,6 +230,30 @@ REFUSED: dict[str, tuple[Callable[..., Make], str]] = {
         lambda **o: with_columns(made(zoo.Net, collate=Centers(), **o)),
         "evaluations compute with a value of the collate, which training sets; .*buffer",
     ),
+    "a number that training sets later": (
+        lambda **o: made(WarmsUp, **o),
+        r"evaluations compute with attribute 'beta' of the model \(WarmsUp\), which training sets",
+    ),
+    "a collate that draws in training": (
+        lambda **o: with_columns(made(zoo.Net, collate=Mixes(), **o)),
+        "evaluations compute with a value of the collate, which training sets",
+    ),
+    "a model that keeps the first batch": (
+        lambda **o: made(KeepsTheFirst, **o),
+        r"evaluations depend on attribute 'mean' of the model \(KeepsTheFirst\), which the first",
+    ),
+    "a loss that keeps the first": (
+        lambda **o: made(zoo.Net, lambda _: KeepsALoss(), **o),
+        "evaluations depend on attribute 'first' of the loss, which the first one sets",
+    ),
+    "a metric that keeps the first": (
+        lambda **o: made(zoo.Net, metrics={"m": (keeping(), "min")}, **o),
+        "evaluations depend on a value of metric 'm', which the first one sets",
+    ),
+    "a metric that keeps it in a global": (
+        lambda **o: made(zoo.Net, metrics={"m": (keeps_in_a_global, "min")}, **o),
+        "evaluations depend on global variable 'FIRST' .*, which the first one sets",
+    ),
     "a collate": (
         lambda **o: with_columns(made(zoo.Net, collate=CountsBatches(training=False), **o)),
         "each evaluation changes a value of the collate.*, .*; let it keep nothing",
@@ -169,6 +267,7 @@ def test_what_depends_on_earlier_evaluations_is_refused_by_name(
     what: str, rules: dict[str, Any]
 ) -> None:
     make, message = REFUSED[what]
+    FIRST.clear()
     with pytest.raises(ConfigurationError, match=message):
         start(make(**rules)(), VECTORS)
 

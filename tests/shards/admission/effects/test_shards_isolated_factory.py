@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 
@@ -27,6 +28,7 @@ BY_NUMBER: dict[Any, Any] = {}
 SIZES, BLOCKS, WORDS = [1, 2], [{"size": 1}], {"a"}
 WEIGHTS, TENSOR = np.ones(3), torch.ones(3)
 PLACES: Any = SimpleNamespace()
+LAYERS = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
 
 
 class Own:
@@ -152,6 +154,11 @@ def sets_a_new_attribute_of_an_object(value: Any) -> None:
     PLACES.late = value
 
 
+def sets_of_a_layer(value: Any) -> None:
+    LAYERS[1].p = 0.5
+    LAYERS.requires_grad_(False)
+
+
 def sets_a_method(value: Any) -> None:
     Own.told = lambda self: value  # type: ignore[assignment, misc, return-value]
 
@@ -170,6 +177,7 @@ def state() -> tuple[Any, ...]:
         dict(TABLE), dict(NAMES), dict(vars(SPACE)), dict(vars(SETTINGS)), vars(PLACES).copy(),
         SIZES, BLOCKS, WORDS, BY_NUMBER, WEIGHTS, TENSOR,
         [each.size for each in Single.instances.values()],
+        LAYERS, [each.requires_grad for each in LAYERS.parameters()],
     )  # fmt: skip
     one = None if Settings.one is None else Settings.one.size
     return SIZE, one, of_class, *held, os.environ.get(VARIABLE)
@@ -207,7 +215,8 @@ CHANGES = [
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,
     sets_a_variable_of_the_environment, counts, sets_what_is_a_key_of_others_too,
     sets_an_item, adds_an_item, sets_a_block, sets_within_a_block, adds_a_member, sets_by_a_number,
-    sets_in_an_array, sets_a_new_attribute_of_an_object, sets_a_method, sets_what_a_metaclass_keeps,
+    sets_of_a_layer, sets_in_an_array, sets_a_new_attribute_of_an_object, sets_a_method,
+    sets_what_a_metaclass_keeps,
 ]  # fmt: skip
 
 
