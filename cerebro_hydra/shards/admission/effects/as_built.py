@@ -6,6 +6,9 @@ is as it was before for trials whose steps don't.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import types
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,6 +42,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     ATOMS,
     are_settings,
     atom_text,
+    name_of_type,
     plain_text,
     tensor_text,
 )
@@ -204,17 +208,24 @@ def mark(value: object) -> str | int:
 
 
 _told = dict[int, object]()
-"""Values that are told by their ids, which no others are to get."""
+"""Functions and classes that are told by their ids, which no others are to get."""
 
 
 def _told_for_good(value: object) -> str | int:
+    """Return what tells a setting; of what else there is, such as a model, the class alone."""
     if type(value) not in ATOMS and are_settings(value):
         reader = ObjectReader({}, ())
         reader.read("", value)
         return repr(sorted(reader.found.items()))
-    if isinstance(found := mark(value), int):
-        _told[found] = value
-    return found
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *itertools.chain(*sorted(value.keywords.items())))
+        return repr([*map(_told_for_good, parts)])
+    if isinstance(value, Tensor | np.ndarray):
+        return tensor_text(value) if isinstance(value, Tensor) else repr(plain_text(value))
+    if isinstance(value, types.FunctionType | type):
+        _told[id(value)] = value
+        return id(value)
+    return atom_text(value) if type(value) in ATOMS else name_of_type(type(value))
 
 
 def _is_small_array(value: object) -> bool:

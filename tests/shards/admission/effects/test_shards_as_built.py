@@ -1,0 +1,62 @@
+"""What factories have set tells trials apart, and keeps nothing of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+
+SETTINGS = SimpleNamespace(value=None)
+
+
+def reads_a_setting(value: Any) -> Recipe:
+    SETTINGS.value = value
+    model = nn.Linear(4, 2)
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, labels) * (1 if SETTINGS.value else 2)
+
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.relu, torch.sigmoid),
+        (nn.functional.relu, nn.functional.gelu),
+        (nn.ReLU, nn.GELU),
+        (partial(nn.functional.gelu, approximate="tanh"), partial(nn.functional.gelu)),
+        ((0.5, 1.0), (2.0, 1.0)),
+        (np.float32(1), np.float32(2)),
+        (torch.ones(3), torch.zeros(3)),
+        (torch.ones(3000), torch.zeros(3000)),
+        (np.ones(3000), np.zeros(3000)),
+        ({"a": [1]}, {"a": [2]}),
+    ],
+)
+def test_what_a_factory_has_set_tells_trials_apart(one: Any, other: Any) -> None:
+    factory = IsolatedFactory(reads_a_setting)
+    found = [AsBuilt.settings_of(factory(copy.copy(value))) for value in (one, other, one)]
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_model_that_a_factory_keeps_tells_none_apart_and_is_not_kept() -> None:
+    factory = IsolatedFactory(reads_a_setting)
+    first, second = (AsBuilt.settings_of(factory(nn.Linear(2, 2))) for _ in range(2))
+    assert first == second
+    kept = weakref.ref(SETTINGS.value)
+    factory.give_back()
+    gc.collect()
+    assert kept() is None
