@@ -11,7 +11,8 @@ from tests.agent.lone_agent import Agent
 
 
 def test_equal_models_are_cut_once_and_each_epoch_has_an_order_of_its_own(agent: Agent) -> None:
-    builder = TrialBuilder(agent.document, agent.factory, agent.partitions, {})
+    factory = lambda _: agent.make()  # noqa: E731 - which sets nothing for its trial
+    builder = TrialBuilder(agent.document, factory, agent.partitions, {})
     for trial in range(3):
         builder.add(replace(agent.spec, trial=trial))
     built = [builder.get(trial) for trial in range(3)]
