@@ -393,9 +393,10 @@ class ExportedPredictor:
 
 
 def _predict(recipe: Recipe, settings: LeftSettings, features: tuple[Tensor, ...]) -> list[Tensor]:
-    with settings.in_use(), torch.no_grad(), recipe.precision():
+    with settings.in_use():
         features, _ = recipe.collated(features, (), None)
-        return recipe.predictions(recipe.call(recipe.model, features))
+        with torch.no_grad(), recipe.precision():
+            return recipe.predictions(recipe.call(recipe.model, features))
 
 
 def load_state(model: nn.Module, files: Iterable[bytes]) -> None:

@@ -60,7 +60,7 @@ class AsBuilt:
         anew: what each of its steps or evaluations sets anew.
 
     Attributes:
-        settings: the numbers and texts among it.
+        settings: what tells it, for trials of this process to be told apart.
     """
 
     _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()

@@ -238,7 +238,7 @@ class EvaluationEffects:
                     steps.key.reseed("evaluation")
                     found.append(self.evaluate(steps.example))
         present.give_back()
-        if len(found) == 2 and found[0] != found[1]:
+        if self.written and len(found) == 2 and found[0] != found[1]:
             where = min(self.written, key=_in_order)
             raise ConfigurationError(
                 f"evaluations depend on {told(where)}, which the first one sets and later ones use "

@@ -578,9 +578,8 @@ def _variables(code: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], 
     """
     variables, modules = code.__globals__, modules_named(code)
     for name in global_names(code.__code__):
-        if variables.get(name) not in modules and (
-            name in variables or not hasattr(builtins, name)
-        ):
+        is_module = any(variables.get(name) is each for each in modules)
+        if not is_module and (name in variables or not hasattr(builtins, name)):
             yield module_of(code), variables, name
     seen = set[str]()
     for module in modules:  # to which are added those that are named behind them

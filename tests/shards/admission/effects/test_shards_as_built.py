@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from tests.shards import zoo
 
 SETTINGS = SimpleNamespace(value=None)
 
@@ -60,3 +61,20 @@ def test_a_model_that_a_factory_keeps_tells_none_apart_and_is_not_kept() -> None
     factory.give_back()
     gc.collect()
     assert kept() is None
+
+
+ARRAY = np.zeros(3)
+
+
+def reads_a_module_and_an_array(value: Any) -> Recipe:
+    made = reads_a_setting(value)
+    zoo.OF_A_TEST = ARRAY  # type: ignore[attr-defined]
+    return made
+
+
+def test_an_array_beside_a_module_of_the_users_hides_no_setting() -> None:
+    before = SETTINGS.value
+    with IsolatedFactory(reads_a_module_and_an_array) as factory:
+        found = [AsBuilt.settings_of(factory(value)) for value in (1, 2)]
+        assert found[0] != found[1]
+    assert SETTINGS.value is before and not hasattr(zoo, "OF_A_TEST")
