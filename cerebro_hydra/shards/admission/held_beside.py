@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.effects.filled_caches import Variable
+from cerebro_hydra.shards.admission.effects.filled_caches import MOST_ITEMS, Variable
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.readings import is_of_process
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _LEFT_OUT = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
-_MOST = 1000
-"""Of a container with more items nothing is given back."""
 
 
 class HeldBeside:
@@ -53,7 +51,7 @@ class HeldBeside:
             reader = HeldState(recipe).read_whole()
             variables = {**reader.variables, **reader.class_attributes}
             containers = [e for path, e in reader.containers.items() if is_of_process(path)]
-            self._held += [(e, Contents.of(e)) for e in containers if len(e) <= _MOST]
+            self._held += [(e, Contents.of(e)) for e in containers if len(e) <= MOST_ITEMS]
         self._variables = [
             (variable, variable.value)
             for path, variable in variables.items()
@@ -81,5 +79,5 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_left_out(value: Any) -> bool:
-    large = isinstance(value, dict | list | set) and len(value) > _MOST
+    large = isinstance(value, dict | list | set) and len(value) > MOST_ITEMS
     return large or isinstance(value, _LEFT_OUT)

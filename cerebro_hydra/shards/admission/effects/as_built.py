@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.effects.filled_caches import Variable
+from cerebro_hydra.shards.admission.effects.filled_caches import MOST_ITEMS, Variable
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.object_reader import Container, ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -47,9 +47,6 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     tensor_text,
 )
 from cerebro_hydra.shards.cut.values import Contents
-
-MOST_ITEMS = 1000
-"""Of a container with more items nothing is given back."""
 
 
 class AsBuilt:

@@ -20,6 +20,9 @@ from cerebro_hydra.shards.cut.values import Contents
 
 Cache = functools._lru_cache_wrapper
 
+MOST_ITEMS = 1000
+"""Of a container or an array with more items nothing is given back."""
+
 
 def kept_results(cache: Cache[Any]) -> list[tuple[Any, Any]]:
     """Return the keys and results that a cached function has now, in no order that tells.

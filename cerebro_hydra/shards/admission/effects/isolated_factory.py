@@ -16,9 +16,10 @@ from typing import Any, Self
 
 from torch import nn
 
-from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS, AsBuilt, Found
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
+    MOST_ITEMS,
     Variable,
     settings_kept,
 )

@@ -24,6 +24,7 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
+    MOST_ITEMS,
     Variable,
     kept_results,
 )
@@ -53,8 +54,8 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
 from cerebro_hydra.shards.cut.values import Contents, held_by
 
 _NOT_SHARED = (type, types.ModuleType, types.FunctionType, nn.Module, Optimizer)
-_MOST_ITEMS, _MOST_HELD = 1000, 500
-"""Of a container with more items, and a value with more objects, nothing is given back."""
+_MOST_HELD = 500
+"""Of a value with more objects nothing is given back."""
 
 _MOST_CELLS = 8
 """Items of a list, or entries by numbers, each of which may be set as a variable is."""
@@ -162,7 +163,7 @@ def variables_of(reader: ObjectReader) -> dict[str, Variable]:
     """Return variables, attributes of objects and classes, entries of dicts and items of lists."""
     found = {**reader.class_attributes, **reader.variables}
     for path, held in reader.containers.items():
-        if len(held) <= _MOST_ITEMS and isinstance(held, dict | list):
+        if len(held) <= MOST_ITEMS and isinstance(held, dict | list):
             keys = held if isinstance(held, dict) else range(len(held))
             entries = {f"{path}{PART}[{key!r}]": Variable(held, key) for key in keys}
             found |= {each: entry for each, entry in entries.items() if each in reader.found}
@@ -260,16 +261,16 @@ class SharedState:
             if value is None or value is ABSENT:
                 yield path, 0, self._places[path].value
         for number, (path, holder, contents) in enumerate(built.held.values()):
-            if isinstance(holder, dict) and len(holder) <= _MOST_ITEMS:
+            if isinstance(holder, dict) and len(holder) <= MOST_ITEMS:
                 for key in [key for key in holder if key not in (contents.items or {})]:
                     yield f"{path}{PART}[{key!r}]", number, holder[key]
-            elif isinstance(holder, list) and not contents.items and len(holder) <= _MOST_ITEMS:
+            elif isinstance(holder, list) and not contents.items and len(holder) <= MOST_ITEMS:
                 yield path, number, [*holder]
             for name, each in Contents.of(holder).attributes.items():
                 if contents.attributes.get(name) is None:
                     yield f"{path}{PART}.{name}", number, each
         for number, cache in enumerate(self._caches):
-            for key, each in kept_results(cache)[:_MOST_ITEMS]:
+            for key, each in kept_results(cache)[:MOST_ITEMS]:
                 yield f"what {cache.__qualname__} keeps{PART}[{key!r}]", number, each
 
     def check_made(self, made: dict[str, str], known: KnownChanges) -> None:
@@ -378,7 +379,7 @@ class _Noted:
                 self.held.setdefault(id(holder), (path, holder, contents))
 
     def _is_left_out(self, value: Any) -> bool:
-        is_data = isinstance(value, dict | list | set | deque) and len(value) > _MOST_ITEMS
+        is_data = isinstance(value, dict | list | set | deque) and len(value) > MOST_ITEMS
         self._left -= not isinstance(value, str | int | float)
         known = self._left < 0 or id(value) in self.held
         return is_data or known or isinstance(value, _NOT_SHARED)

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe.build import builds_so_far
-from cerebro_hydra.shards.admission.effects.as_built import MOST_ITEMS, AsBuilt, Found
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
+from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
+from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, MOST_ITEMS, Variable
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,

@@ -17,6 +17,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
+    MOST_ITEMS,
     FilledCaches,
     Growing,
     crowd,
@@ -64,7 +65,6 @@ from cerebro_hydra.shards.cut.sample import Example
 from cerebro_hydra.shards.cut.values import AttributeValues
 
 _MOST_MADE = 16  # attributes made in the first step that may be set anew; more of them are not
-_MOST_ITEMS = 1000  # of a list that is emptied
 _MOST_FLAGS = 8  # entries of dicts that are taken out one by one
 _OTHER_NUMBERS = (1, -1, 1000)
 """What is added to a whole number to see whether it acts; a table of that length is still small."""
@@ -102,7 +102,7 @@ class SideEffects:
         self._items = {
             path: list(held)
             for path, held in read.containers.items()
-            if isinstance(held, list | deque) and len(held) <= _MOST_ITEMS
+            if isinstance(held, list | deque) and len(held) <= MOST_ITEMS
         }
         values = {path: variable.value for path, variable in variables_of(read).items()}
         self._variables = {path: each for path, each in values.items() if type(each) in PLAIN}
@@ -464,7 +464,7 @@ class SideEffects:
             (held, self._items.get(path, []))
             for path, held in read.containers.items()
             if isinstance(held, list | deque) and (path in self._items or path not in built)
-            if len(self._items.get(path, [])) < len(held) <= _MOST_ITEMS
+            if len(self._items.get(path, [])) < len(held) <= MOST_ITEMS
         ]
         caches = FilledCaches(read.caches, growing, self._keys, read.is_written, variables, lists)
         if not caches.are_filled:
