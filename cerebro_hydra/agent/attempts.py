@@ -188,7 +188,9 @@ class VisitPlanner:
         recompute, pipeline = profile.way(trial, devices, self._budget, host, sparing)
         if not isinstance(task, StartSubEpoch):
             sizes = batch_sizes(self._rows("val", task.partition), trial.batch_size)
-            return profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
+            spec = profile.evaluation(number, len(sizes), ALONE if task.uncut else pipeline)
+            whole = replace(spec, recompute=False)
+            return whole if task.uncut and self._has_room(whole) else spec
         # Replicas go on together until the largest of their partitions is over.
         rows = max(self._rows("train", partition) for partition in task.partitions)
         sizes = batch_sizes(rows, trial.batch_size)
@@ -217,10 +219,13 @@ class VisitPlanner:
             return spec
         # Where it is whole, one of its tasks does the work of a window, and all others do nothing.
         whole = replace(spec, recompute=False, unit_seconds=0.0, whole=True)
-        if self._budget is None or whole.device_need <= self._budget:
+        if self._has_room(whole):
             return whole
         # A device has room for all but the optimizer state, which stays at home shard by shard.
         return profile.training(number, microbatches, window, recompute=True)
+
+    def _has_room(self, spec: VisitSpec) -> bool:
+        return self._budget is None or spec.device_need <= self._budget
 
     def can_spare(self, visit: Visit) -> bool:
         """Return whether a visit that ran out of memory may need less when it is done once more.

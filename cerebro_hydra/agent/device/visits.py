@@ -467,12 +467,13 @@ class EvaluationVisit:
         looks: AuditBudget,
         earlier: EarlierReadings,
     ) -> None:
-        self.stays = self.resident = order.resident
+        self.resident = order.resident
+        self.stays = not order.recompute or order.resident
         self._looks = looks
         known = order.trial.attributes, order.trial.set_in_evaluation
         self._effects = LateEvaluation(trial, *known, looks, earlier)
         may_look = _may_look(looks)
-        waits = order.task.uncut and order.resident  # else shards leave before others come
+        waits = order.task.uncut and not order.recompute  # else shards leave before others come
         with ExitStack() as kept:
             kept.enter_context(kept_attributes(trial.recipe.model))
             self._effects.stand_in()

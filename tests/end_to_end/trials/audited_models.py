@@ -73,6 +73,22 @@ class InEvaluation(nn.Module):
         return x * (self.weight + self.buffer + self.attribute)
 
 
+class ReadsLate(nn.Module):
+    """Reads the weights of its last layer before all layers, after some steps that it counts."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        if self.steps > FIRST_WRONG:
+            x = x + self.layers[-1].weight.detach().mean()
+        return self.layers(x)
+
+
 class HalvesLate:
     """A metric that is halved after some batches."""
 
@@ -138,7 +154,7 @@ def faulty(params: dict[str, Any]) -> Recipe:
     """A small net with dropout.
 
     Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large",
-    "clips late", "metric", or "evaluation" and what that changes.
+    "clips late", "metric", "reads late", or "evaluation" and what that changes.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
@@ -148,6 +164,8 @@ def faulty(params: dict[str, Any]) -> Recipe:
         recipe.model[1] = nn.Sequential(nn.ReLU(), InEvaluation(changed))
     if params["fault"] == "metric":
         recipe = replace(recipe, metrics={"accuracy": (HalvesLate(), "max")})
+    if params["fault"] == "reads late":
+        recipe = replace(recipe, model=ReadsLate(recipe.model))
     if params["fault"] == "attribute":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Dampens())
     if params["fault"] == "loss":

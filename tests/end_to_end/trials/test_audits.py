@@ -72,6 +72,24 @@ def test_what_trains_otherwise_in_queues_is_trained_uncut(
     assert [identical(result, trial) for trial in range(2)] == [True, True]
 
 
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"residents": 2},
+        pytest.param({"devices_per_worker": 2}, marks=pytest.mark.long),
+        pytest.param({"device_memory": 300_000}, marks=pytest.mark.long),
+    ],
+)
+def test_what_reads_another_shard_late_is_trained_and_evaluated_uncut_where_devices_have_room(
+    tmp_path: Path, resources: dict[str, int]
+) -> None:
+    result = run(tmp_path, 0.01, ["none", "reads late"], resources=resources, workers=1)
+    assert statuses(result) == ["finished", "finished"]
+    because = RunView.of_run(RunFolder.open(result.run_path)).trials[1].uncut_because
+    assert "parameter 'layers." in because and "is used outside of its own shard" in because
+    assert [identical(result, trial) for trial in range(2)] == [True, True]
+
+
 @pytest.mark.long
 def test_without_audits_only_a_replay_finds_what_trains_otherwise(tmp_path: Path) -> None:
     plain, audited = run(tmp_path / "off", audit_share=0.0), run(tmp_path / "on", audit_share=1.0)
