@@ -7,13 +7,14 @@ trial may begin with weights that were trained before.
 from __future__ import annotations
 
 import copy
-import functools
+import gc
 import inspect
 import os
 import random
 import threading
 import types
-from collections import Counter, deque
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -33,13 +34,14 @@ from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
-_PLAIN = (
-    bool, int, float, str, type(None), type, types.FunctionType, types.BuiltinFunctionType,
-    torch.dtype,
-)  # fmt: skip
+_STATELESS = bool, str, type(None)
+"""What an activation without numbers has, which nobody sets as training goes on."""
 
 _FEW = (dict, list, tuple)
 _MOST_REFERENCES = 100_000
+_ENDS = bool, int, float, str, bytes, type, types.ModuleType, types.BuiltinFunctionType, Tensor
+"""What refers to nothing of a trial."""
+
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
@@ -148,8 +150,8 @@ def take_own_layers(recipe: Recipe, factory: Callable[..., Any]) -> None:
     All models have such a layer, as of `def __init__(self, act=nn.ReLU())`. Trials that take turns
     on a device would meet one another's hooks there. So is an activation that is global, for who
     calls it by its global name computes the same. A layer is left if anything else of the trial
-    refers to it, such as a list of the model's, or if it has tensors, hooks or objects, and not
-    only numbers, texts and functions.
+    refers to it, such as a list of the model's or the keys of a dict, or if it has hooks, or what
+    may be set, such as the rate of a dropout or a slope.
 
     Args:
         factory: has built it.
@@ -201,34 +203,32 @@ def _common_layers(
 
 
 def _referred_to(recipe: Recipe) -> set[int]:
-    """Return the ids of what a trial refers to but as a registered module of another one."""
+    """Return the ids of what a trial refers to but as a registered module of another one.
+
+    What it has as a whole number may be an id, too.
+    """
     modules = {id(each): each for each in recipe.model.modules()}
     metrics = [metric.function for metric in recipe.metric_list]
     left: list[Any] = [recipe.loss, recipe.collate, recipe.training_step, *metrics]
+    left += [recipe.lr_scheduler, *vars(recipe.optimizer).values()]
     left += [v for each in modules.values() for n, v in vars(each).items() if n != "_modules"]
-    found = set[int]()
+    found, numbers = set[int](), set[int]()
     while left and len(found) < _MOST_REFERENCES:
         each = left.pop()
-        if id(each) in found or isinstance(each, (type, types.ModuleType, Tensor)):
+        if type(each) is int:
+            numbers.add(each)
+        if id(each) in found or isinstance(each, _ENDS):
             continue
         found.add(id(each))
         if id(each) in modules:
             continue
-        if isinstance(each, types.FunctionType):
-            for cell in each.__closure__ or ():
-                with suppress(ValueError):  # it is empty
-                    left.append(cell.cell_contents)
-            left += [*(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
-        elif isinstance(each, types.MethodType):
-            left.append(each.__self__)
-        elif isinstance(each, functools.partial):
-            left += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, dict):
-            left += each.values()
-        elif isinstance(each, list | tuple | set | frozenset | deque):
-            left += each
-        left += getattr(each, "__dict__", {}).values()
-    return found
+        if isinstance(each, types.FunctionType):  # whose global variables are not meant
+            left += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+        elif isinstance(each, weakref.ref):
+            left.append(each())
+        else:
+            left += gc.get_referents(each)
+    return found | numbers | ({*modules} if left else set())
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -242,7 +242,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def _is_plain_value(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain_value, value))
-    return isinstance(value, _PLAIN) or (isinstance(value, dict | set) and not value)
+    return isinstance(value, _STATELESS) or (isinstance(value, dict | set) and not value)
 
 
 def freeze_as_in_training(model: nn.Module) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,16 +16,16 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.build import take_own_layers
 
 GELU = nn.GELU()
-DROPOUT = nn.Dropout(0.1)
+DROPOUT, SLOPE = nn.Dropout(0.1), nn.LeakyReLU(0.1)
 KNOWN: dict[str, nn.Module] = {"relu": nn.ReLU(), "tanh": nn.Tanh()}
 
 
 class ByDefault(nn.Module):
     def __init__(
         self,
-        act: nn.Module = nn.Hardtanh(-2, 2),  # noqa: B008
+        act: nn.Module = nn.ReLU(inplace=False),  # noqa: B008
         *,
-        end: nn.Module = nn.Sequential(nn.Tanh(), nn.Dropout(0.1)),  # noqa: B008
+        end: nn.Module = nn.Sequential(nn.Tanh(), nn.Softsign()),  # noqa: B008
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, end)
@@ -79,27 +82,63 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
         assert list(map(id, model.modules())) == alone, "what no other one has stays"
 
 
-class Scheduled(nn.Module):
-    """Sets the rate of its dropouts, to which it refers by a list, in each forward."""
+class Referring(nn.Module):
+    """Has an activation that all models have, and refers to it by something else, too."""
 
-    def __init__(self, drop: nn.Module = nn.Dropout(0.1)) -> None:  # noqa: B008
+    def __init__(self, by: str, act: nn.Module = nn.ReLU()) -> None:  # noqa: B008
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1), nn.Tanh())
-        self.drop = drop
-        self.drops = [each for each in self.modules() if isinstance(each, nn.Dropout)]
-        self.steps = [*self.layers]
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), act)
+        self.referring = REFERRING[by](act)
 
 
-def of_a_global() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), DROPOUT)
+class Slotted:
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
 
 
-@pytest.mark.parametrize("build", [Scheduled, of_a_global])
-def test_a_layer_to_which_its_model_may_refer_otherwise_stays(build: Any) -> None:
-    model = build()
+REFERRING: dict[str, Any] = {
+    "list": lambda layer: [layer],
+    "key": lambda layer: {layer: 1.0},
+    "weak key": lambda layer: WeakKeyDictionary({layer: 1.0}),
+    "id": lambda layer: {id(layer): 1.0},
+    "slot": Slotted,
+    "closure": lambda layer: lambda: layer,
+    "partial": lambda layer: partial(print, end=[layer]),
+    "method": lambda layer: layer.extra_repr,
+}
+
+
+@pytest.mark.parametrize("by", REFERRING)
+def test_a_layer_to_which_its_model_refers_otherwise_stays(by: str) -> None:
+    model = Referring(by)
     modules = list(model.modules())
-    take_own_layers(of(model), build)
+    take_own_layers(of(model), Referring)
     assert list(model.modules()) == modules
+
+
+def test_a_layer_to_which_a_scheduler_refers_stays() -> None:
+    model = by_default()
+    recipe = replace(of(model), lr_scheduler=partial(by_slope, layer=model.act))
+    before = list(model.modules())
+    take_own_layers(recipe, by_default)
+    after = list(model.modules())
+    assert model.act in after and before != after
+
+
+def by_slope(optimizer: torch.optim.Optimizer, layer: nn.Module) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+
+
+def of_a_rate() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), DROPOUT, SLOPE)
+
+
+def test_a_layer_whose_numbers_may_be_set_as_training_goes_on_stays() -> None:
+    model = of_a_rate()
+    take_own_layers(of(model), of_a_rate)
+    assert list(model)[1:] == [DROPOUT, SLOPE]
 
 
 class Keeps(nn.Module):
