@@ -46,6 +46,8 @@ _OWN_SETTINGS = (
     "spark.sql.execution.arrow.pyspark.enabled",
 )
 """Settings of Spark SQL that change no row."""
+_BY_DEFAULT = "spark.sql.session.timeZone", "spark.sql.ansi.enabled"
+"""What Java's time zone and the environment decide where no session does."""
 _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
 _CUT = re.compile(r"\.\.\. -?\d+ more (?:fields|characters)|^Truncated plan of ")
@@ -84,7 +86,7 @@ def source_files(df: DataFrame) -> SourceFiles | None:
 
     Only files of this machine and of mounted file systems are looked at.
     """
-    nodes = _nodes(df)
+    nodes, session = _nodes(df), df.sparkSession
     if nodes is None or not all(map(_is_steady, nodes)):
         return None
     plan = _plan(df)
@@ -101,22 +103,23 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         sources.append(f"{form} {relation.options().toString()} {schema}")
     canonical = plan.canonicalized()
     # Tells try_cast from cast, and has the options of from_csv; the JSON has neither.
-    with _whole_texts(df.sparkSession):
+    with _whole_texts(session):
         shown = canonical.toString()
     if _CUT.search(shown):
         return None
-    settings = df.sparkSession.sql("SET").collect()
+    settings = {row["key"]: row["value"] for row in session.sql("SET").collect()}
+    settings |= {key: session.conf.get(key) for key in _BY_DEFAULT}
     query = {
         "plan": _JVM.sub("", canonical.toJSON()),
         "shown": shown,
         "columns": df.schema.json(),
         "sources": sources,
         "settings": sorted(
-            (row["key"], row["value"])
-            for row in settings
-            if row["key"].startswith("spark.sql.") and row["key"] not in _OWN_SETTINGS
+            (key, value)
+            for key, value in settings.items()
+            if key.startswith("spark.sql.") and key not in _OWN_SETTINGS
         ),
-        "version": df.sparkSession.version,
+        "version": session.version,
     }
     files = _stated(sorted(df.inputFiles()))
     return None if not files else SourceFiles(json.dumps(query), files)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,41 @@ def test_a_query_whose_text_is_cut_is_read_again(
         first = preparation(df)
         assert preparation(df) == first
         assert preparation.told[0] == "checking rows"
+
+
+@contextmanager
+def zone_of_java(spark: SparkSession, name: str) -> Iterator[None]:
+    """Let Java's time zone, which that of the session follows, be another one for the block."""
+    assert spark._jvm is not None
+    zone: Any = spark._jvm.java.util.TimeZone
+    before = zone.getDefault()
+    zone.setDefault(zone.getTimeZone(name))
+    try:
+        yield
+    finally:
+        zone.setDefault(before)
+
+
+def test_times_that_are_read_in_another_time_zone_are_other_rows(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.csv").write_text(
+        "".join(f"2024-01-01 {i % 24:02}:00:00,{i}\n" for i in range(50))
+    )
+    settle(tmp_path / "rows")
+
+    def read() -> DataFrame:
+        rows = spark.read.csv(str(tmp_path / "rows"), "time timestamp, y int")
+        seconds = F.col("time").cast("long").cast("float")
+        return rows.select(seconds.alias("x"), "y")
+
+    with zone_of_java(spark, "Asia/Tokyo"):
+        first = preparation(read())
+        assert preparation(read()) == first
+        assert not preparation.told
+    with zone_of_java(spark, "America/Lima"):
+        assert preparation(read()).fingerprint != first.fingerprint
 
 
 def touch(spark: SparkSession, path: Path) -> None:
