@@ -188,7 +188,7 @@ class FilledCaches:
 
 def settings_kept(function: Cache[Any]) -> list[tuple[Sequence[Any], Any]]:
     """Return the settings that a cached function has made, with the arguments of each."""
-    made = [(key, each) for key, each in kept_results(function) if _is_settings_object(each)]
+    made = [(key, each) for key, each in kept_results(function) if is_settings_object(each)]
     calls = [(key if isinstance(key, list | tuple) else [key], each) for key, each in made]
     return [(key, e) for key, e in calls if object not in map(type, key)]  # which parts named ones
 
@@ -202,7 +202,7 @@ def _clear(function: Cache[Any]) -> None:
             Contents.of(before).fill(function(*arguments))
 
 
-def _is_settings_object(value: object) -> bool:
+def is_settings_object(value: object) -> bool:
     """Return whether it has numbers and texts that can be set, as the settings of a program do."""
     return (isinstance(value, dict) or hasattr(value, "__dict__")) and are_settings(value)
 
@@ -223,7 +223,7 @@ class _Filled:
         self.all = dict(container.items() if isinstance(container, MutableMapping) else ())
         self.all |= dict.fromkeys(container) if isinstance(container, set) else {}
         self.before = {key: each for key, each in self.all.items() if key in known}
-        kept = {key: each for key, each in self.before.items() if _is_settings_object(each)}
+        kept = {key: each for key, each in self.before.items() if is_settings_object(each)}
         self.left = kept if written else self.before
         self.is_filled = self.all.keys() != self.left.keys()
 

@@ -21,12 +21,14 @@ from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
     MOST_ITEMS,
     Variable,
+    is_settings_object,
     settings_kept,
 )
 from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
 from cerebro_hydra.shards.admission.effects.named_by_code import (
     attributes_set,
     constant_texts,
+    flags_of_done,
     globals_set,
     is_own,
     modules_named,
@@ -41,7 +43,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
 )
 from cerebro_hydra.shards.admission.effects.shared_values import variables_of
-from cerebro_hydra.shards.admission.effects.value_texts import PLAIN, are_settings
+from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, PLAIN, are_settings
 from cerebro_hydra.shards.cut.values import Contents
 
 _FLAGS = (bool, type(None), type(ABSENT))
@@ -55,8 +57,9 @@ class IsolatedFactory:
     changed it, and the variables that training has changed, too.
 
     What says that something is done stays: a flag, or what was None, at which the code that sets it
-    looks before, as where something can be registered only once. An object that has numbers and
-    texts alone is made again, as where settings are made by whoever asks first.
+    looks before, to set it only once, as where something can be registered only once. Numbers and
+    texts, and objects and containers of them, are made again: they are settings, also where they
+    are made by whoever asks first.
 
     As a context it gives all of it back at the end, too.
 
@@ -149,7 +152,10 @@ class IsolatedFactory:
             return path in self._touched
         present = variable.value
         if type(before) in _FLAGS and variable.name in self._looked_at:
-            return is_own(type(present).__module__) and are_settings(present)
+            if type(present) is bool or isinstance(present, _CODE):
+                return variable.name not in self._flags
+            has_values = type(present) in (*ATOMS, list, set) or is_settings_object(present)
+            return has_values and are_settings(present)
         if path in self._touched:
             return True
         if isinstance(variable.owner, list) or isinstance(present, _CODE):
@@ -172,6 +178,11 @@ class IsolatedFactory:
         codes = [each.__code__ for each in self._reader.own_functions()]
         names = (f(code) for code in codes for f in (attributes_set, globals_set, constant_texts))
         return frozenset[str]().union(*names)
+
+    @functools.cached_property
+    def _flags(self) -> frozenset[str]:
+        found = (flags_of_done(each.__code__) for each in self._reader.own_functions())
+        return frozenset[str]().union(*found)
 
     @functools.cached_property
     def _looked_at(self) -> frozenset[str]:

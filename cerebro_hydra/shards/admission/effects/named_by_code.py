@@ -9,7 +9,7 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,6 +29,20 @@ _STORE = dis.opmap["STORE_ATTR"]
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
 _BY_NAME = {"STORE_ATTR", "STORE_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"}
+_LOADS = {
+    "LOAD_GLOBAL",
+    "LOAD_FAST",
+    "LOAD_DEREF",
+    "LOAD_ATTR",
+    "LOAD_NAME",
+    "BINARY_SUBSCR",
+    "CACHE",
+}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_NOT_ON = "JUMP_", "RETURN_", "RAISE_", "RERAISE"
+"""How operations begin after which the next one does not follow, unless they ask something."""
+
+_STATEMENT_ENDS = "POP_TOP", "STORE_", "RAISE_", "RETURN_"
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 MOST_CODE = 1 << 16
@@ -181,7 +195,33 @@ def names_read_before_set(code: types.CodeType) -> frozenset[str]:
     attribute of `CFG`.
     """
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    read, found = set[tuple[str, str]](), set[str]()
+    pairs = (each.name for each in _read_before_set(code))
+    return frozenset(pairs).union(*map(names_read_before_set, inner))
+
+
+@kept_by_code
+def flags_of_done(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code gives a constant only if it finds another one there.
+
+    So it is in `if not CFG.ready: CFG.ready = True`, whatever else is done there, and not in
+    `CFG.deep = CFG.deep or params["deep"]`. Inner code counts, too.
+    """
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    found = {each.name for each in _read_before_set(code) if _is_done_once(code, each)}
+    return frozenset(found).union(*map(flags_of_done, inner))
+
+
+class _ReadBeforeSet(NamedTuple):
+    """Is a place in code that reads a name of a holder, and one further below that sets it."""
+
+    name: str
+    read: int
+    set: int
+
+
+@kept_by_code
+def _read_before_set(code: types.CodeType) -> tuple[_ReadBeforeSet, ...]:
+    read, found = dict[tuple[str, str], list[int]](), list[_ReadBeforeSet]()
     steps = [*dis.get_instructions(code)]
     for number, each in enumerate(steps):
         is_key = each.opname == "LOAD_CONST" and type(each.argval) is str
@@ -189,11 +229,45 @@ def names_read_before_set(code: types.CodeType) -> frozenset[str]:
             continue
         of = "" if "GLOBAL" in each.opname else _holder(steps, number, is_key)
         after = steps[number + 1].opname if is_key else each.opname
+        places = read.setdefault((of, each.argval), [])
         if after not in _STORES:
-            read.add((of, each.argval))
-        elif (of, each.argval) in read:
-            found.add(each.argval)
-    return frozenset(found).union(*map(names_read_before_set, inner))
+            places.append(number)
+        else:
+            found += [_ReadBeforeSet(each.argval, place, number) for place in places]
+    return tuple(found)
+
+
+def _is_done_once(code: types.CodeType, pair: _ReadBeforeSet) -> bool:
+    """Return whether what was read decides whether a constant is set, and else code goes on."""
+    steps = [*dis.get_instructions(code)]
+    given = next((each for each in reversed(steps[: pair.set]) if each.opname not in _LOADS), None)
+    if given is None or type(given.argval) is not bool:
+        return False
+    numbers = {each.offset: number for number, each in enumerate(steps)}
+
+    def next_of(number: int) -> list[int]:
+        each = steps[number]
+        jumps = each.opcode in _JUMPS
+        goes_on = not each.opname.startswith(_NOT_ON) or "_IF_" in each.opname
+        return [*([numbers[each.argval]] if jumps else []), *([number + 1] if goes_on else [])]
+
+    def reached(number: int) -> set[int]:
+        found, left = set[int](), [number]
+        while left:
+            if (each := left.pop()) not in found and each < len(steps):
+                found.add(each)
+                left += next_of(each)
+        return found
+
+    for number in range(pair.read, pair.set):
+        if "_IF_" in steps[number].opname:
+            ways = [reached(each) for each in next_of(number)]
+            others = [way for way in ways if pair.set not in way]
+            ends = {steps[each].opname for way in others for each in way}
+            return len(others) == 1 and any(each.startswith("RETURN") for each in ends)
+        if number > pair.read and steps[number].opname.startswith(_STATEMENT_ENDS):
+            break
+    return False
 
 
 def _holder(steps: list[dis.Instruction], number: int, is_key: bool) -> str:

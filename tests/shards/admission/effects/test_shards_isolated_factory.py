@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,7 +210,52 @@ def sets_of_what_it_makes_first(value: Any) -> None:
     Settings.get().size = value
 
 
+def sets_what_was_not_set(value: Any) -> None:
+    Own.made = Own.made or value
+
+
+def sets_by_a_default(value: Any) -> None:
+    Own.ready = {"ready": value}.get("ready", Own.ready)
+
+
+def sets_a_flag_behind_an_assertion(value: Any) -> None:
+    assert isinstance(Own.ready, bool), Own.ready
+    if value:
+        Own.ready = True
+
+
+def sets_a_flag_that_is_printed(value: Any) -> None:
+    repr(Own.ready)
+    if value:
+        Own.ready = True
+
+
+def sets_a_flag_to_what_is_given(value: Any) -> None:
+    if not Own.ready:
+        Own.ready = value
+
+
+def sets_where_nothing_was(value: Any) -> None:
+    if Own.made is None:
+        Own.made = value
+
+
+def sets_of_a_dict_that_it_makes_first(value: Any) -> None:
+    if Own.made is None:
+        Own.made = {"size": 1}
+    Own.made["size"] = value
+
+
+def sets_of_a_namespace_that_it_makes_first(value: Any) -> None:
+    if Own.made is None:
+        Own.made = SimpleNamespace(size=1)
+    Own.made.size = value
+
+
 CHANGES = [
+    sets_what_was_not_set, sets_by_a_default, sets_a_flag_behind_an_assertion,
+    sets_a_flag_that_is_printed, sets_a_flag_to_what_is_given, sets_where_nothing_was,
+    sets_of_a_dict_that_it_makes_first, sets_of_a_namespace_that_it_makes_first,
     sets_an_object, sets_of_what_it_makes_first, sets_a_global,
     sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,
@@ -247,13 +293,13 @@ def test_what_says_that_something_is_done_stays(capsys: pytest.CaptureFixture[st
             Own.ready = True
         if Own.made is None:
             print("made")
-            Own.made = "a name"
+            Own.made = threading.Lock()
         if "known" not in TABLE:
             print("known")
             TABLE["known"] = True
         if TABLE.get("set") is None:
             print("set")
-            TABLE["set"] = 1
+            TABLE["set"] = True
         if not getattr(Own, "late", False):
             print("late")
             Own.late = True  # type: ignore[attr-defined]
