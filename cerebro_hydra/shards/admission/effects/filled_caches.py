@@ -153,8 +153,12 @@ class FilledCaches:
         return [path for path, each in self._containers.items() if each.lacks]
 
     def crowd(self, paths: Collection[str]) -> None:
-        """Let these dicts and sets have what they were filled with, and many entries more."""
-        for path in paths:
+        """Let these dicts and sets have what they were filled with, and many entries more.
+
+        Of many, such as rows in a list, some are taken, and first those that have grown.
+        """
+        grown_first = sorted(paths, key=lambda path: not self._containers[path].has_grown)
+        for path in grown_first[:_MOST_CROWDED]:
             self._containers[path].set(self._containers[path].all)
             crowd(self._containers[path].container)
 
@@ -226,6 +230,7 @@ class _Filled:
         kept = {key: each for key, each in self.before.items() if is_settings_object(each)}
         self.left = kept if written else self.before
         self.is_filled = self.all.keys() != self.left.keys()
+        self.has_grown = self.all.keys() != self.before.keys()
 
     @property
     def lacks(self) -> bool:
@@ -239,6 +244,7 @@ class _Filled:
             self.container.update(entries)
 
 
+_MOST_CROWDED = 16
 _MANY = 1 << 14  # more entries than what counts them waits for, as a rule
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
+from cerebro_hydra.shards.admission.effects.filled_caches import FilledCaches
 from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
@@ -465,6 +466,19 @@ def test_a_loss_that_counts_the_labels_so_far_is_refused_and_one_that_keeps_them
     with pytest.raises(ConfigurationError, match=r"value of the loss at \.seen, which is no part"):
         start(made(zoo.Net, loss=counts_labels)(), BATCHES)
     start(made(zoo.Net, loss=knows_labels)(), BATCHES).train(BATCHES)
+
+
+def test_of_many_dicts_few_are_filled_with_more_and_first_those_that_have_grown() -> None:
+    rows = {f"row {number:04}": {"number": number} for number in range(2_000)}
+    known = {path: ["number"] for path in rows}
+    rows["row 1999"]["late"] = 1
+    caches = FilledCaches([], rows, known, lambda path: True, {}, [])
+    caches.empty()
+    caches.crowd(rows)
+    filled = [path for path, row in rows.items() if len(row) > 2]
+    assert "row 1999" in filled and len(filled) < 50
+    caches.fill()
+    assert sum(map(len, rows.values())) == 2_001
 
 
 class MakesAtOnce(zoo.Net):
