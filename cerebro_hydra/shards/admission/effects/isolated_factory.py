@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import (
@@ -57,9 +58,9 @@ class IsolatedFactory:
     changed it, and the variables that training has changed, too.
 
     What says that something is done stays: a flag, or what was None, at which the code that sets it
-    looks before, to set it only once, as where something can be registered only once. Numbers and
-    texts, and objects and containers of them, are made again: they are settings, also where they
-    are made by whoever asks first.
+    looks before, to set it only once, as where something can be registered only once. Tensors,
+    arrays, numbers and texts, and what holds numbers and texts alone, are made again: they are
+    settings, also where they are made by whoever asks first.
 
     As a context it gives all of it back at the end, too.
 
@@ -154,6 +155,8 @@ class IsolatedFactory:
         if type(before) in _FLAGS and variable.name in self._looked_at:
             if type(present) is bool or isinstance(present, _CODE):
                 return variable.name not in self._flags
+            if isinstance(present, Tensor | np.ndarray):
+                return True
             has_values = type(present) in (*ATOMS, list, set) or is_settings_object(present)
             return has_values and are_settings(present)
         if path in self._touched:

@@ -223,7 +223,7 @@ class SharedState:
         }
         self._noted = [self._now()]
         self._caches = reader.caches
-        self._results = [len(kept_results(cache)) for cache in self._caches]
+        self._results = [{key for key, _ in kept_results(cache)} for cache in self._caches]
         self.changed: set[str] = set()
         """The names of what was given back."""
 
@@ -269,9 +269,10 @@ class SharedState:
             for name, each in Contents.of(holder).attributes.items():
                 if contents.attributes.get(name) is None:
                     yield f"{path}{PART}.{name}", number, each
-        for number, cache in enumerate(self._caches):
+        for number, (cache, before) in enumerate(zip(self._caches, self._results, strict=True)):
             for key, each in kept_results(cache)[:MOST_ITEMS]:
-                yield f"what {cache.__qualname__} keeps{PART}[{key!r}]", number, each
+                if key not in before:  # a factory has made that
+                    yield f"what {cache.__qualname__} keeps{PART}[{key!r}]", number, each
 
     def check_made(self, made: dict[str, str], known: KnownChanges) -> None:
         """Refuse what trials make once for all that come after, if another one makes it otherwise.
@@ -304,7 +305,7 @@ class SharedState:
             if not Contents.of(holder).is_same(contents):
                 contents.fill(holder)
         for cache, results in zip(self._caches, self._results, strict=True):
-            if len(kept_results(cache)) > results:
+            if len(kept_results(cache)) > len(results):
                 cache.cache_clear()
 
     @property
@@ -347,7 +348,8 @@ def shared_kept(
 def _table_text(value: object) -> tuple[str, str]:
     """Return what a table has that may grow with the rows, such as shapes, and what it says.
 
-    That is nothing of what has neither numbers that are not whole nor tensors, or has a graph.
+    That is nothing of what has neither numbers that are not whole, nor tensors, nor code, or has a
+    graph.
     """
     leaves, form, text = tree_leaves(value), list[str](), ""
     for each in leaves:
@@ -359,6 +361,8 @@ def _table_text(value: object) -> tuple[str, str]:
             text += plain_text(each) or ""
         elif isinstance(each, float):
             text += repr(each)
+        elif isinstance(each, types.FunctionType | types.BuiltinFunctionType | type):
+            text += f"{each.__module__}.{each.__qualname__} "
         elif type(each) in ATOMS:
             form.append(atom_text(each))
         else:

@@ -252,10 +252,16 @@ def sets_of_a_namespace_that_it_makes_first(value: Any) -> None:
     Own.made.size = value
 
 
+def sets_a_tensor_where_nothing_was(value: Any) -> None:
+    if Own.made is None:
+        Own.made = torch.ones(2000)
+
+
 CHANGES = [
     sets_what_was_not_set, sets_by_a_default, sets_a_flag_behind_an_assertion,
     sets_a_flag_that_is_printed, sets_a_flag_to_what_is_given, sets_where_nothing_was,
-    sets_of_a_dict_that_it_makes_first, sets_of_a_namespace_that_it_makes_first,
+    sets_a_tensor_where_nothing_was, sets_of_a_dict_that_it_makes_first,
+    sets_of_a_namespace_that_it_makes_first,
     sets_an_object, sets_of_what_it_makes_first, sets_a_global,
     sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,

@@ -317,12 +317,16 @@ class Table(nn.Module):
             OBJECT.table = np.full(6, self.slope, np.float32)
         if self.kind == "a list" and not ITEMS:
             ITEMS.extend([self.slope, 1.0])
+        if self.kind == "a function" and OBJECT.table is None:
+            OBJECT.table = torch.relu if self.slope > 0.3 else torch.tanh
         if self.kind == "a cached function":
             SCALED_BY[:] = [self.slope]
         kept = {"numbers": HELD.get("slope"), "a global": TABLE, "a dict": HELD.get(len(x))}
         kept |= {"an object": OBJECT.table}
         if self.kind == "a pair in a dict":
             return x * HELD[len(x)][0]  # type: ignore[index]
+        if self.kind == "a function":
+            return OBJECT.table(x)  # type: ignore[no-any-return]
         kept |= {"an array": OBJECT.table, "a list": ITEMS[0] if ITEMS else None}
         if isinstance(OBJECT.table, np.ndarray):
             kept["an array"] = torch.from_numpy(OBJECT.table)
@@ -343,7 +347,7 @@ def cached(rows: int) -> Tensor:
 
 MADE = [
     "a dict", "numbers", "a global", "a cached function", "a pair in a dict", "an object",
-    "an array", "a list",
+    "an array", "a list", "a function",
 ]  # fmt: skip
 
 
@@ -367,3 +371,28 @@ def test_what_another_trial_makes_otherwise_for_all_is_refused(kind: str) -> Non
         assert not cached.cache_info().currsize
     with pytest.raises(ConfigurationError, match=r"another trial make .* otherwise, and in a proc"):
         first_steps(0.25)
+
+
+@functools.lru_cache
+def noise(kind: str) -> dict[str, float]:
+    return {"scale": 0.1}
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * noise("normal")["scale"]
+
+
+def test_settings_of_a_cached_function_that_a_factory_sets_are_nothing_that_steps_make() -> None:
+    made = dict[str, str]()
+    for scale in (0.5, 0.25):
+        noise("normal")["scale"] = scale
+        model = nn.Sequential(nn.Linear(6, 6), Noisy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = Recipe(model, optimizer, nn.CrossEntropyLoss(), batch_size=BATCH).bind(COLUMNS)
+        with shared_kept(recipe) as shared:
+            model(torch.ones(BATCH, 6))
+            assert shared is not None
+            shared.check_made(made, KnownChanges(()))
+        assert noise("normal")["scale"] == scale
+    noise.cache_clear()
