@@ -104,6 +104,12 @@ class AfterSteps:
         twice = tuple(each * 2 if each.is_floating_point() else each for each in features)
         return replace(others, example=(twice, labels))
 
+    def of_fewer_rows(self) -> AfterSteps:
+        """Return the same with half of the example, such as a last batch."""
+        rows = max(int(column.shape[0]) // 2 for part in self.example for column in part)
+        features, labels = (tuple(c[: max(rows, 1)] for c in part) for part in self.example)
+        return replace(self, example=(features, labels))
+
     def of_another_step(self) -> AfterSteps:
         """Return the same with other random numbers."""
         key = self.key

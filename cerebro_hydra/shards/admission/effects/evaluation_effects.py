@@ -127,17 +127,21 @@ class EvaluationEffects:
         self._unread = self._find_unread(steps, trained_attributes)
         evaluated = AttributeValues(self._recipe.model)
         before = self._after(steps, evaluated, lambda: None)
+        fewer = AttributeValues(self._recipe.model)
+        of_fewer = self._after(steps, fewer, partial(self._evaluate_fewer, steps))
         alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
         self._check_beside(steps, trained_attributes)
         self._check_trained(steps, trained_attributes)
         self._check_earlier(steps)
-        of_first = changed(before, alone)
+        of_first = changed(before, alone) | changed(before, of_fewer)
         self._note(of_first)
         if not self.written:
             return
         for _ in range(2):
+            found = self._after(steps, steps.history, lambda: None)
             later = self._after(steps, steps.history, lambda: self.evaluate(steps.example))
-            for where in sorted(alone, key=_in_order):
+            set_by_some = of_first | changed(found, later)
+            for where in sorted(alone.keys() & set_by_some, key=_in_order):
                 if name_of(where) in self.written and later.get(where) != alone[where]:
                     raise ConfigurationError(
                         f"each evaluation changes {told(where)}, on which others may depend; "
@@ -150,8 +154,12 @@ class EvaluationEffects:
         def step() -> None:
             bits.append(bits_of_step(self._recipe, steps))
 
+        def evaluate_and_step() -> None:
+            self._evaluate_fewer(steps)
+            step()
+
         plain = self._after(steps, AttributeValues(self._recipe.model), step)
-        after = self._after(steps, evaluated, step)
+        after = self._after(steps, evaluated, evaluate_and_step)
         if bits[0] != bits[1]:
             where = min(
                 of_first, key=lambda each: (plain.get(each) == after.get(each), each)
@@ -245,6 +253,10 @@ class EvaluationEffects:
                 "as it is; each worker evaluates anew, with its own weights and batches. Compute "
                 f"it in each evaluation, or {_remedy(where)}"
             )
+
+    def _evaluate_fewer(self, steps: AfterSteps) -> None:
+        with suppress(Exception):  # what fails on such rows is told elsewhere
+            self.evaluate(steps.of_fewer_rows().example)
 
     def _after(
         self, steps: AfterSteps, attributes: AttributeValues, run: Callable[[], object]

@@ -168,6 +168,55 @@ class Mixes:
         return {**batch, "x": batch["x"] * self.part}
 
 
+class DividesByRows(zoo.Net):
+    """Trains by the number of rows of the latest evaluation."""
+
+    def add(self):
+        self.rows = 8
+
+    def forward(self, x):
+        if not self.training:
+            self.rows = len(x)
+        return super().forward(x) * (self.rows / 8)
+
+
+class Mixup:
+    """Notes for the loss how it mixed rows; of evaluations the loss asks only whether it did."""
+
+    part, others = 1.0, None
+
+    def __call__(self, batch, training):
+        self.others = None
+        if not training:
+            return batch
+        self.part, self.others = torch.rand(()).item(), torch.randperm(len(batch["x"]))
+        mixed = self.part * batch["x"] + (1 - self.part) * batch["x"][self.others]
+        return {**batch, "x": mixed}
+
+    def loss(self, outputs, labels):
+        loss = nn.functional.cross_entropy(outputs, labels)
+        if self.others is None:
+            return loss
+        other = nn.functional.cross_entropy(outputs, labels[self.others])
+        return self.part * loss + (1 - self.part) * other
+
+
+class Masks:
+    """Notes the number of rows of any batch, which the loss takes in training alone."""
+
+    rows, mask = 0, None
+
+    def __call__(self, batch, training):
+        self.rows = len(batch["x"])
+        if training:
+            self.mask = (torch.rand(self.rows) < 0.8).float()
+        return batch
+
+    def loss(self, outputs, labels):
+        losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
+        return (losses * self.mask).sum() / self.rows if losses.requires_grad else losses.mean()
+
+
 FIRST: dict[str, Any] = {}
 
 
@@ -254,6 +303,10 @@ REFUSED: dict[str, tuple[Callable[..., Make], str]] = {
         lambda **o: made(zoo.Net, metrics={"m": (keeps_in_a_global, "min")}, **o),
         "evaluations depend on global variable 'FIRST' .*, which the first one sets",
     ),
+    "training depends on the rows of a batch": (
+        lambda **o: made(DividesByRows, **o),
+        r"training depends on attribute 'rows' of the model \(DividesByRows\), which an evaluation",
+    ),
     "a collate": (
         lambda **o: with_columns(made(zoo.Net, collate=CountsBatches(training=False), **o)),
         "each evaluation changes a value of the collate.*, .*; let it keep nothing",
@@ -276,6 +329,15 @@ def test_what_depends_on_earlier_evaluations_is_refused_by_name(
 def test_what_evaluation_alone_keeps_for_nobody_is_no_harm(shards: int) -> None:
     trial = assert_equal_to_plain(made(Shows, shards=shards), two_sub_epochs(), "modules")
     assert "attribute 'evaluated' of the model (Shows)" in trial.admission.set_in_evaluation
+
+
+@pytest.mark.parametrize("kind", [Mixup, Masks])
+def test_what_a_collate_notes_for_the_loss_of_its_batch_is_no_harm(kind: Callable[[], Any]) -> None:
+    collate = kind()
+    trial = start(with_columns(made(zoo.Net, lambda _: collate.loss, collate=collate))(), VECTORS)
+    assert "a value of the loss" in trial.admission.set_in_evaluation
+    trial.train(VECTORS)
+    trial.evaluate(zoo.vectors(8, 5))
 
 
 class LooksAtWhatTrainingSets(nn.Module):
