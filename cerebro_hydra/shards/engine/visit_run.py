@@ -57,8 +57,8 @@ def with_last(windows: Iterable[Window]) -> Iterator[tuple[Window, bool]]:
 class Chain(Protocol):
     """Sums gradients over replicas; see `shards/replicas/gradient_chain.py`."""
 
-    def begin(self, number: int) -> None:
-        """Wait for the buffers with which a forward begins."""
+    def begin(self, number: int, here: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Wait for the buffers with which a forward begins, and let the shards here have them."""
 
     def enter(
         self,
@@ -67,7 +67,7 @@ class Chain(Protocol):
         params: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        """Let a shard have the buffers with which its forward begins, and watch its gradients."""
+        """Watch a shard's gradients; if it has just come, let it have the buffers, too."""
 
     def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         """Send on what a forward has left in buffers."""
@@ -331,7 +331,8 @@ class VisitRun:
             if kind == "F":
                 chain.enter(number, k, self._sub_epoch.params(k), self._sub_epoch.buffers(k))
 
-        chain.begin(number)
+        here = filter(self._sub_epoch.__contains__, range(last + 1))
+        chain.begin(number, {k: self._sub_epoch.buffers(k) for k in here})
         if batch is None:
             for k in range(last + 1):
                 reach_in_chain("F", k)

@@ -147,6 +147,7 @@ class GradientChain:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         buffers = [BufferLayout(shard.trainable.entries) for shard in layout.shards]
         self._buffers = buffers if any(each.entries for each in buffers) else None
+        self._here = set[int]()  # the shards that were here when a round began
         self._before = _memory(sum(each.nbytes for each in buffers))
         self._after = _memory(sum(each.nbytes for each in buffers))
         self._checksums: Memory  # of the parameters after the first forward, for the next rank
@@ -175,8 +176,12 @@ class GradientChain:
 
     # ------------------------------------------------------------------ buffers
 
-    def begin(self, number: int) -> None:
-        """Wait for the buffers with which a forward begins."""
+    def begin(self, number: int, here: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Wait for the buffers with which a forward begins, and let shards have them.
+
+        Args:
+            here: the buffers of the shards that are here, by the numbers of these.
+        """
         for bucket in self._buckets if self.begins(number) else ():
             bucket.clear()
         with self._changed:
@@ -190,6 +195,9 @@ class GradientChain:
             with self._links.waits():
                 for _ in self._links.receive("buffers", *self._rank_before(number), [self._before]):
                     pass
+            for k, buffers in here.items():
+                self._load_buffers(k, self._before, buffers)
+        self._here = set(here)
 
     def enter(
         self,
@@ -198,10 +206,10 @@ class GradientChain:
         params: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        """Let a shard have the buffers with which its forward begins, and watch its gradients."""
+        """Watch a shard's gradients; if it has just come, let it have the buffers, too."""
         if k not in self._params:
             self._watch(k, params)
-        if self._buffers is not None and not self.begins(number):
+        if self._buffers is not None and not (self.begins(number) or k in self._here):
             self._load_buffers(k, self._before, buffers)
 
     def end_forward(self, number: int, buffers: Sequence[Mapping[str, Tensor]]) -> None:

@@ -32,6 +32,24 @@ class Notebook(nn.Module):
         return self.last(h)
 
 
+class Opens(nn.Module):
+    """Has a layer with a buffer to which the forward before it writes in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None)
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            if self.steps % 3 == 0:
+                self.gate.reset_running_stats()
+        h = self.gate(torch.relu(self.first(x)))
+        return self.last(h * (1 + self.gate.running_mean))
+
+
 class Twice(nn.Module):
     """Uses a weight twice, maybe under reentrant checkpoints, and has one with no part in it."""
 
@@ -77,6 +95,7 @@ CASES = {
         trials.recipe_of(norms, shards=1, accumulate=2, ema=0.8), THREE,
     ),
     "BatchNorm, in two shards": (trials.recipe_of(norms, shards=["4"]), TWO),
+    "buffers of a shard to come": (trials.recipe_of(Opens, shards=["gate", "last"]), THREE),
     "buffers that forwards read": (trials.recipe_of(Notebook, shards=1), THREE),
     "used twice, and not at all": (trials.recipe_of(Twice, shards=1, accumulate=2), THREE),
     "first layer frozen": (
