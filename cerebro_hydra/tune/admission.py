@@ -7,7 +7,6 @@ its states laid out in the shards of the new cut: the same tensors, in other seg
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +58,7 @@ from cerebro_hydra.shards.admission.admit import (
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept
-from cerebro_hydra.shards.admission.same_builds import check_same_builds, kind_of_build, read_build
+from cerebro_hydra.shards.admission.same_builds import SameBuilds
 from cerebro_hydra.shards.admission.shared_layers import SharedLayers
 from cerebro_hydra.shards.admission.trial_code import form_differences, trial_code
 from cerebro_hydra.shards.admission.trial_profile import TaskProfile, asked_recompute
@@ -179,7 +178,7 @@ class Admission:
         self._told: set[Hashable] = set()
         self._shared_layers = SharedLayers(by_turns=biller.profiler is not None)
         self._made: dict[str, str] = {}  # what first steps made of what trials share
-        self._built_alike: set[str] = set()  # the kinds of trials that were built twice
+        self._same_builds = SameBuilds()
 
     def admit(
         self,
@@ -302,35 +301,18 @@ class Admission:
         self, trial: int, params: Mapping[str, Any], parent: TrialSpec | None, outlook: Outlook
     ) -> tuple[TrialSpec, Recipe]:
         with refusing():
-            recipe, code = self._built_twice(trial, params)
+            build = partial(build_recipe, self._factory, params, self._seed, self._columns)
+            recipe, code = self._same_builds.of(
+                build, self._first_example, trial_seed(self._seed, trial)
+            )
             self._biller.check_compile(recipe)
             self._shared_layers.check(trial_name(trial), recipe.model)
         self._biller.require_workers(recipe, len(self._examples.partition_rows))
         with self._within_memory(trial, recipe):
             return self._compared(trial, params, parent, recipe, code, outlook), recipe
 
-    def _built_twice(
-        self, trial: int, params: Mapping[str, Any]
-    ) -> tuple[Recipe, TrialCode | None]:
-        """Return a trial's recipe and its code, of a factory that makes the same one each time.
-
-        Of trials that differ in settings and options of the optimizer alone one is built twice.
-        """
-        build = partial(build_recipe, self._factory, params, self._seed, self._columns)
-        recipe = build()
-        if (read := read_build(recipe)) is None:
-            return recipe, None
-        before, code = read
-        if (key := kind_of_build(before)) in self._built_alike:
-            return recipe, code
-        del recipe  # two models at a time may be too large
-        gc.collect()
-        recipe = build()
-        if (read := read_build(recipe)) is not None:
-            example = self._example_batches(recipe)[0]
-            check_same_builds(before, read[0], build, example, trial_seed(self._seed, trial))
-        self._built_alike.add(key)
-        return recipe, code
+    def _first_example(self, recipe: Recipe) -> Example:
+        return self._example_batches(recipe)[0]
 
     def _compared(
         self,

@@ -52,15 +52,19 @@ MetricFunction = Callable[..., Tensor | BatchSum]
 def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
     """Return the sum that a batch's mean stands for.
 
-    A share of hits that a function gives is rounded to the precision of its tensor. It is taken for
-    the whole number of hits that it is nearest to, within one unit of that precision: else two
-    epochs of as many hits, in other batches, would differ by what was rounded.
+    A share of hits that a function gives is rounded to the precision of its tensor, and one of
+    errors (`1 - accuracy`) to that of 1. It is taken for the whole number of hits or errors that it
+    is nearest to, within one unit of that precision: else two epochs of as many hits, in other
+    batches, would differ by what was rounded.
     """
     value = float(mean)
     total = value * rows
-    if isfinite(total) and abs(total - round(total)) <= _rounding(mean, value) * abs(total):
-        total = float(round(total))
-    return total, rows
+    if not isfinite(total):
+        return total, rows
+    whole, precision = float(round(total)), _rounding(mean, value)
+    of_errors = whole != 0 and precision <= torch.finfo(torch.float32).eps  # else it may be small
+    most = precision * max(abs(total), rows if of_errors else 0.0)
+    return whole if abs(total - whole) <= most else total, rows
 
 
 def _rounding(mean: Tensor | float, value: float) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import RandomKey, Recipe
@@ -22,13 +24,86 @@ from cerebro_hydra.shards.admission.effects.readings import Reading, changed, na
 from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
 from cerebro_hydra.shards.admission.trial_code import read_trial, rebuilt
 from cerebro_hydra.shards.cut.sample import Example
-from cerebro_hydra.shards.engine.differences import contents
+from cerebro_hydra.shards.engine.differences import checksums, contents
 from cerebro_hydra.storage.digest import digest
 from cerebro_hydra.storage.trial_code import TrialCode, is_setting
 
 _MOST_TOLD = 3
 _MOST_BUILDS = 4
 _OF_SCHEDULE = f"a value{OF_SCHEDULER}"
+
+
+class SameBuilds:
+    """Builds trials, and one of each kind twice, by a factory that is to make the same each time."""
+
+    def __init__(self) -> None:
+        self._alike = set[str]()  # the kinds that were built twice
+        self._drawn_once: ConfigurationError | None = None
+
+    def of(
+        self, build: Callable[[], Recipe], example: Callable[[Recipe], Example], trial_seed: int
+    ) -> tuple[Recipe, TrialCode | None]:
+        """Return a trial's recipe and its code, None if its objects can't be read.
+
+        Of trials that differ in settings and options of the optimizer alone one is built twice.
+
+        Args:
+            build: builds the trial.
+            example: returns what it sees.
+
+        Raises:
+            ConfigurationError: the factory makes another trial each time, or gives the first ones
+                other weights than they have alone.
+        """
+        if self._drawn_once is not None:
+            raise self._drawn_once
+        recipe = build()
+        if (read := read_build(recipe)) is None:
+            return recipe, None
+        before, code = read
+        if (key := kind_of_build(before)) in self._alike:
+            return recipe, code
+        first = _Drawn.by(recipe)
+        del recipe  # two models at a time may be too large
+        gc.collect()
+        recipe = build()
+        try:
+            first.check(_Drawn.by(recipe))
+        except ConfigurationError as error:
+            self._drawn_once = error  # later ones find what the first one has made
+            raise
+        if (read := read_build(recipe)) is not None:
+            check_same_builds(before, read[0], build, example(recipe), trial_seed)
+        self._alike.add(key)
+        return recipe, code
+
+
+class _Drawn(NamedTuple):
+    """Tells which random numbers a build has drawn, and what that gave."""
+
+    position: bytes
+    weights: list[int]
+
+    @classmethod
+    def by(cls, recipe: Recipe) -> _Drawn:
+        """Look at a trial that was just built; a file may have what its model begins with."""
+        position = torch.get_rng_state().numpy().tobytes()
+        tensors = [] if recipe.warm_start is not None else [*_tensors(recipe.model)]
+        return cls(position, checksums([each for _, each in tensors if not is_lazy(each)]))
+
+    def check(self, later: _Drawn) -> None:
+        """Refuse weights that are others because the first build alone has drawn some numbers.
+
+        Raises:
+            ConfigurationError: they are.
+        """
+        if self.position != later.position and self.weights != later.weights:
+            raise ConfigurationError(
+                "estimator_gen_fn draws random numbers in its first call that it does not draw in "
+                "its second one, as where it builds a teacher once for all trials, so that models "
+                "begin with other weights than alone; build it when its module is imported, or in "
+                "`with torch.random.fork_rng():`"
+            )
 
 
 def read_build(recipe: Recipe) -> tuple[Reading, TrialCode] | None:

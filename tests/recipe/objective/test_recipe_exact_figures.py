@@ -87,7 +87,19 @@ def test_a_share_of_hits_by_a_function_of_the_user_is_hits_over_rows(
     assert found == {HITS / ROWS}
 
 
-@pytest.mark.parametrize("value", [0.123456789, 3.0001, 1e9 + 0.3, -2.7, float("inf")])
+@pytest.mark.parametrize("as_number", [False, True])
+def test_a_share_of_errors_that_is_1_less_one_of_hits_is_errors_over_rows(as_number: bool) -> None:
+    outputs = rows(0, 3)
+    labels = outputs.argmax(1)
+    wrong = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - HITS]
+    labels[wrong] = (labels[wrong] + 1) % 3
+    share, _ = hits(torch.float32, as_number)
+    given = lambda outputs, labels: 1 - share(outputs, labels), "min"  # noqa: E731
+    found = {measured(outputs, labels, nn.CrossEntropyLoss(), given, *each) for each in PARTINGS}
+    assert found == {(ROWS - HITS) / ROWS}
+
+
+@pytest.mark.parametrize("value", [0.123456789, 3.0001, 1e9 + 0.3, -2.7, 1e-9, float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_mean_is_changed_by_no_more_than_it_was_rounded_by(
     value: float, dtype: torch.dtype

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.effects.filled_caches import (
+    MOST_ITEMS,
     Cache,
     Growing,
     Variable,
@@ -108,6 +109,8 @@ _STREAMS = {"io", "_io", "logging", "threading", "_thread", "socket", "queue", "
 _LONGEST = 1000
 """Of a longer collection of plain values, one digest is read."""
 _DEEPEST = 100
+_MOST_SHARED = 10_000
+"""Of more objects in one container that trials share none is read: they are data."""
 _MOST = 100_000
 """Values of a reading; what is deeper, or comes after them, is not read."""
 
@@ -143,6 +146,7 @@ class ObjectReader:
         self._seen: dict[int, tuple[Any, str]] = {}  # with the object, which keeps its id
         self._sentinels: dict[int, tuple[Any, list[str]]] = {}  # each `object()`, with its paths
         self._texts: dict[int, tuple[Any, Any]] = {}  # of objects without others, as well
+        self._later = deque[Callable[[], None]]()  # each reads what a large container has
         self._depth = 0
         self._strict = 0
         self._code: dict[int, type | types.FunctionType] = {}  # that was met
@@ -199,7 +203,13 @@ class ObjectReader:
         class. It belongs to the process; all trials there share it.
         """
         read: set[tuple[int, str]] = set()
-        for code in self._met:  # to which what is read adds
+        done = 0
+        while done < len(self._met) or self._later:  # to which what is read adds
+            if done == len(self._met):
+                self._later.popleft()()
+                continue
+            code = self._met[done]
+            done += 1
             if isinstance(code, type):
                 if is_own(type(code).__module__):
                     self.meet(type(code))
@@ -503,8 +513,8 @@ class ObjectReader:
         if len(value) > _LONGEST and are_plain(value) and are_plain(value.values()):
             self.found[path] += f" {len(value)} {digest(repr(value).encode())}"
             return
-        for name, each in zip(self._keys(value), tuple(value.values()), strict=True):
-            self.read(f"{path}{PART}[{name}]", each)
+        pairs = zip(self._keys(value), tuple(value.values()), strict=True)
+        self._read_each(path, len(value), pairs)
         if attributes := getattr(value, "__dict__", None):
             self.read_attributes(path, value, attributes)
 
@@ -524,10 +534,21 @@ class ObjectReader:
         if len(value) > _LONGEST and are_plain(value):
             self.found[path] += f" {digest_of(value)}"
             return
-        for number, each in enumerate(value):
-            self.read(f"{path}{PART}[{number}]", each)
+        self._read_each(path, len(value), enumerate(value))
         if attributes := getattr(value, "__dict__", None):
             self.read_attributes(path, value, attributes)
+
+    def _read_each(self, path: str, count: int, values: Iterable[tuple[object, Any]]) -> None:
+        """Read what a container has; of many that trials share, after all else or not at all."""
+
+        def read() -> None:
+            for name, each in values:
+                self.read(f"{path}{PART}[{name}]", each)
+
+        if count <= MOST_ITEMS or not is_of_process(path):
+            read()
+        elif count <= _MOST_SHARED:
+            self._later.append(read)
 
     def _read_function(self, path: str, value: types.FunctionType) -> None:
         self.found[path] = function_text(value)
