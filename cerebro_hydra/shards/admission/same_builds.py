@@ -34,7 +34,7 @@ _OF_SCHEDULE = f"a value{OF_SCHEDULER}"
 
 
 class SameBuilds:
-    """Builds trials, and one of each kind twice, by a factory that is to make the same each time."""
+    """Builds trials, one of each kind twice, by a factory that is to make the same each time."""
 
     def __init__(self) -> None:
         self._alike = set[str]()  # the kinds that were built twice

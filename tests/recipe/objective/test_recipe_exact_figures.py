@@ -94,7 +94,7 @@ def test_a_share_of_errors_that_is_1_less_one_of_hits_is_errors_over_rows(as_num
     wrong = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - HITS]
     labels[wrong] = (labels[wrong] + 1) % 3
     share, _ = hits(torch.float32, as_number)
-    given = lambda outputs, labels: 1 - share(outputs, labels), "min"  # noqa: E731
+    given = lambda outputs, labels: 1 - share(outputs, labels), "min"
     found = {measured(outputs, labels, nn.CrossEntropyLoss(), given, *each) for each in PARTINGS}
     assert found == {(ROWS - HITS) / ROWS}
 
