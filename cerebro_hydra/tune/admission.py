@@ -178,7 +178,7 @@ class Admission:
         self._told: set[Hashable] = set()
         self._shared_layers = SharedLayers(by_turns=biller.profiler is not None)
         self._made: dict[str, str] = {}  # what first steps made of what trials share
-        self._same_builds = SameBuilds()
+        self._same_builds = SameBuilds(self._factory)
 
     def admit(
         self,

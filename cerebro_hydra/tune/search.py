@@ -414,6 +414,7 @@ class Search(ABC):
         from cerebro_hydra.shards.admission.admit import memory_needed
         from cerebro_hydra.shards.admission.compare import evaluate_once
         from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+        from cerebro_hydra.shards.admission.same_builds import SameBuilds
         from cerebro_hydra.tune.admission import directions_of, refusing, require_measured
         from cerebro_hydra.tune.example_batches import batch_of
         from cerebro_hydra.tune.trials import look_first
@@ -424,7 +425,8 @@ class Search(ABC):
         def look(params: Mapping[str, Any]) -> dict[str, str]:
             isolated = IsolatedFactory(self.estimator_gen_fn)
             with exclusive_generator, torch.random.fork_rng(devices=[]), refusing(), isolated:
-                recipe, head = build_recipe(isolated, params, self.seed, columns), None
+                build = partial(build_recipe, isolated, params, self.seed, columns)
+                recipe, head = SameBuilds(isolated).first(build), None
                 if memory_needed(recipe) <= available_memory():
                     head = self.backend.first_rows(df, self.data_spec, recipe.batch_size)
                 if head is not None:
@@ -461,12 +463,7 @@ class Search(ABC):
                 report = self._surroundings.report
                 end = self._end(manifest.has_validation, lambda: admission.metrics)
                 trials = SearchTrials(
-                    ask_and_tell,
-                    admission,
-                    folder,
-                    self.admission_seconds,
-                    report,
-                    end,
+                    ask_and_tell, admission, folder, self.admission_seconds, report, end
                 )
                 trials.admit_first()
                 end.check()

@@ -20,6 +20,7 @@ from cerebro_hydra.recipe import RandomKey, Recipe
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.shards.admission.effects.after_steps import ExampleBatch, plain_trainer
 from cerebro_hydra.shards.admission.effects.held_state import OF_OPTIMIZER, OF_SCHEDULER
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.readings import Reading, changed, name_of
 from cerebro_hydra.shards.admission.effects.value_texts import tensor_text
 from cerebro_hydra.shards.admission.trial_code import read_trial, rebuilt
@@ -34,11 +35,31 @@ _OF_SCHEDULE = f"a value{OF_SCHEDULER}"
 
 
 class SameBuilds:
-    """Builds trials, one of each kind twice, by a factory that is to make the same each time."""
+    """Builds trials, one of each kind twice, by a factory that is to make the same each time.
 
-    def __init__(self) -> None:
+    Args:
+        factory: the user's, which the builds call.
+    """
+
+    def __init__(self, factory: IsolatedFactory) -> None:
+        self._factory = factory
         self._alike = set[str]()  # the kinds that were built twice
-        self._drawn_once: ConfigurationError | None = None
+
+    def first(self, build: Callable[[], Recipe]) -> Recipe:
+        """Return the first recipe; if that leaves something for later ones, the second.
+
+        Raises:
+            ConfigurationError: as of `of`.
+        """
+        recipe = build()
+        if not self._factory.has_left:
+            return recipe
+        drawn = _Drawn.by(recipe)
+        del recipe  # two models at a time may be too large
+        gc.collect()
+        recipe = build()
+        self._check(drawn, _Drawn.by(recipe))
+        return recipe
 
     def of(
         self, build: Callable[[], Recipe], example: Callable[[Recipe], Example], trial_seed: int
@@ -55,27 +76,29 @@ class SameBuilds:
             ConfigurationError: the factory makes another trial each time, or gives the first ones
                 other weights than they have alone.
         """
-        if self._drawn_once is not None:
-            raise self._drawn_once
         recipe = build()
         if (read := read_build(recipe)) is None:
             return recipe, None
         before, code = read
         if (key := kind_of_build(before)) in self._alike:
             return recipe, code
-        first = _Drawn.by(recipe)
-        del recipe  # two models at a time may be too large
+        drawn = _Drawn.by(recipe)
+        del recipe
         gc.collect()
         recipe = build()
-        try:
-            first.check(_Drawn.by(recipe))
-        except ConfigurationError as error:
-            self._drawn_once = error  # later ones find what the first one has made
-            raise
+        drawn_now = _Drawn.by(recipe)
         if (read := read_build(recipe)) is not None:
             check_same_builds(before, read[0], build, example(recipe), trial_seed)
+        self._check(drawn, drawn_now)
         self._alike.add(key)
         return recipe, code
+
+    def _check(self, drawn: _Drawn, later: _Drawn) -> None:
+        try:
+            drawn.check(later)
+        except ConfigurationError:
+            self._factory.undo()  # else the next trial would find what the first one has made
+            raise
 
 
 class _Drawn(NamedTuple):

@@ -20,7 +20,8 @@ from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.batch.columns import Columns
 from cerebro_hydra.recipe.build import build_recipe
-from cerebro_hydra.shards.admission.same_builds import check_same_builds, read_build
+from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from cerebro_hydra.shards.admission.same_builds import SameBuilds, check_same_builds, read_build
 from tests.processes import run_python
 
 BUILDS = itertools.count()
@@ -145,6 +146,58 @@ ALIKE: dict[str, Callable[[], Recipe]] = {
     "a model of a notebook": lambda: logged(SHARED),
     "state": lambda: recipe(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Net())),
 }
+
+
+TEACHER: nn.Module | None = None
+
+
+def with_a_teacher(first: bool, kept: bool) -> Recipe:
+    """Return a trial with a teacher that all share, built before its model or behind it."""
+    global TEACHER
+
+    def teacher() -> nn.Module:
+        if not kept:
+            return nn.Linear(8, 3)
+        with torch.random.fork_rng():
+            return nn.Linear(8, 3)
+
+    if TEACHER is None and first:
+        TEACHER = teacher()
+    model = Net()
+    if TEACHER is None:
+        TEACHER = teacher()
+    return recipe(model, loss=lambda outputs, labels: (outputs - TEACHER.weight.sum()).mean())
+
+
+def factory(params: dict[str, bool]) -> Recipe:
+    return with_a_teacher(**params)
+
+
+def built(how: str, params: dict[str, bool]) -> Recipe:
+    isolated = IsolatedFactory(factory)
+    build, builds = partial(build_recipe, isolated, params, 7, COLUMNS), SameBuilds(isolated)
+    with isolated:
+        if how == "first":
+            return builds.first(build)
+        return builds.of(build, lambda _: ((torch.randn(6, 8),), (torch.arange(6) % 3,)), 5)[0]
+
+
+@pytest.mark.parametrize("how", ["first", "of"])
+def test_what_is_built_once_may_not_take_the_random_numbers_of_the_first_model(how: str) -> None:
+    global TEACHER
+    for _ in range(2):  # nor the second time
+        with pytest.raises(
+            ConfigurationError, match=r"in its first call .*torch\.random\.fork_rng"
+        ):
+            built(how, {"first": True, "kept": False})
+        assert TEACHER is None
+    for params in ({"first": True, "kept": True}, {"first": False, "kept": False}):
+        model = built(how, params).model
+        assert TEACHER is not None
+        TEACHER = None
+        alone = build_recipe(factory, params, 7, COLUMNS).model
+        assert all(map(torch.equal, model.parameters(), alone.parameters()))
+        TEACHER = None
 
 
 def check(make: Callable[[], Recipe]) -> None:

@@ -130,6 +130,16 @@ class IsolatedFactory:
                 with suppress(Exception):  # as where a file is gone
                     Contents.of(function.__wrapped__(*arguments)).fill(made)
 
+    @property
+    def has_left(self) -> bool:
+        """Return whether calls have left something that stays for later ones."""
+        of_all = {**self._before, **self._new()}.items()
+        return any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
+
+    def undo(self) -> None:
+        """Let all of it be as before the first call, also what says that something is done."""
+        _give_back([each for each in {**self._before, **self._new()}.values() if not each.is_there])
+
     def take_back(self, left: LeftSettings) -> None:
         """Let what calls have changed be as before the first one, where it is as they have left it.
 
