@@ -196,6 +196,7 @@ class CutCheck:
             effects.check(after)
             effects.check_caches(after, of_evaluation.evaluate, of_evaluation.latest)
             of_evaluation.check(after, effects.changes)
+            of_evaluation.check_buffers(after, set_anew)
             effects.find_set_anew(after)  # which are not made for good
             effects.find_made(after)
             effects.check_references()

@@ -191,7 +191,9 @@ class _BufferWrites:
             """Tell whether the forward gives the same if these have other values before it."""
             for larger in (True, False):
                 for name, given in self._given.items():
-                    value = _other(given.value, larger) if name in names else given.value.clone()
+                    value = (
+                        other_value(given.value, larger) if name in names else given.value.clone()
+                    )
                     self._put(name, value)
                 try:
                     again = _tensors(model(*args, **kwargs))
@@ -211,7 +213,7 @@ class _BufferWrites:
         name = next((name for name in written if not are_set_anew([name])), written[0])
         raise ConfigurationError(
             f"the forward writes to buffer {name!r} in evaluation, which must leave the state as "
-            f"it is; {_instead(model, name)}"
+            f"it is; {instead_of_writing(model, name)}"
         )
 
     def _put(self, name: str, value: Tensor) -> None:
@@ -237,14 +239,14 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def _other(tensor: Tensor, larger: bool) -> Tensor:
+def other_value(tensor: Tensor, larger: bool) -> Tensor:
     """Return another value than a tensor has."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full_like(tensor, torch.nan)
     return ~tensor if tensor.dtype is torch.bool else tensor + (1 if larger else -1)
 
 
-def _instead(model: nn.Module, buffer: str) -> str:
+def instead_of_writing(model: nn.Module, buffer: str) -> str:
     owner = model.get_submodule(buffer.rpartition(".")[0])
     place = type(owner).__module__
     if place.startswith("torch.") and ".quantization" in place:

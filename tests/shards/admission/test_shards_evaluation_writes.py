@@ -56,6 +56,45 @@ class ReadsItsLastBatch(zoo.Net):
         return y
 
 
+class TrainsByIt(zoo.Net):
+    """Evaluation sets a buffer anew, by which a part of training computes."""
+
+    def __init__(self, read: str) -> None:
+        self.read = read
+        super().__init__()
+        self.read = read
+
+    def add(self):
+        self.register_buffer("threshold", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            self.threshold.fill_(x.mean())
+            return super().forward(x)
+        if self.read == "buffer":
+            self.seen += self.threshold
+        return super().forward(x * (1 + self.threshold) if self.read == "forward" else x)
+
+
+def by_threshold(model):
+    return lambda outputs, labels: nn.functional.cross_entropy(
+        outputs * (1 + model.threshold), labels
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "loss"), [("forward", None), ("buffer", None), ("", by_threshold)]
+)
+def test_a_buffer_that_evaluations_set_and_training_reads_is_refused(read, loss) -> None:
+    with pytest.raises(ConfigurationError, match="training depends on buffer 'threshold', to whic"):
+        start(made(lambda: TrainsByIt(read), loss)(), zoo.singly(VECTORS))
+
+
+def test_a_buffer_that_evaluations_set_and_training_does_not_read_is_no_harm() -> None:
+    assert_equal_to_plain(made(lambda: TrainsByIt("")), two_sub_epochs(), "modules")
+
+
 class Quantized(nn.Module):
     """Simulates numbers of 8 bits, whose range observers tell."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,6 +45,7 @@ from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.effects.value_texts import PLAIN
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_beside import HeldBeside
+from cerebro_hydra.shards.admission.written_tensors import instead_of_writing, other_value
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
@@ -168,6 +170,39 @@ class EvaluationEffects:
                 f"training depends on {told(where)}, which an evaluation has changed; "
                 f"{_remedy(where)}"
             )
+
+    def check_buffers(self, steps: AfterSteps, names: Collection[str]) -> None:
+        """Refuse training that computes with buffers which evaluations set anew: those are lost.
+
+        Args:
+            names: of the buffers.
+
+        Raises:
+            ConfigurationError: it does; the message names one.
+        """
+        recipe, model = self._recipe, self._recipe.model
+
+        def bits(changed_names: Collection[str], larger: bool) -> list[str]:
+            trained = dict(steps.trained)
+            for name in changed_names:
+                trained[f"buffer:{name}"] = other_value(trained[f"buffer:{name}"], larger)
+            other = replace(steps, trained=trained)
+            with other.in_use(model, AttributeValues(model)):
+                found = bits_of_step(recipe, other)
+                left = (b for name, b in model.named_buffers() if name not in names)
+                return [*found, *(tensor_digest(each) for each in left)]
+
+        plain = bits([], True) if names else []
+        for name in sorted(names):
+            for larger in (True, False):
+                found = list[str]()
+                with suppress(Exception):  # a step can't do with such a value
+                    found = bits([name], larger)
+                if found != plain:
+                    raise ConfigurationError(
+                        f"training depends on buffer {name!r}, to which evaluations write: each "
+                        f"worker has copies of its own there; {instead_of_writing(model, name)}"
+                    )
 
     def _check_beside(self, steps: AfterSteps, trained: Collection[str]) -> None:
         """Refuse evaluations that compute with what training leaves in a loss or in the collate."""
