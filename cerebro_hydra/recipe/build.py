@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import os
 import random
 import threading
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.attributes import kept_attributes
@@ -35,9 +35,7 @@ from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
 _STATELESS = bool, str, type(None)
-"""What an activation without numbers has, which nobody sets as training goes on."""
-
-_FEW = (dict, list, tuple)
+_OF_TORCH = "torch.nn."
 _MOST_REFERENCES = 100_000
 _ENDS = bool, int, float, str, bytes, type, types.ModuleType, types.BuiltinFunctionType, Tensor
 """What refers to nothing of a trial."""
@@ -139,67 +137,38 @@ def build_recipe(
         with MetaOperations() as operations:
             recipe = build()
         give_memory(recipe, operations)
-    take_own_layers(recipe, factory)
+    take_own_layers(recipe)
     freeze_as_in_training(recipe.model)
     return recipe.bind(columns)
 
 
-def take_own_layers(recipe: Recipe, factory: Callable[..., Any]) -> None:
-    """Copy layers of a model that was just built, if they are defaults of arguments of functions.
+_built = WeakIdKeyDictionary()
+"""The modules of all models that this process has built."""
 
-    All models have such a layer, as of `def __init__(self, act=nn.ReLU())`. Trials that take turns
-    on a device would meet one another's hooks there. So is an activation that is global, for who
-    calls it by its global name computes the same. A layer is left if anything else of the trial
-    refers to it, such as a list of the model's or the keys of a dict, or if it has hooks, or what
-    may be set, such as the rate of a dropout or a slope.
 
-    Args:
-        factory: has built it.
+def take_own_layers(recipe: Recipe) -> None:
+    """Copy the activations of a model that was just built, which others may have, too.
+
+    So it is where one is the default of an argument, as of `def __init__(self, act=nn.ReLU())`, a
+    global variable or an attribute of a class. Trials that take turns on a device would meet one
+    another's hooks there. Who calls it by such a name computes the same. A layer is left if
+    anything else of the trial refers to it, such as a list of the model's or the keys of a dict, or
+    if it has hooks, or what may be set, such as the rate of a dropout or a slope.
     """
-    model = recipe.model
-    places = [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent._modules.items()
-        if layer is not None and _is_plain(layer)
-    ]
-    common = _common_layers(model, factory, {id(layer): layer for *_, layer in places})
-    own: dict[int, nn.Module] = {}
-    if common:
-        common -= _referred_to(recipe)
-        memo = {id(layer): layer for *_, layer in places if id(layer) in common}
-        own = {key: copy.deepcopy(layer) for key, layer in memo.items()}
+    places = list[tuple[nn.Module, str, nn.Module]]()
+    within = set[int]()
+    for parent in recipe.model.modules():  # what holds others comes first
+        for name, layer in parent._modules.items() if parent not in _built else ():
+            if layer is not None and id(parent) not in within and _is_stateless(layer):
+                places.append((parent, name, layer))
+                within.update(map(id, layer.modules()))
+    referred = _referred_to(recipe) if places else set()
+    copies: dict[int, Any] = {}  # what a model has twice it has twice again
     for parent, name, layer in places:
-        if id(layer) in own:
-            parent._modules[name] = own[id(layer)]
-
-
-def _common_layers(
-    model: nn.Module, factory: Callable[..., Any], layers: dict[int, nn.Module]
-) -> set[int]:
-    """Return which layers all models have, by their ids.
-
-    These are defaults of arguments, and activations in global variables and their containers, in
-    the modules of a factory and of a model's classes.
-    """
-    kinds = {kind for each in model.modules() for kind in type(each).__mro__}
-    kinds = {kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))}
-    functions = [each for kind in kinds for each in vars(kind).values()]
-    functions.append(inspect.unwrap(getattr(factory, "func", factory)))  # of a partial
-    spaces = {id(held): held for each in functions if (held := getattr(each, "__globals__", None))}
-    held = [each for space in spaces.values() for each in space.values()]
-    functions += held
-    functions += [f for each in held if isinstance(each, type) for f in vars(each).values()]
-    found = set[int]()
-    for each in functions:
-        if isinstance(each, types.FunctionType):
-            found.update(map(id, each.__defaults__ or ()))
-            found.update(map(id, (each.__kwdefaults__ or {}).values()))
-    for each in held:
-        items = [*(each.values() if isinstance(each, dict) else each)] if type(each) in _FEW else []
-        of_layers = [e for e in (each, *items) if isinstance(e, nn.Module)]
-        found.update(id(e) for e in of_layers if type(e).__module__ == nn.ReLU.__module__)
-    return found & layers.keys()
+        if referred.isdisjoint(map(id, layer.modules())):
+            parent._modules[name] = copy.deepcopy(layer, copies)
+    for each in recipe.model.modules():
+        _built[each] = True
 
 
 def _referred_to(recipe: Recipe) -> set[int]:
@@ -231,17 +200,16 @@ def _referred_to(recipe: Recipe) -> set[int]:
     return found | numbers | ({*modules} if left else set())
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_stateless(layer: nn.Module) -> bool:
     return all(
-        name == "_modules" or _is_plain_value(value)
+        type(module).__module__.startswith(_OF_TORCH)
+        and all(map(_sets_nothing, (v for n, v in vars(module).items() if n != "_modules")))
         for module in layer.modules()
-        for name, value in vars(module).items()
     )
 
 
-def _is_plain_value(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain_value, value))
+def _sets_nothing(value: object) -> bool:
+    """Return whether it is nothing that is set as training goes on, nor a hook or a tensor."""
     return isinstance(value, _STATELESS) or (isinstance(value, dict | set) and not value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import replace
 from functools import partial
@@ -47,7 +48,27 @@ def by_a_table() -> nn.Module:
     return nn.Sequential(KNOWN["relu"], nn.Linear(3, 3), KNOWN["tanh"])
 
 
-MODELS = [by_default, by_a_global, by_a_table]
+class OfItsClass(nn.Module):
+    act: nn.Module = nn.Tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), self.act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layers(x))
+
+
+@functools.lru_cache
+def kept() -> nn.Module:
+    return nn.Softsign()
+
+
+def by_a_cache() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), kept())
+
+
+MODELS = [by_default, by_a_global, by_a_table, OfItsClass, by_a_cache]
 
 
 def plain_layers(model: nn.Module) -> list[nn.Module]:
@@ -66,10 +87,10 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
     x = torch.randn(4, 3)
     before = one.eval()(x)
     given = set(map(id, one.modules()))
-    take_own_layers(of(one), build)
+    take_own_layers(of(one))
     other = build()
     assert given & set(map(id, other.modules()))
-    take_own_layers(of(other), build)
+    take_own_layers(of(other))
     assert not set(one.modules()) & set(other.modules())
     assert torch.equal(one(x), before)
     assert [name for name, _ in one.named_modules(remove_duplicate=False)] == names
@@ -78,8 +99,8 @@ def test_two_models_share_no_plain_layer_and_compute_as_before(build: Any) -> No
     gc.collect()
     for model in (one, other):
         alone = list(map(id, model.modules()))
-        take_own_layers(of(model), build)
-        assert list(map(id, model.modules())) == alone, "what no other one has stays"
+        take_own_layers(of(model))
+        assert list(map(id, model.modules())) == alone, "a model that was built before stays"
 
 
 class Referring(nn.Module):
@@ -113,16 +134,17 @@ REFERRING: dict[str, Any] = {
 @pytest.mark.parametrize("by", REFERRING)
 def test_a_layer_to_which_its_model_refers_otherwise_stays(by: str) -> None:
     model = Referring(by)
-    modules = list(model.modules())
-    take_own_layers(of(model), Referring)
-    assert list(model.modules()) == modules
+    before = list(model.layers)
+    take_own_layers(of(model))
+    after = list(model.layers)
+    assert after[2] is before[2] and after[1] is not before[1]
 
 
 def test_a_layer_to_which_a_scheduler_refers_stays() -> None:
     model = by_default()
     recipe = replace(of(model), lr_scheduler=partial(by_slope, layer=model.act))
     before = list(model.modules())
-    take_own_layers(recipe, by_default)
+    take_own_layers(recipe)
     after = list(model.modules())
     assert model.act in after and before != after
 
@@ -137,7 +159,7 @@ def of_a_rate() -> nn.Module:
 
 def test_a_layer_whose_numbers_may_be_set_as_training_goes_on_stays() -> None:
     model = of_a_rate()
-    take_own_layers(of(model), of_a_rate)
+    take_own_layers(of(model))
     assert list(model)[1:] == [DROPOUT, SLOPE]
 
 
@@ -155,6 +177,6 @@ def test_what_is_no_plain_layer_stays() -> None:
     hooked.register_forward_hook(lambda *_: None)
     others = [nn.Linear(2, 2), nn.BatchNorm1d(2), hooked, Keeps(), nn.Sequential(Keeps())]
     model = nn.Sequential(*others, nn.ModuleList([others[0]]))
-    take_own_layers(of(model), by_default)
+    take_own_layers(of(model))
     assert [*model][:-1] == others
     assert model[-1][0] is others[0]
