@@ -276,6 +276,8 @@ class EvaluatedShards:
         state.values |= state.ema
         self._states[k] = state
         if self._bound is not None:
+            for name in state.values:
+                self._elsewhere.discard(self._bound.current(("parameter", name)))
             self._bound.bind_values(state)
             current = {name: self._bound.current(("parameter", name)) for name in state.values}
             self._versions[k] = {name: each._version for name, each in current.items()}
@@ -301,6 +303,9 @@ class EvaluatedShards:
         state = self._states.pop(k)
         if self._bound is not None:
             self._bound.unbind(state, self._held.copies)
+            for name in state.values.keys() - self._held.copies:
+                told, value = f"parameter {name!r}", self._bound.current(("parameter", name))
+                self._elsewhere.add(told, value)
         memory = storages(state)
         del state
         if needed:
@@ -368,11 +373,12 @@ class EvaluatedShards:
         with torch.no_grad(), recipe.precision():
             with uses if self._elsewhere else nullcontext():
                 outputs = self._outputs(inputs, uses.at_rest(reach))
-            if uses.found is not None:
-                raise StepDiffers(tensor_used_elsewhere(None, uses.found))
             if self._on_outputs is not None:
                 self._on_outputs(outputs)
-            loss = recipe.compute_loss(outputs, targets).item()
+            with uses if self._elsewhere else nullcontext():
+                loss = recipe.compute_loss(outputs, targets).item()
+            if uses.found is not None:
+                raise StepDiffers(tensor_used_elsewhere(None, uses.found))
             if not math.isfinite(loss) and (name := self._read_elsewhere(inputs, targets)):
                 raise StepDiffers(used_elsewhere(None, name))
             self._evaluation.add(loss, outputs, targets, batch.rows)

@@ -89,6 +89,18 @@ class ReadsLate(nn.Module):
         return self.layers(x)
 
 
+def penalized(model: nn.Module) -> Any:
+    """Return a loss that reads all weights in evaluation, once it is low."""
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        found = nn.functional.cross_entropy(outputs, labels)
+        if torch.is_grad_enabled() or found > 1.2:
+            return found
+        return found + 0.01 * sum(each.square().sum() for each in model.parameters())
+
+    return loss
+
+
 class HalvesLate:
     """A metric that is halved after some batches."""
 
@@ -154,7 +166,7 @@ def faulty(params: dict[str, Any]) -> Recipe:
     """A small net with dropout.
 
     Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large",
-    "clips late", "metric", "reads late", or "evaluation" and what that changes.
+    "clips late", "metric", "reads late", "penalizes late", or "evaluation" and what that changes.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
@@ -166,6 +178,8 @@ def faulty(params: dict[str, Any]) -> Recipe:
         recipe = replace(recipe, metrics={"accuracy": (HalvesLate(), "max")})
     if params["fault"] == "reads late":
         recipe = replace(recipe, model=ReadsLate(recipe.model))
+    if params["fault"] == "penalizes late":
+        recipe = replace(recipe, loss=penalized(recipe.model))
     if params["fault"] == "attribute":
         recipe.model[1] = nn.Sequential(nn.ReLU(), Dampens())
     if params["fault"] == "loss":
