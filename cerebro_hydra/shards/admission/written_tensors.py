@@ -167,15 +167,34 @@ class _BufferWrites:
             self._model.register_forward_pre_hook(self._entering),
             self._model.register_forward_hook(self._left, with_kwargs=True),
         ]
+        self._note()
         try:
             yield
+            self._check_between()
         finally:
             for handle in handles:
                 handle.remove()
 
+    def _note(self) -> None:
+        buffers = self._model.named_buffers()
+        self._given = {name: _Given(b, b._version, b.clone()) for name, b in buffers}
+
+    def _check_between(self) -> None:
+        """Refuse what was written since the latest forward, which was none of a forward."""
+        for name, given in self._given.items():
+            if name not in self.set_anew and not same_bits(
+                self._model.get_buffer(name), given.value
+            ):
+                raise ConfigurationError(
+                    f"the loss, a metric or the collate writes to buffer {name!r} in evaluation, "
+                    "which must leave the state as it is; let the forward of a module write to it, "
+                    "`if self.training` only"
+                )
+
     def _entering(self, model: nn.Module, args: Any) -> None:
         if not self._trying:
-            self._given = {n: _Given(b, b._version, b.clone()) for n, b in model.named_buffers()}
+            self._check_between()
+            self._note()
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         if self._trying:

@@ -56,6 +56,26 @@ class ReadsItsLastBatch(zoo.Net):
         return y
 
 
+def writing_loss(model):
+    def loss(outputs, labels):
+        if not outputs.requires_grad:
+            model.get_buffer("top").copy_(outputs.mean())
+        return nn.functional.cross_entropy(outputs, labels)
+
+    return loss
+
+
+class HasTop(zoo.Net):
+    def add(self):
+        self.register_buffer("top", torch.zeros(()))
+
+
+@pytest.mark.parametrize("batches", [VECTORS, VECTORS[:1]])
+def test_a_loss_that_writes_to_a_buffer_of_the_model_in_evaluation_is_refused(batches) -> None:
+    with pytest.raises(ConfigurationError, match=r"loss, a metric or the collate .*'top' in evalu"):
+        start(made(HasTop, writing_loss)(), zoo.singly(batches))
+
+
 class TrainsByIt(zoo.Net):
     """Evaluation sets a buffer anew, by which a part of training computes."""
 

@@ -164,7 +164,7 @@ class EvaluationEffects:
         after = self._after(steps, evaluated, evaluate_and_step)
         if bits[0] != bits[1]:
             where = min(
-                of_first, key=lambda each: (plain.get(each) == after.get(each), each)
+                of_first, key=lambda each: (plain.get(each) == after.get(each), _in_order(each))
             )  # one that training leaves as the evaluation has set it
             raise ConfigurationError(
                 f"training depends on {told(where)}, which an evaluation has changed; "
