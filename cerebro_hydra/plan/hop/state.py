@@ -111,8 +111,10 @@ from cerebro_hydra.plan.messages.instructions import (
 NOT_ALIKE = (
     "workers {} and {}, replicas of each other, have made different states {}: the bytes of shards "
     "{} differ. Where machines have different CPUs, choose numerics='portable' for the backend; "
-    "else look for operations of the model that do not give the same bits twice, and for buffers "
-    "that a backward hook writes, which no rank has from the one before it"
+    "else look for operations of the model that do not give the same bits twice, for parameters "
+    "that a forward writes, for random numbers of an optimizer, and for buffers that a backward "
+    "hook or a forward within torch.utils.checkpoint writes, which no rank has from the one before "
+    "it; or leave replicas out"
 )
 
 

@@ -58,6 +58,7 @@ class AsBuilt:
 
     Attributes:
         settings: what tells it, for trials of this process to be told apart.
+        caches: of the user's functions that its code names.
     """
 
     _all: ClassVar[weakref.WeakSet[AsBuilt]] = weakref.WeakSet()
@@ -76,6 +77,7 @@ class AsBuilt:
         for path, before in self._changed.items():
             self._values.setdefault(path, before.again())
         self._texts = ChainMap(*(each.found for each in readers))
+        self.caches = [cache for each in readers for cache in each.caches]
         self._classes = frozenset[str]().union(*(each.classes for each in readers))
         self.settings = settings_text(variables) + self._changed_texts()
         for path, found in self._values.items():

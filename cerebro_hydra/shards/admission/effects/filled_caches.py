@@ -7,7 +7,7 @@ import gc
 import itertools
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -195,6 +195,14 @@ def settings_kept(function: Cache[Any]) -> list[tuple[Sequence[Any], Any]]:
     made = [(key, each) for key, each in kept_results(function) if is_settings_object(each)]
     calls = [(key if isinstance(key, list | tuple) else [key], each) for key, each in made]
     return [(key, e) for key, e in calls if object not in map(type, key)]  # which parts named ones
+
+
+def forget_by_settings(functions: Iterable[Cache[Any]]) -> None:
+    """Empty the caches of functions to which settings were given, which have changed since then."""
+    for function in functions:
+        keys = (key for key, _ in kept_results(function) if isinstance(key, list | tuple))
+        if any(is_settings_object(part) for key in keys for part in key):
+            function.cache_clear()
 
 
 def _clear(function: Cache[Any]) -> None:

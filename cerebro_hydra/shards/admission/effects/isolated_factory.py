@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -21,7 +21,9 @@ from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
     MOST_ITEMS,
+    Cache,
     Variable,
+    forget_by_settings,
     is_settings_object,
     settings_kept,
 )
@@ -124,7 +126,10 @@ class IsolatedFactory:
     def give_back(self) -> None:
         """Let all of it be as before the first call."""
         of_all = {**self._before, **self._new()}.items()
-        _give_back(e for path, e in of_all if not e.is_there and self._goes_back(path, e))
+        changed = [e for path, e in of_all if not e.is_there and self._goes_back(path, e)]
+        _give_back(changed)
+        if changed:
+            forget_by_settings(self._reader.caches)
         for function in self._reader.caches:
             for arguments, made in settings_kept(function):
                 with suppress(Exception):  # as where a file is gone
@@ -148,10 +153,12 @@ class IsolatedFactory:
         """
         there = [path for path, found in left.found.items() if found.is_there]
         _give_back([self._at(path) for path in there])
+        forget_by_settings(self._reader.caches)
 
     def left(self) -> LeftSettings:
         """Return what calls have changed, as the last one has left it."""
-        return LeftSettings({path: self._at(path).again() for path in sorted(self._touched)})
+        found = {path: self._at(path).again() for path in sorted(self._touched)}
+        return LeftSettings(found, self._reader.caches)
 
     def _at(self, path: str) -> Found:
         """Return what a path had before the first call."""
@@ -217,19 +224,30 @@ def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Found]]:
 
 @dataclass(frozen=True)
 class LeftSettings:
-    """Holds what a factory has set for one model, which computes with it."""
+    """Holds what a factory has set for one model, which computes with it.
+
+    Args:
+        found: by path.
+        caches: of functions, which may have been given settings.
+    """
 
     found: Mapping[str, Found]
+    caches: Sequence[Cache[Any]] = ()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let it be there while the body runs."""
         before = [each.again() for each in self.found.values()]
-        _give_back(self.found.values())
+        self._give_back(self.found.values())
         try:
             yield
         finally:
-            _give_back(before)
+            self._give_back(before)
+
+    def _give_back(self, found: Collection[Found]) -> None:
+        if not all(each.is_there for each in found):
+            _give_back(found)
+            forget_by_settings(self.caches)
 
 
 def _give_back(found: Iterable[Found]) -> None:

@@ -15,7 +15,12 @@ from typing import ClassVar
 from cerebro_hydra.errors import ConfigurationError, StepDiffers
 from cerebro_hydra.recipe.build import builds_so_far
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
-from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, MOST_ITEMS, Variable
+from cerebro_hydra.shards.admission.effects.filled_caches import (
+    ABSENT,
+    MOST_ITEMS,
+    Variable,
+    forget_by_settings,
+)
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     CACHED,
@@ -94,9 +99,12 @@ class SharedWatch:
 
         That is what their steps set anew and its own don't, and what its factory has left.
         """
-        for _, found in self._of_others():
+        changed = [found for _, found in self._of_others() if not found.is_there]
+        for found in changed:
             with suppress(Exception):  # a class may refuse it
                 found.give_back()
+        if changed:
+            forget_by_settings(self._as_built.caches)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

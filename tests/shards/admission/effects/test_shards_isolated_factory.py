@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import logging
 import os
@@ -351,3 +352,33 @@ def test_what_a_module_sets_that_the_first_call_imports_stays(
     for params in (True, False, True):
         isolated(params)
     monkeypatch.delitem(sys.modules, name)
+
+
+class Sized:
+    """Is known by its identity, so that a cache keeps what it gave by whatever size."""
+
+    def __init__(self) -> None:
+        self.size = 1
+
+
+SIZED = Sized()
+
+
+@functools.lru_cache
+def doubled(sized: Sized) -> int:
+    return 2 * sized.size
+
+
+def test_what_a_cached_function_keeps_of_settings_follows_them() -> None:
+    def factory(size: int) -> int:
+        SIZED.size = size
+        return doubled(SIZED)
+
+    with IsolatedFactory(factory) as isolated:
+        assert [isolated(2), isolated(3)] == [4, 6]
+        left = isolated.left()
+    assert doubled(SIZED) == 2
+    with left.in_use():
+        assert doubled(SIZED) == 6
+    assert doubled(SIZED) == 2
+    doubled.cache_clear()
