@@ -467,8 +467,7 @@ class EvaluationVisit:
         looks: AuditBudget,
         earlier: EarlierReadings,
     ) -> None:
-        self.resident = order.resident
-        self.stays = not order.recompute or order.resident
+        self.resident, self.stays = order.resident, order.resident or not order.recompute
         self._looks = looks
         known = order.trial.attributes, order.trial.set_in_evaluation
         self._effects = LateEvaluation(trial, *known, looks, earlier)

@@ -129,8 +129,9 @@ class EvaluationEffects:
         self._unread = self._find_unread(steps, trained_attributes)
         evaluated = AttributeValues(self._recipe.model)
         before = self._after(steps, evaluated, lambda: None)
-        fewer = AttributeValues(self._recipe.model)
+        fewer, present = AttributeValues(self._recipe.model), HeldBeside(self._recipe)
         of_fewer = self._after(steps, fewer, partial(self._evaluate_fewer, steps))
+        present.give_back()
         alone = self._after(steps, evaluated, lambda: self.evaluate(steps.example))
         self._check_beside(steps, trained_attributes)
         self._check_trained(steps, trained_attributes)
@@ -162,6 +163,7 @@ class EvaluationEffects:
 
         plain = self._after(steps, AttributeValues(self._recipe.model), step)
         after = self._after(steps, evaluated, evaluate_and_step)
+        present.give_back()
         if bits[0] != bits[1]:
             where = min(
                 of_first, key=lambda each: (plain.get(each) == after.get(each), _in_order(each))
