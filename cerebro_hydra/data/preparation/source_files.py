@@ -100,7 +100,8 @@ def source_files(df: DataFrame) -> SourceFiles | None:
             return None
         schema = f"{relation.dataSchema().json()} {relation.partitionSchema().json()}"
         form = relation.fileFormat().getClass().getName()
-        sources.append(f"{form} {relation.options().toString()} {schema}")
+        roots = relation.location().rootPaths().mkString(" ")  # several are not in the options
+        sources.append(f"{form} {relation.options().toString()} {schema} {roots}")
     canonical = plan.canonicalized()
     # Tells try_cast from cast, and has the options of from_csv; the JSON has neither.
     with _whole_texts(session):

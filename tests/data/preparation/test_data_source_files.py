@@ -188,6 +188,24 @@ def test_times_that_are_read_in_another_time_zone_are_other_rows(
         assert preparation(read()).fingerprint != first.fingerprint
 
 
+def test_a_query_whose_sources_are_exchanged_is_another_one(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    for name, factor in (("cats", 2), ("dogs", 5)):
+        write(spark, tmp_path / name, 20, factor)
+    files = {n: [str(f) for f in (tmp_path / n).glob("*.parquet")] * 2 for n in ("cats", "dogs")}
+
+    def union(first: str, second: str) -> DataFrame:
+        x = F.col("y").cast("float").alias("x")
+        one, other = (spark.read.parquet(*files[name]) for name in (first, second))
+        return one.select(x, F.lit(0).alias("y")).union(other.select(x, F.lit(1).alias("y")))
+
+    first = preparation(union("cats", "dogs"))
+    assert preparation(union("dogs", "cats")).fingerprint != first.fingerprint
+    assert preparation(union("cats", "dogs")) == first
+    assert not preparation.told
+
+
 def touch(spark: SparkSession, path: Path) -> None:
     settle(path, 50.0)
 
