@@ -7,6 +7,8 @@ params["frozen"]: CFG.frozen = True`. For the others it is what a process of the
 from __future__ import annotations
 
 import functools
+import inspect
+import random
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
@@ -24,18 +27,17 @@ from cerebro_hydra.shards.admission.effects.filled_caches import (
     Cache,
     Variable,
     forget_by_settings,
-    is_settings_object,
     settings_kept,
 )
 from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
 from cerebro_hydra.shards.admission.effects.named_by_code import (
     attributes_set,
     constant_texts,
-    flags_of_done,
     globals_set,
     is_own,
     modules_named,
     names_read_before_set,
+    patches_installed,
 )
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -51,6 +53,8 @@ from cerebro_hydra.shards.cut.values import Contents
 
 _FLAGS = (bool, type(None), type(ABSENT))
 _CODE = (type, types.ModuleType, types.FunctionType)
+_LARGE = 1 << 24
+"""Bytes of a tensor that each call of a factory need not make again."""
 
 
 class IsolatedFactory:
@@ -59,10 +63,10 @@ class IsolatedFactory:
     That is variables, and what containers, objects and classes have there, as far as factories have
     changed it, and the variables that training has changed, too.
 
-    What says that something is done stays: a flag, or what was None, at which the code that sets it
-    looks before, to set it only once, as where something can be registered only once. Tensors,
-    arrays, numbers and texts, and what holds numbers and texts alone, are made again: they are
-    settings, also where they are made by whoever asks first.
+    A flag at which the code that sets it looks before is as before, too, so that what it says is
+    done is done again. It stays where that patches installed modules, and where a second time
+    fails. What was None stays if it is a model, a large tensor or an object of an installed
+    package, such as one that can be made only once.
 
     As a context it gives all of it back at the end, too.
 
@@ -96,10 +100,10 @@ class IsolatedFactory:
 
     def __call__(self, params: Any) -> Any:
         """Call the factory."""
-        self.give_back()
+        flags = self.give_back()
         modules = set(sys.modules)
         before = {path: found.again() for path, found in {**self._before, **self._new()}.items()}
-        built = self.factory(params)
+        built = self._called(params, flags)
         new = sys.modules.keys() - modules
         # Some that are installed make modules that have no place.
         imports = any(is_own(name) and not name.startswith("_") for name in new)
@@ -123,17 +127,52 @@ class IsolatedFactory:
     def __exit__(self, *error: object) -> None:
         self.give_back()
 
-    def give_back(self) -> None:
-        """Let all of it be as before the first call."""
+    def _called(self, params: Any, flags: Mapping[str, tuple[Variable, object]]) -> Any:
+        """Call the factory; if it fails, see whether it does so because something was done before.
+
+        Args:
+            flags: what was given back, each with what it said.
+        """
+        drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            return self.factory(params)
+        except Exception:
+            if not flags:
+                raise
+            self.give_back()
+            for variable, value in flags.values():
+                variable.set(value)
+            torch.set_rng_state(drawn[0])
+            np.random.set_state(drawn[1])
+            random.setstate(drawn[2])
+            built = self.factory(params)
+            self._stays.update(flags)
+            return built
+
+    def give_back(self) -> dict[str, tuple[Variable, object]]:
+        """Let all of it be as before the first call.
+
+        Returns:
+            the flags among it by their names, each with what it said.
+        """
         of_all = {**self._before, **self._new()}.items()
         changed = [e for path, e in of_all if not e.is_there and self._goes_back(path, e)]
+        flags = {
+            str(each.variable.name): (each.variable, each.variable.value)
+            for each in changed
+            if each.variable is not None and type(each.value) in _FLAGS
+        }
         _give_back(changed)
         if changed:
             forget_by_settings(self._reader.caches)
         for function in self._reader.caches:
+            code = inspect.unwrap(function).__code__
+            if changed and attributes_set(code) | globals_set(code):
+                function.cache_clear()  # it sets something once
             for arguments, made in settings_kept(function):
                 with suppress(Exception):  # as where a file is gone
                     Contents.of(function.__wrapped__(*arguments)).fill(made)
+        return flags
 
     @property
     def has_left(self) -> bool:
@@ -169,13 +208,10 @@ class IsolatedFactory:
         if variable is None:
             return path in self._touched
         present = variable.value
+        if variable.name in self._stays:
+            return False
         if type(before) in _FLAGS and variable.name in self._looked_at:
-            if type(present) is bool or isinstance(present, _CODE):
-                return variable.name not in self._flags
-            if isinstance(present, Tensor | np.ndarray):
-                return True
-            has_values = type(present) in (*ATOMS, list, set) or is_settings_object(present)
-            return has_values and are_settings(present)
+            return not _is_for_all(present)
         if path in self._touched:
             return True
         if isinstance(variable.owner, list) or isinstance(present, _CODE):
@@ -200,14 +236,32 @@ class IsolatedFactory:
         return frozenset[str]().union(*names)
 
     @functools.cached_property
-    def _flags(self) -> frozenset[str]:
-        found = (flags_of_done(each.__code__) for each in self._reader.own_functions())
-        return frozenset[str]().union(*found)
+    def _stays(self) -> set[str]:
+        """Return the names of what says that something is done which is not to be done twice."""
+        patches = filter(patches_installed, self._reader.own_functions())
+        return {name for each in patches for name in names_read_before_set(each.__code__)}
 
     @functools.cached_property
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
+
+
+def _is_for_all(value: Any) -> bool:
+    """Return whether it is too much for each trial to have one, or can't be made twice."""
+    if type(value) in ATOMS or isinstance(value, _CODE):
+        return False
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes > _LARGE
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, dict | list | tuple | set):
+        held = value.values() if isinstance(value, dict) else value
+        return len(value) > MOST_ITEMS or any(map(_is_for_all, held))
+    if is_own(type(value).__module__):
+        held = getattr(value, "__dict__", {}).values()
+        return any(isinstance(e, Tensor | nn.Module) and _is_for_all(e) for e in held)
+    return not are_settings(value)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Found]]:

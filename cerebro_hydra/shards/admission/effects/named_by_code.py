@@ -7,9 +7,9 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,20 +29,6 @@ _STORE = dis.opmap["STORE_ATTR"]
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
 _BY_NAME = {"STORE_ATTR", "STORE_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"}
-_LOADS = {
-    "LOAD_GLOBAL",
-    "LOAD_FAST",
-    "LOAD_DEREF",
-    "LOAD_ATTR",
-    "LOAD_NAME",
-    "BINARY_SUBSCR",
-    "CACHE",
-}
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_NOT_ON = "JUMP_", "RETURN_", "RAISE_", "RERAISE"
-"""How operations begin after which the next one does not follow, unless they ask something."""
-
-_STATEMENT_ENDS = "POP_TOP", "STORE_", "RAISE_", "RETURN_"
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _SETTERS = frozenset({"setattr", "register_buffer", "register_parameter", "add_module"})
 MOST_CODE = 1 << 16
@@ -195,33 +181,7 @@ def names_read_before_set(code: types.CodeType) -> frozenset[str]:
     attribute of `CFG`.
     """
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    pairs = (each.name for each in _read_before_set(code))
-    return frozenset(pairs).union(*map(names_read_before_set, inner))
-
-
-@kept_by_code
-def flags_of_done(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code gives a constant only if it finds another one there.
-
-    So it is in `if not CFG.ready: CFG.ready = True`, whatever else is done there, and not in
-    `CFG.deep = CFG.deep or params["deep"]`. Inner code counts, too.
-    """
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    found = {each.name for each in _read_before_set(code) if _is_done_once(code, each)}
-    return frozenset(found).union(*map(flags_of_done, inner))
-
-
-class _ReadBeforeSet(NamedTuple):
-    """Is a place in code that reads a name of a holder, and one further below that sets it."""
-
-    name: str
-    read: int
-    set: int
-
-
-@kept_by_code
-def _read_before_set(code: types.CodeType) -> tuple[_ReadBeforeSet, ...]:
-    read, found = dict[tuple[str, str], list[int]](), list[_ReadBeforeSet]()
+    read, found = set[tuple[str, str]](), set[str]()
     steps = [*dis.get_instructions(code)]
     for number, each in enumerate(steps):
         is_key = each.opname == "LOAD_CONST" and type(each.argval) is str
@@ -229,45 +189,79 @@ def _read_before_set(code: types.CodeType) -> tuple[_ReadBeforeSet, ...]:
             continue
         of = "" if "GLOBAL" in each.opname else _holder(steps, number, is_key)
         after = steps[number + 1].opname if is_key else each.opname
-        places = read.setdefault((of, each.argval), [])
         if after not in _STORES:
-            places.append(number)
-        else:
-            found += [_ReadBeforeSet(each.argval, place, number) for place in places]
-    return tuple(found)
+            read.add((of, each.argval))
+        elif (of, each.argval) in read:
+            found.add(each.argval)
+    return frozenset(found).union(*map(names_read_before_set, inner))
 
 
-def _is_done_once(code: types.CodeType, pair: _ReadBeforeSet) -> bool:
-    """Return whether what was read decides whether a constant is set, and else code goes on."""
-    steps = [*dis.get_instructions(code)]
-    given = next((each for each in reversed(steps[: pair.set]) if each.opname not in _LOADS), None)
-    if given is None or type(given.argval) is not bool:
-        return False
-    numbers = {each.offset: number for number, each in enumerate(steps)}
+def patches_installed(function: types.FunctionType) -> bool:
+    """Return whether a function sets attributes of modules or classes that are installed.
 
-    def next_of(number: int) -> list[int]:
-        each = steps[number]
-        jumps = each.opcode in _JUMPS
-        goes_on = not each.opname.startswith(_NOT_ON) or "_IF_" in each.opname
-        return [*([numbers[each.argval]] if jumps else []), *([number + 1] if goes_on else [])]
-
-    def reached(number: int) -> set[int]:
-        found, left = set[int](), [number]
-        while left:
-            if (each := left.pop()) not in found and each < len(steps):
-                found.add(each)
-                left += next_of(each)
-        return found
-
-    for number in range(pair.read, pair.set):
-        if "_IF_" in steps[number].opname:
-            ways = [reached(each) for each in next_of(number)]
-            others = [way for way in ways if pair.set not in way]
-            ends = {steps[each].opname for way in others for each in way}
-            return len(others) == 1 and any(each.startswith("RETURN") for each in ends)
-        if number > pair.read and steps[number].opname.startswith(_STATEMENT_ENDS):
-            break
+    So it is in `F.relu = wrapped(F.relu)`, also in functions of the user's that it calls by name.
+    """
+    seen, left = dict[int, types.FunctionType](), [function]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if any(map(_is_installed_place, _owners_set(each.__code__, each.__globals__))):
+            return True
+        named = map(each.__globals__.get, global_names(each.__code__))
+        left += [e for e in named if isinstance(e, types.FunctionType) and is_own(e.__module__)]
     return False
+
+
+def _is_installed_place(owner: Any) -> bool:
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else None
+    if isinstance(owner, type):
+        name = owner.__module__
+    return name is not None and not is_own(name)
+
+
+def _owners_set(code: types.CodeType, variables: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield what code sets attributes of, as far as it stands there by names."""
+    steps = [*dis.get_instructions(code)]
+    imported = dict[str, Any]()  # by their local names
+    module, is_base = None, False
+    for number, each in enumerate(steps):
+        if each.opname == "IMPORT_NAME":
+            is_base = steps[number - 1].argval is not None  # `from a.b import c`
+            name = str(each.argval)
+            module = sys.modules.get(name if is_base else name.partition(".")[0])
+        elif each.opname == "IMPORT_FROM":
+            value = getattr(module, each.argval, None)
+            imported[str(steps[number + 1].argval)] = value
+            module = module if is_base else value
+        elif each.opname == "STORE_FAST" and steps[number - 1].opname == "IMPORT_NAME":
+            imported[str(each.argval)] = module
+        elif each.opname == "STORE_ATTR":
+            begin = number - 1
+            while begin and steps[begin].opname == "LOAD_ATTR":
+                begin -= 1
+            yield _named_there(steps[begin:number], variables, imported)
+        elif each.opname == "LOAD_GLOBAL" and each.argval == "setattr":
+            yield _named_there(steps[number + 1 :], variables, imported)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _owners_set(inner, variables)
+
+
+def _named_there(
+    steps: Iterable[dis.Instruction], variables: Mapping[str, Any], imported: Mapping[str, Any]
+) -> Any:
+    """Return what a name and attributes behind it stand for at present, where code begins so."""
+    found: Any = None
+    for number, each in enumerate(steps):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_FAST") and (number == 0 or found is None):
+            found = imported.get(each.argval, variables.get(each.argval))
+        elif each.opname == "LOAD_ATTR" and isinstance(found, types.ModuleType | type):
+            found = vars(found).get(each.argval)
+        else:
+            break
+    return found
 
 
 def _holder(steps: list[dis.Instruction], number: int, is_key: bool) -> str:

@@ -7,8 +7,8 @@ import functools
 import importlib
 import logging
 import os
+import queue
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,17 @@ class Own:
 
     def told(self) -> int:
         return 1
+
+
+class Held:
+    """Has settings beside functions and a table."""
+
+    def __init__(self) -> None:
+        self.size = 1
+        self.acts, self.table = {"relu": torch.relu}, torch.ones(3)
+
+    def __repr__(self) -> str:
+        return f"of size {self.size}"
 
 
 class Settings:
@@ -241,6 +252,17 @@ def sets_where_nothing_was(value: Any) -> None:
         Own.made = value
 
 
+def sets_of_an_object_with_functions_that_it_makes_first(value: Any) -> None:
+    if Own.made is None:
+        Own.made = Held()
+    Own.made.size = value
+
+
+def sets_a_function_where_nothing_was(value: Any) -> None:
+    if Own.made is None:
+        Own.made = torch.relu
+
+
 def sets_of_a_dict_that_it_makes_first(value: Any) -> None:
     if Own.made is None:
         Own.made = {"size": 1}
@@ -262,7 +284,8 @@ CHANGES = [
     sets_what_was_not_set, sets_by_a_default, sets_a_flag_behind_an_assertion,
     sets_a_flag_that_is_printed, sets_a_flag_to_what_is_given, sets_where_nothing_was,
     sets_a_tensor_where_nothing_was, sets_of_a_dict_that_it_makes_first,
-    sets_of_a_namespace_that_it_makes_first,
+    sets_of_a_namespace_that_it_makes_first, sets_a_function_where_nothing_was,
+    sets_of_an_object_with_functions_that_it_makes_first,
     sets_an_object, sets_of_what_it_makes_first, sets_a_global,
     sets_an_attribute, sets_what_it_looks_at_afterwards, sets_a_new_attribute,
     sets_all, sets_an_entry, sets_a_new_entry, sets_of_an_object, sets_of_its_own_object,
@@ -293,28 +316,87 @@ def test_what_a_factory_sets_for_one_trial_is_not_there_for_the_next(
     assert repr(state()) == before, "nor afterwards"
 
 
-def test_what_says_that_something_is_done_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    def factory(_: Any) -> None:
-        if not Own.ready:  # it can be registered only once
-            print("ready")
-            Own.ready = True
-        if Own.made is None:
-            print("made")
-            Own.made = threading.Lock()
-        if "known" not in TABLE:
-            print("known")
-            TABLE["known"] = True
-        if TABLE.get("set") is None:
-            print("set")
-            TABLE["set"] = True
-        if not getattr(Own, "late", False):
-            print("late")
-            Own.late = True  # type: ignore[attr-defined]
+@functools.cache
+def begin_once() -> None:
+    SPACE.size = 5
+
+
+def test_what_a_flag_says_is_done_is_done_again() -> None:
+    def begin() -> None:
+        if Own.ready:
+            return
+        Own.size = 3
+        TABLE["size"] = 4
+        Own.ready = True
+
+    def factory(size: int) -> list[Any]:
+        begin()
+        begin_once()
+        if size == 2:
+            Own.size = TABLE["size"] = SPACE.size = 2
+        return [Own.size, TABLE["size"], SPACE.size]
 
     with IsolatedFactory(factory) as isolated:
+        found = [isolated(size) for size in (2, 1, 2, 1, 1)]
+    assert found == [[2, 2, 2], [3, 4, 5]] * 2 + [[3, 4, 5]]
+    assert not Own.ready and Own.size == 1
+    begin_once.cache_clear()
+
+
+PATCHED = 0
+
+
+def patch() -> None:
+    nn.Threshold.cerebro_hydra_test = nn.Threshold.cerebro_hydra_test + 1  # type: ignore
+
+
+def test_what_can_not_be_done_twice_stays() -> None:
+    nn.Threshold.cerebro_hydra_test = 0  # type: ignore[attr-defined]
+
+    def factory(_: Any) -> list[Any]:
+        global PATCHED
+        if not PATCHED:
+            patch()
+            PATCHED = 1
+        if Own.made is None:
+            Own.made = nn.Linear(2, 2)
+        return [Own.made]
+
+    with IsolatedFactory(factory) as isolated:
+        ((made,), *others) = [isolated({}) for _ in range(3)]
+    assert all(other is made for (other,) in others)
+    assert nn.Threshold.cerebro_hydra_test == 1  # type: ignore[attr-defined]
+    globals()["PATCHED"] = 0
+    del nn.Threshold.cerebro_hydra_test  # type: ignore[attr-defined]
+
+
+def test_a_flag_stays_if_the_factory_fails_without_it() -> None:
+    done = queue.SimpleQueue[int]()
+
+    def factory(_: Any) -> float:
+        drawn = torch.rand(()).item()
+        if not Own.ready:
+            if not done.empty():
+                raise RuntimeError("it can be registered only once")
+            done.put(1)
+            Own.ready = True
+        return drawn
+
+    with IsolatedFactory(factory) as isolated:
+        drawn = []
         for _ in range(3):
-            isolated({})
-    assert capsys.readouterr().out.split() == ["ready", "made", "known", "set", "late"]
+            torch.manual_seed(0)
+            drawn.append(isolated({}))
+        assert len({*drawn}) == 1 and Own.ready
+
+    def fails(_: Any) -> None:
+        Own.amp = not Own.amp
+        raise ValueError("as it does each time")
+
+    with IsolatedFactory(fails) as isolated:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="as it does"):
+                isolated({})
 
 
 def test_what_can_not_be_read_or_set_is_left() -> None:
