@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import random
 import threading
@@ -151,9 +152,9 @@ def take_own_layers(recipe: Recipe) -> None:
 
     So it is where one is the default of an argument, as of `def __init__(self, act=nn.ReLU())`, a
     global variable or an attribute of a class. Trials that take turns on a device would meet one
-    another's hooks there. Who calls it by such a name computes the same. A layer is left if
-    anything else of the trial refers to it, such as a list of the model's or the keys of a dict, or
-    if it has hooks, or what may be set, such as the rate of a dropout or a slope.
+    another's hooks there. A layer is left if anything else of the trial refers to it, such as a
+    list of the model's, the keys of a dict, or what its code names but in `__init__`, and if it has
+    hooks, or what may be set, such as the rate of a dropout or a slope.
     """
     places = list[tuple[nn.Module, str, nn.Module]]()
     within = set[int]()
@@ -181,6 +182,12 @@ def _referred_to(recipe: Recipe) -> set[int]:
     left: list[Any] = [recipe.loss, recipe.collate, recipe.training_step, *metrics]
     left += [recipe.lr_scheduler, *vars(recipe.optimizer).values()]
     left += [v for each in modules.values() for n, v in vars(each).items() if n != "_modules"]
+    kinds = {kind for each in modules.values() for kind in type(each).__mro__}
+    for kind in kinds:
+        if not kind.__module__.startswith((_OF_TORCH, "builtins")):
+            methods = [each for name, each in vars(kind).items() if name != "__init__"]
+            for method in filter(inspect.isfunction, methods):
+                left += [method, *map(vars(kind).get, _names_in(method.__code__))]
     found, numbers = set[int](), set[int]()
     while left and len(found) < _MOST_REFERENCES:
         each = left.pop()
@@ -191,13 +198,23 @@ def _referred_to(recipe: Recipe) -> set[int]:
         found.add(id(each))
         if id(each) in modules:
             continue
-        if isinstance(each, types.FunctionType):  # whose global variables are not meant
+        if isinstance(each, types.FunctionType):
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+            if not str(each.__module__).startswith("torch."):
+                names = _names_in(each.__code__)
+                named = [value for n in names if (value := each.__globals__.get(n)) is not None]
+                spaces = [vars(value) for value in named if isinstance(value, types.ModuleType)]
+                left += [*named, *(space.get(n) for space in spaces for n in names)]
         elif isinstance(each, weakref.ref):
             left.append(each())
         else:
             left += gc.get_referents(each)
     return found | numbers | ({*modules} if left else set())
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _is_stateless(layer: nn.Module) -> bool:

@@ -98,6 +98,8 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         relation = leaf.relation()
         if not relation.getClass().getName().endswith(".HadoopFsRelation"):
             return None
+        if leaf.catalogTable().isDefined() and relation.partitionSchema().length():
+            return None  # the catalog says what stands in which folder
         schema = f"{relation.dataSchema().json()} {relation.partitionSchema().json()}"
         form = relation.fileFormat().getClass().getName()
         roots = relation.location().rootPaths().mkString(" ")  # several are not in the options

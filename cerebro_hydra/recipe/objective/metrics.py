@@ -52,19 +52,18 @@ MetricFunction = Callable[..., Tensor | BatchSum]
 def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
     """Return the sum that a batch's mean stands for.
 
-    A share of hits that a function gives is rounded to the precision of its tensor, and one of
-    errors (`1 - accuracy`) to that of 1. It is taken for the whole number of hits or errors that it
-    is nearest to, within one unit of that precision: else two epochs of as many hits, in other
-    batches, would differ by what was rounded.
+    A share of hits that a function gives is rounded to the precision of its tensor. It is taken for
+    the whole number of hits that it is nearest to, within one unit of that precision: else two
+    epochs of as many hits, in other batches, would differ by what was rounded. So is a share of
+    errors, `1 - accuracy` or `100 - 100 * accuracy`, if it is just what that gives for some hits.
     """
     value = float(mean)
     total = value * rows
     if not isfinite(total):
         return total, rows
-    whole, precision = float(round(total)), _rounding(mean, value)
-    of_errors = whole != 0 and precision <= torch.finfo(torch.float32).eps  # else it may be small
-    most = precision * max(abs(total), rows if of_errors else 0.0)
-    return whole if abs(total - whole) <= most else total, rows
+    whole = round(total)
+    is_share = abs(total - whole) <= _rounding(mean, value) * abs(total)
+    return float(whole) if is_share or _is_of_errors(value, whole, rows) else total, rows
 
 
 def _rounding(mean: Tensor | float, value: float) -> float:
@@ -72,8 +71,29 @@ def _rounding(mean: Tensor | float, value: float) -> float:
     if isinstance(mean, Tensor) and mean.dtype.is_floating_point:
         return torch.finfo(mean.dtype).eps
     # What `item()` gives of a float32 has no more digits than that has.
-    is_single = c_float(value).value == value
+    is_single = _in_float32(value) == value
     return torch.finfo(torch.float32 if is_single else torch.float64).eps
+
+
+def _is_of_errors(value: float, whole: int, rows: int) -> bool:
+    """Return whether a value is just 1, or 100, less the share of hits that leaves some errors."""
+    for scale in (1, 100):
+        errors = round(whole / scale)
+        if whole != errors * scale or not 0 < errors < rows:
+            continue
+        exact = (rows - errors) / rows
+        single = _in_float32(exact)
+        found = {scale - scale * share for share in (exact, single)}
+        found |= {scale * (1 - share) for share in (exact, single)}
+        found |= {_in_float32(scale - _in_float32(scale * single))}
+        found |= {_in_float32(scale * _in_float32(1 - single))}
+        if value in found:
+            return True
+    return False
+
+
+def _in_float32(value: float) -> float:
+    return c_float(value).value
 
 
 @runtime_checkable

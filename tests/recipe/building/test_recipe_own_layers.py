@@ -56,7 +56,7 @@ class OfItsClass(nn.Module):
         self.layers = nn.Sequential(nn.Linear(3, 3), self.act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.layers(x))
+        return self.layers(x)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache
@@ -138,6 +138,36 @@ def test_a_layer_to_which_its_model_refers_otherwise_stays(by: str) -> None:
     take_own_layers(of(model))
     after = list(model.layers)
     assert after[2] is before[2] and after[1] is not before[1]
+
+
+NONE, GAINS = nn.Identity(), {KNOWN["tanh"]: 1.5}
+
+
+class Compares(nn.Module):
+    """Asks for the identity of its layers, by a global variable, a class and a default."""
+
+    default: nn.Module = nn.ReLU()
+
+    def __init__(self, short: nn.Module = NONE) -> None:
+        super().__init__()
+        self.short, self.tanh, self.act = short, KNOWN["tanh"], self.default
+        self.line = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tanh(self.line(x)) * gain_of(self.tanh)
+        h = h if self.short is NONE else h + self.short(x)
+        return h if self.act is type(self).default else self.act(h)  # type: ignore[no-any-return]
+
+
+def gain_of(layer: nn.Module) -> float:
+    return GAINS.get(layer, 1.0)
+
+
+def test_a_layer_for_whose_identity_code_asks_stays() -> None:
+    model = Compares()
+    before = list(model.children())
+    take_own_layers(of(model))
+    assert list(model.children()) == before
 
 
 def test_a_layer_to_which_a_scheduler_refers_stays() -> None:

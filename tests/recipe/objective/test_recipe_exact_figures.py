@@ -87,16 +87,19 @@ def test_a_share_of_hits_by_a_function_of_the_user_is_hits_over_rows(
     assert found == {HITS / ROWS}
 
 
+@pytest.mark.parametrize("scale", [1, 100])
 @pytest.mark.parametrize("as_number", [False, True])
-def test_a_share_of_errors_that_is_1_less_one_of_hits_is_errors_over_rows(as_number: bool) -> None:
+def test_a_share_of_errors_that_is_1_less_one_of_hits_is_errors_over_rows(
+    as_number: bool, scale: int
+) -> None:
     outputs = rows(0, 3)
     labels = outputs.argmax(1)
     wrong = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - HITS]
     labels[wrong] = (labels[wrong] + 1) % 3
     share, _ = hits(torch.float32, as_number)
-    given = lambda outputs, labels: 1 - share(outputs, labels), "min"
+    given = lambda outputs, labels: scale - scale * share(outputs, labels), "min"
     found = {measured(outputs, labels, nn.CrossEntropyLoss(), given, *each) for each in PARTINGS}
-    assert found == {(ROWS - HITS) / ROWS}
+    assert found == {scale * (ROWS - HITS) / ROWS}
 
 
 @pytest.mark.parametrize("value", [0.123456789, 3.0001, 1e9 + 0.3, -2.7, 1e-9, float("inf")])
@@ -108,6 +111,12 @@ def test_a_mean_is_changed_by_no_more_than_it_was_rounded_by(
     total, count = sum_over_rows(mean, 12)
     assert count == 12
     assert math.isclose(total / 12, float(mean), rel_tol=torch.finfo(dtype).eps)
+
+
+def test_a_small_mean_over_many_rows_is_no_share() -> None:
+    for value in (5.011e-05, 4.99e-05):
+        mean = torch.tensor(value)
+        assert sum_over_rows(mean, 20_000) == (float(mean) * 20_000, 20_000)
 
 
 @pytest.mark.parametrize("metric", ["mse", "mae"])

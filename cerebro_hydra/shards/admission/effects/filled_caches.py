@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cerebro_hydra.shards.admission.effects.readings import containers_of
 from cerebro_hydra.shards.admission.effects.value_texts import are_settings
@@ -235,7 +235,11 @@ class _Filled:
         self.all = dict(container.items() if isinstance(container, MutableMapping) else ())
         self.all |= dict.fromkeys(container) if isinstance(container, set) else {}
         self.before = {key: each for key, each in self.all.items() if key in known}
-        kept = {key: each for key, each in self.before.items() if is_settings_object(each)}
+        kept = {
+            key: each
+            for key, each in self.before.items()
+            if isinstance(each, nn.Module) or is_settings_object(each)
+        }
         self.left = kept if written else self.before
         self.is_filled = self.all.keys() != self.left.keys()
         self.has_grown = self.all.keys() != self.before.keys()

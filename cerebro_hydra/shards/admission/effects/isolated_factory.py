@@ -27,6 +27,7 @@ from cerebro_hydra.shards.admission.effects.filled_caches import (
     Cache,
     Variable,
     forget_by_settings,
+    kept_results,
     settings_kept,
 )
 from cerebro_hydra.shards.admission.effects.held_state import package_of, read_factory
@@ -91,6 +92,7 @@ class IsolatedFactory:
                 if not name.startswith("__"):
                     path = f"attribute {name!r}{OF_CLASS}{told}"
                     self._before.setdefault(path, Found(Variable(kind, name), value))
+        self._kept = [len(kept_results(function)) for function in reader.caches]
         self._of_modules = dict[str, Found]()
         for path, variable in variables.items():
             if isinstance(variable.value, nn.Module) and is_of_process(path):
@@ -178,11 +180,19 @@ class IsolatedFactory:
     def has_left(self) -> bool:
         """Return whether calls have left something that stays for later ones."""
         of_all = {**self._before, **self._new()}.items()
-        return any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
+        stays = any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
+        return stays or any(len(kept_results(e)) > n for e, n in self._results())
 
     def undo(self) -> None:
         """Let all of it be as before the first call, also what says that something is done."""
         _give_back([each for each in {**self._before, **self._new()}.values() if not each.is_there])
+        for function, known in self._results():
+            if len(kept_results(function)) > known:
+                function.cache_clear()
+
+    def _results(self) -> Iterator[tuple[Cache[Any], int]]:
+        """Yield the cached functions, each with the number of results before the first call."""
+        return zip(self._reader.caches, self._kept, strict=True)
 
     def take_back(self, left: LeftSettings) -> None:
         """Let what calls have changed be as before the first one, where it is as they have left it.
