@@ -128,6 +128,23 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         _forbid_saved_tensors_hooks,
     ),
     "backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    "backends.mkldnn.deterministic": (
+        lambda: torch._C._get_mkldnn_deterministic(),
+        lambda value: torch._C._set_mkldnn_deterministic(value),
+    ),
+    # Which kernels attention may take, on CPUs, too.
+    "backends.cuda.enable_flash_sdp": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    "backends.cuda.enable_math_sdp": (
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.enable_math_sdp,
+    ),
+    "backends.cuda.enable_mem_efficient_sdp": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
     "set_flush_denormal": (_flushes_subnormals, torch.set_flush_denormal),
 }
 """The function of torch that sets each, with what reads and what writes it."""

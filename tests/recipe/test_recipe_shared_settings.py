@@ -82,6 +82,12 @@ CHANGES: dict[str, Callable[[], object]] = {
         torch._C._autograd._saved_tensors_hooks_disable("not here")
     ),
     "backends.mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
+    "backends.mkldnn.deterministic": lambda: torch._C._set_mkldnn_deterministic(True),
+    "backends.cuda.enable_flash_sdp": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "backends.cuda.enable_math_sdp": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "backends.cuda.enable_mem_efficient_sdp": (
+        lambda: torch.backends.cuda.enable_mem_efficient_sdp(False)
+    ),
     "set_flush_denormal": lambda: torch.set_flush_denormal(True),
 }
 
