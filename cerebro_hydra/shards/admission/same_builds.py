@@ -123,9 +123,9 @@ class _Drawn(NamedTuple):
         if self.position != later.position and self.weights != later.weights:
             raise ConfigurationError(
                 "estimator_gen_fn draws random numbers in its first call that it does not draw in "
-                "its second one, as where it builds a teacher once for all trials, so that models "
-                "begin with other weights than alone; build it when its module is imported, or in "
-                "`with torch.random.fork_rng():`"
+                "its second one, as where it builds a teacher once for all trials, or imports a "
+                "module that does, so that models begin with other weights than alone; do it at "
+                "the top of the factory's module, or in `with torch.random.fork_rng():`"
             )
 
 

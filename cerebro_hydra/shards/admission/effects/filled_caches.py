@@ -215,8 +215,12 @@ def _clear(function: Cache[Any]) -> None:
 
 
 def is_settings_object(value: object) -> bool:
-    """Return whether it has numbers and texts that can be set, as the settings of a program do."""
-    return (isinstance(value, dict) or hasattr(value, "__dict__")) and are_settings(value)
+    """Return whether it has numbers, texts and code that can be set, as a program's settings do."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType | nn.Module | Tensor):
+        return False
+    return (isinstance(value, dict) or hasattr(value, "__dict__")) and are_settings(
+        value, code=True
+    )
 
 
 def _set_items(held: Items, items: Sequence[Any]) -> None:

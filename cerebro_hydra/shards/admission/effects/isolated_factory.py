@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -99,6 +100,9 @@ class IsolatedFactory:
                 self._of_modules |= dict(_of_module(path, variable.value))
         self._before |= self._of_modules
         self._touched = set[str]()  # what any call has changed
+        self._has_imported = False
+        held = {id(each.value): each.value for each in variables.values()}
+        self._generators = [*filter(None, map(_generator_kept, held.values()))]
 
     def __call__(self, params: Any) -> Any:
         """Call the factory."""
@@ -109,6 +113,7 @@ class IsolatedFactory:
         new = sys.modules.keys() - modules
         # Some that are installed make modules that have no place.
         imports = any(is_own(name) and not name.startswith("_") for name in new)
+        self._has_imported |= imports
         if imports:
             # What one of these has set, and not the factory, is not set again.
             self._before = {
@@ -165,6 +170,8 @@ class IsolatedFactory:
             if each.variable is not None and type(each.value) in _FLAGS
         }
         _give_back(changed)
+        for generator in self._generators:
+            generator()
         if changed:
             forget_by_settings(self._reader.caches)
         for function in self._reader.caches:
@@ -180,7 +187,8 @@ class IsolatedFactory:
     def has_left(self) -> bool:
         """Return whether calls have left something that stays for later ones."""
         of_all = {**self._before, **self._new()}.items()
-        stays = any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
+        stays = self._has_imported
+        stays |= any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
         return stays or any(len(kept_results(e)) > n for e, n in self._results())
 
     def undo(self) -> None:
@@ -255,6 +263,17 @@ class IsolatedFactory:
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
+
+
+def _generator_kept(value: Any) -> Callable[[], object] | None:
+    """Return what lets a generator of random numbers stand where it does now, None for others."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    return partial(value.setstate, value.getstate()) if isinstance(value, random.Random) else None
 
 
 def _is_for_all(value: Any) -> bool:

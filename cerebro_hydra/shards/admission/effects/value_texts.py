@@ -170,12 +170,18 @@ def digest_of(values: Collection[Any]) -> str:
     return digest(repr(tuple(values)).encode(errors="surrogatepass"))
 
 
-def are_settings(value: Any) -> bool:
-    """Return whether a value is an object or a container of numbers and texts, and of such ones."""
+def are_settings(value: Any, code: bool = False) -> bool:
+    """Return whether a value is an object or a container of numbers and texts, and of such ones.
+
+    Args:
+        code: whether functions may be among them.
+    """
     left, seen = [value], dict[int, Any]()
     while left and len(left) + len(seen) <= _MOST_SETTINGS:
         each = left.pop()
         if type(each) in ATOMS or id(each) in seen:
+            continue
+        if code and isinstance(each, types.FunctionType):
             continue
         if (held := _held_by_settings(each)) is None:
             return False

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import queue
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -464,3 +465,19 @@ def test_what_a_cached_function_keeps_of_settings_follows_them() -> None:
         assert doubled(SIZED) == 6
     assert doubled(SIZED) == 2
     doubled.cache_clear()
+
+
+GENERATORS: list[Any] = [
+    torch.Generator(), np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
+]  # fmt: skip
+OF_TORCH, OF_NUMPY, OF_OLD_NUMPY, OF_PYTHON = GENERATORS
+
+
+def test_generators_in_global_variables_give_each_trial_the_same_numbers() -> None:
+    def factory(_: Any) -> list[float]:
+        drawn = torch.rand((), generator=OF_TORCH).item()
+        return [drawn, OF_NUMPY.random(), OF_OLD_NUMPY.rand(), OF_PYTHON.random()]
+
+    with IsolatedFactory(factory) as isolated:
+        first, second = isolated({}), isolated({})
+    assert first == second == factory({})
