@@ -37,6 +37,7 @@ from cerebro_hydra.recipe.shared_settings import shared_settings_kept
 
 _STATELESS = bool, str, type(None)
 _OF_TORCH = "torch.nn."
+_ACTIVATIONS = nn.ReLU.__module__
 _MOST_REFERENCES = 100_000
 _ENDS = bool, int, float, str, bytes, type, types.ModuleType, types.BuiltinFunctionType, Tensor
 """What refers to nothing of a trial."""
@@ -154,7 +155,7 @@ def take_own_layers(recipe: Recipe) -> None:
     global variable or an attribute of a class. Trials that take turns on a device would meet one
     another's hooks there. A layer is left if anything else of the trial refers to it, such as a
     list of the model's, the keys of a dict, or what its code names but in `__init__`, and if it has
-    hooks, or what may be set, such as the rate of a dropout or a slope.
+    hooks, or numbers that may be set, such as the rate of a dropout.
     """
     places = list[tuple[nn.Module, str, nn.Module]]()
     within = set[int]()
@@ -218,16 +219,15 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _is_stateless(layer: nn.Module) -> bool:
-    return all(
-        type(module).__module__.startswith(_OF_TORCH)
-        and all(map(_sets_nothing, (v for n, v in vars(module).items() if n != "_modules")))
-        for module in layer.modules()
-    )
-
-
-def _sets_nothing(value: object) -> bool:
-    """Return whether it is nothing that is set as training goes on, nor a hook or a tensor."""
-    return isinstance(value, _STATELESS) or (isinstance(value, dict | set) and not value)
+    """Return whether it has no tensors, hooks or numbers, but an activation's, such as a slope."""
+    for module in layer.modules():
+        of = type(module).__module__
+        plain = (*_STATELESS, int, float) if of == _ACTIVATIONS else _STATELESS
+        held = (value for name, value in vars(module).items() if name != "_modules")
+        empty = (isinstance(v, plain) or (isinstance(v, dict | set) and not v) for v in held)
+        if not (of.startswith(_OF_TORCH) and all(empty)):
+            return False
+    return True
 
 
 def freeze_as_in_training(model: nn.Module) -> None:

@@ -9,9 +9,9 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ from cerebro_hydra.recipe import (
 )
 from cerebro_hydra.recipe.placement import CPU
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
+from cerebro_hydra.shards.admission.effects.held_state import package_of
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -108,8 +110,7 @@ class TrialBuilder:
         self._document = document
         self._rows = rows or {}
         self._device = device
-        key_of = partial(structure_key, constants=True)
-        self._decoded = None if scratch is None else DecodedRows(scratch, key_of)
+        self._decoded = None if scratch is None else DecodedRows(scratch, _decoder_key)
         self._columns = Columns.of(document)
         self._factory = IsolatedFactory(factory)
         self._training = training
@@ -284,3 +285,16 @@ def decode_partitions(
             cached = CachedPartition.build(info, manifest, store, scratch)
             splits[info.split][info.index] = cached
     return splits
+
+
+def _decoder_key(decoder: Any) -> Hashable | None:
+    """Return a key that is equal for decoders that do the same, also by the globals they name."""
+    key = structure_key(decoder, constants=True)
+    if key is None or not callable(decoder):
+        return key
+    with suppress(Exception):  # what can't be read is told from all others
+        reader = ObjectReader({}, {package_of(decoder)})
+        reader.read("the decoder", decoder)
+        reader.read_code()
+        return key, tuple(sorted(reader.found.items()))
+    return None

@@ -124,8 +124,8 @@ class _Drawn(NamedTuple):
             raise ConfigurationError(
                 "estimator_gen_fn draws random numbers in its first call that it does not draw in "
                 "its second one, as where it builds a teacher once for all trials, or imports a "
-                "module that does, so that models begin with other weights than alone; do it at "
-                "the top of the factory's module, or in `with torch.random.fork_rng():`"
+                "module that does, so that models begin with other weights than alone; do it in "
+                "`with torch.random.fork_rng():`"
             )
 
 

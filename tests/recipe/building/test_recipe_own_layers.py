@@ -184,13 +184,33 @@ def by_slope(optimizer: torch.optim.Optimizer, layer: nn.Module) -> Any:
 
 
 def of_a_rate() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), DROPOUT, SLOPE)
+    return nn.Sequential(nn.Linear(3, 3), DROPOUT)
 
 
 def test_a_layer_whose_numbers_may_be_set_as_training_goes_on_stays() -> None:
     model = of_a_rate()
     take_own_layers(of(model))
-    assert list(model)[1:] == [DROPOUT, SLOPE]
+    assert list(model)[1:] == [DROPOUT]
+
+
+class SetsASlope(nn.Module):
+    """Sets a number of an activation that is global, by its global name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), SLOPE, nn.ELU(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SLOPE.negative_slope = 0.2
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_an_activation_that_code_sets_by_its_name_stays_and_another_does_not() -> None:
+    model = SetsASlope()
+    before = list(model.layers)
+    take_own_layers(of(model))
+    after = list(model.layers)
+    assert after[1] is SLOPE and after[2] is not before[2]
 
 
 class Keeps(nn.Module):

@@ -226,6 +226,9 @@ class HeldState:
                 reader.read(f"a value of {which}", loss)
         reader.read("a value of the collate", recipe.collate)
         reader.read("a value of the training_step", recipe.training_step)
+        functions = {n: each for n, each in (recipe.decode or {}).items() if callable(each)}
+        if functions:
+            reader.read("a value of decode", functions)
         reader.read(f"a value{OF_SCHEDULER}", recipe.lr_scheduler)
         reader.read_code()
 

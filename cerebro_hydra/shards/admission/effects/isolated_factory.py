@@ -7,7 +7,6 @@ params["frozen"]: CFG.frozen = True`. For the others it is what a process of the
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import sys
 import types
@@ -175,9 +174,9 @@ class IsolatedFactory:
         if changed:
             forget_by_settings(self._reader.caches)
         for function in self._reader.caches:
-            code = inspect.unwrap(function).__code__
-            if changed and attributes_set(code) | globals_set(code):
-                function.cache_clear()  # it sets something once
+            results = [each for _, each in kept_results(function)]
+            if changed and not any(map(_is_for_all, results)) and not settings_kept(function):
+                function.cache_clear()  # it may have used what has changed, or set something
             for arguments, made in settings_kept(function):
                 with suppress(Exception):  # as where a file is gone
                     Contents.of(function.__wrapped__(*arguments)).fill(made)
