@@ -122,10 +122,17 @@ def source_files(df: DataFrame) -> SourceFiles | None:
             for key, value in settings.items()
             if key.startswith("spark.sql.") and key not in _OWN_SETTINGS
         ),
+        "zone": _zone_of_java(session),  # by which ORC reads times
         "version": session.version,
     }
     files = _stated(sorted(df.inputFiles()))
     return None if not files else SourceFiles(json.dumps(query), files)
+
+
+def _zone_of_java(session: SparkSession) -> str:
+    java = session._jvm
+    assert java is not None
+    return str(java.java.util.TimeZone.getDefault().getID())
 
 
 _one_text = threading.Lock()

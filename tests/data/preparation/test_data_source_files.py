@@ -166,6 +166,16 @@ def zone_of_java(spark: SparkSession, name: str) -> Iterator[None]:
         zone.setDefault(before)
 
 
+def test_another_time_zone_of_java_is_another_query(spark: SparkSession, tmp_path: Path) -> None:
+    write(spark, tmp_path / "rows", 5)
+    found = []
+    with setting(spark, "spark.sql.session.timeZone", "UTC"):  # ORC asks Java
+        for zone in ("Asia/Tokyo", "America/Lima", "Asia/Tokyo"):
+            with zone_of_java(spark, zone):
+                found.append(source_files(spark.read.parquet(str(tmp_path / "rows"))))
+    assert found[0] == found[2] != found[1]
+
+
 def test_times_that_are_read_in_another_time_zone_are_other_rows(
     spark: SparkSession, tmp_path: Path, preparation: Preparation
 ) -> None:
