@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
@@ -54,6 +55,9 @@ from cerebro_hydra.storage.trial_code import (
 _OF_SCALER = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
 _NOT_OPTIONS = ("training", "params", "param_names")
 _DEEPEST = 8
+_TENSORS = "#tensor ", "#ndarray "
+"""How values begin that are tensors or arrays, in this order of kind, type, shape and digest."""
+
 _LONGEST = 60
 _MOST_VALUES = 500
 """Values that are named one by one; of what comes behind them is kept one digest."""
@@ -86,6 +90,33 @@ def read_trial(recipe: Recipe) -> tuple[ObjectReader, TrialCode] | None:
         return reader, TrialCode(_versions(reader), parts, _code(reader), values)
     except Exception:  # a user's object may do anything when it is looked at
         return None
+
+
+def check_same_tensors(then: TrialCode | None, recipe: Recipe) -> None:
+    """Check that a trial has the tensors beside its state that it had where it was admitted.
+
+    Args:
+        then: what its code was there; None if that is not known.
+        recipe: was just built in another process.
+
+    Raises:
+        ConfigurationError: one has other numbers; the message names it.
+    """
+    if then is None or not any(text.startswith(_TENSORS) for text in then.values.values()):
+        return
+    now = trial_code(recipe)
+    if now is None or not then.is_comparable(now):
+        return
+    for part, text in now.values.items():
+        was = then.values.get(part, "")
+        same_form = was.startswith(_TENSORS) and was.rpartition(" ")[0] == text.rpartition(" ")[0]
+        if same_form and was != text:
+            raise ConfigurationError(
+                f"{part} has other numbers on this worker than in the driver, as where a module "
+                "draws some when it is imported, or a factory once for all trials of its process; "
+                "seed them there, as by torch.manual_seed(0), or make them in estimator_gen_fn for "
+                "each trial"
+            )
 
 
 def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:

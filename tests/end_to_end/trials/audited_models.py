@@ -19,6 +19,16 @@ FIRST_WRONG = 40
 """The step, or the forward, from which on a fault shows: behind those of admission."""
 
 
+DRAWN = torch.randn(4)  # without a seed: other numbers in each process that imports this
+
+
+class Shifts(nn.Module):
+    """Adds what its module has drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + DRAWN
+
+
 class Counts(nn.Module):
     """Counts its forwards in training, and gives something else after some of them."""
 
@@ -166,7 +176,8 @@ def faulty(params: dict[str, Any]) -> Recipe:
     """A small net with dropout.
 
     Its `fault` is "none", "in shards", "in graphs", "counts", "attribute", "loss", "clips large",
-    "clips late", "metric", "reads late", "penalizes late", or "evaluation" and what that changes.
+    "clips late", "metric", "draws", "reads late", "penalizes late", or "evaluation" and what that
+    changes.
     """
     recipe = feed_forward({"lr": 0.01, "dropout": 0.2, "batch_size": 4})
     if params["fault"] == "counts":
@@ -178,6 +189,8 @@ def faulty(params: dict[str, Any]) -> Recipe:
         recipe = replace(recipe, metrics={"accuracy": (HalvesLate(), "max")})
     if params["fault"] == "reads late":
         recipe = replace(recipe, model=ReadsLate(recipe.model))
+    if params["fault"] == "draws":
+        recipe.model.append(Shifts())
     if params["fault"] == "penalizes late":
         recipe = replace(recipe, loss=penalized(recipe.model))
     if params["fault"] == "attribute":

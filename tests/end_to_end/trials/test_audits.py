@@ -72,6 +72,12 @@ def test_what_trains_otherwise_in_queues_is_trained_uncut(
     assert [identical(result, trial) for trial in range(2)] == [True, True]
 
 
+def test_what_each_process_has_drawn_by_itself_fails_its_trial_by_name(tmp_path: Path) -> None:
+    result = run(tmp_path, 0.01, ["none", "draws"], num_epochs=1)
+    assert statuses(result) == ["finished", "failed"]
+    assert "global variable 'DRAWN' has other numbers on this worker" in result.trials[1].error
+
+
 @pytest.mark.parametrize(
     ("fault", "resources"),
     [

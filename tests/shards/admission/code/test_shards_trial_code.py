@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional
 
 from cerebro_hydra.documents import decode
-from cerebro_hydra.errors import StoreError
+from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.trial_code import trial_code
+from cerebro_hydra.shards.admission.trial_code import check_same_tensors, trial_code
 from cerebro_hydra.storage.trial_code import TrialCode, told
 from tests.processes import CHECKOUT, run_python
 from tests.shards.admission.code import coded_models
@@ -460,6 +460,28 @@ class Strange(nn.CrossEntropyLoss):
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
         raise RuntimeError("look away")
+
+
+MASK: Any = torch.ones(3)
+WEIGHTS: Any = np.ones(3)
+
+
+def masked() -> Recipe:
+    return recipe(net(), loss=lambda outputs, labels: (outputs * MASK).sum() * WEIGHTS[0])
+
+
+@pytest.mark.parametrize(("name", "other"), [("MASK", torch.zeros(3)), ("WEIGHTS", np.zeros(3))])
+def test_tensors_that_are_others_than_in_the_driver_are_refused_by_name(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = trial_code(masked())
+    check_same_tensors(then, masked())
+    check_same_tensors(None, masked())
+    monkeypatch.setitem(globals(), name, other)
+    with pytest.raises(ConfigurationError, match=f"global variable '{name}' has other numbers"):
+        check_same_tensors(then, masked())
+    monkeypatch.setitem(globals(), name, other[:2])
+    check_same_tensors(then, masked())  # a table of another form may be one for other rows
 
 
 def test_what_can_not_be_looked_at_has_no_code() -> None:
