@@ -54,6 +54,9 @@ from cerebro_hydra.shards.cut.values import Contents
 
 _FLAGS = (bool, type(None), type(ABSENT))
 _CODE = (type, types.ModuleType, types.FunctionType)
+_OF_PROCESS = random.random.__self__, np.random.mtrand._rand  # type: ignore[attr-defined]
+"""The generators of Python and NumPy that functions of their modules draw from."""
+
 _LARGE = 1 << 24
 """Bytes of a tensor that each call of a factory need not make again."""
 
@@ -266,6 +269,8 @@ class IsolatedFactory:
 
 def _generator_kept(value: Any) -> Callable[[], object] | None:
     """Return what lets a generator of random numbers stand where it does now, None for others."""
+    if any(value is each for each in (torch.default_generator, *_OF_PROCESS)):
+        return None  # it is seeded for each build
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, np.random.Generator):

@@ -481,3 +481,16 @@ def test_generators_in_global_variables_give_each_trial_the_same_numbers() -> No
     with IsolatedFactory(factory) as isolated:
         first, second = isolated({}), isolated({})
     assert first == second == factory({})
+
+
+default: Any = torch.default_generator
+
+
+def test_the_default_generator_in_a_global_variable_is_left() -> None:
+    with IsolatedFactory(lambda _: torch.rand((), generator=default).item()) as isolated:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append(isolated({}))
+    torch.manual_seed(3)
+    assert found == [torch.rand(()).item()] * 2
