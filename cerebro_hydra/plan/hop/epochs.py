@@ -288,6 +288,9 @@ class TrialCourse:
         trial.void_states.append(reason)
         if len(trial.void_states) >= MOST_VOID_STATES:
             return self.fail(index, USELESS.format(len(trial.void_states), _numbered(trial)))
+        writing = self._tables.saving.get(index)
+        if writing is not None and writing[0] == state:
+            self._checkpoints.withdraw(index, *writing)
         told = self._drop_everywhere(index, state)
         fallback = self._retention.fallback(index, trial)
         return told + self._roll_back(index, trial, fallback, reason)
@@ -408,6 +411,8 @@ class TrialCourse:
         if unreachable and (error := self._checkpoints.gave_up(index, trial.newest)) is not None:
             reason = f"nobody can fetch state {trial.newest}, or write it to the store: {error}"
             told += self._void_state(index, trial, trial.newest, reason)
+            if not trial.over:
+                told += self._checkpoints.write_at_cadence(index, trial)  # of what is newest now
         elif unreachable or trial.paused:
             told += self._checkpoints.write(index, trial.newest)
         return told

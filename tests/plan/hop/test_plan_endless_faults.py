@@ -129,6 +129,22 @@ def check_others(world: SickWorld) -> None:
         assert world.store[index, mine.result] == calm.store[index, other.result]
 
 
+@pytest.mark.parametrize(("epochs", "seed"), [(2, 0), (1, 8949)])
+def test_what_is_being_written_and_can_not_be_fetched_is_given_up_at_once(
+    epochs: int, seed: int
+) -> None:
+    """Writes fail of a state that nobody can fetch, and an earlier one is to be written instead."""
+    trials = tuple(
+        TrialConfig(t, 1.0, 100, ((f"f/{t}", f"t/{t}"),) * 2, keep="best") for t in range(3)
+    )
+    config = HopConfig(3, order="seeded", evaluate=False, checkpoint="sub-epoch")
+    search, kinds = ClosedSearch(config, trials, epochs), frozenset({"write", "transfer"})
+    workers = [(partition,) for partition in range(3)]
+    world = SickWorld(search, workers, Counter(), kinds=kinds, share=0.7, seed=seed)
+    world.run([])
+    check_others(world)
+
+
 @settings(max_examples=examples(150))
 @given(sick_worlds(), scripts)
 def test_the_run_ends_whatever_fails_for_one_trial_and_however_often(world, script) -> None:
