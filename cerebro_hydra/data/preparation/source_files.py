@@ -42,12 +42,16 @@ _MOST_FIELDS = "spark.sql.debug.maxToStringFields"
 _OWN_SETTINGS = (
     _MOST_FIELDS,
     "spark.sql.warehouse.dir",
+    "hive.metastore.warehouse.dir",
     "spark.sql.shuffle.partitions",
     "spark.sql.execution.arrow.pyspark.enabled",
 )
-"""Settings of Spark SQL that change no row."""
+"""Settings of Spark SQL and Hadoop that change no row."""
 _BY_DEFAULT = "spark.sql.session.timeZone", "spark.sql.ansi.enabled"
 """What Java's time zone and the environment decide where no session does."""
+_DAYS = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b", re.IGNORECASE)
+"""Is another time each day where Spark makes a time of it."""
+_ID = re.compile(r"#(\d+)")
 _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
 _CUT = re.compile(r"\.\.\. -?\d+ more (?:fields|characters)|^Truncated plan of ")
@@ -105,16 +109,16 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         roots = relation.location().rootPaths().mkString(" ")  # several are not in the options
         sources.append(f"{form} {relation.options().toString()} {schema} {roots}")
     canonical = plan.canonicalized()
-    # Tells try_cast from cast, and has the options of from_csv; the JSON has neither.
+    # Has the order of sums, the options of from_csv, and try_cast; the JSON has none of them.
     with _whole_texts(session):
-        shown = canonical.toString()
-    if _CUT.search(shown):
+        shown = plan.toString()
+    if _CUT.search(shown) or _DAYS.search(shown):
         return None
     settings = {row["key"]: row["value"] for row in session.sql("SET").collect()}
     settings |= {key: session.conf.get(key) for key in _BY_DEFAULT}
     query = {
         "plan": _JVM.sub("", canonical.toJSON()),
-        "shown": shown,
+        "shown": _numbered(shown),
         "columns": df.schema.json(),
         "sources": sources,
         "settings": sorted(
@@ -122,11 +126,33 @@ def source_files(df: DataFrame) -> SourceFiles | None:
             for key, value in settings.items()
             if key.startswith("spark.sql.") and key not in _OWN_SETTINGS
         ),
+        "hadoop": _settings_of_hadoop(df),
         "zone": _zone_of_java(session),  # by which ORC reads times
         "version": session.version,
     }
     files = _stated(sorted(df.inputFiles()))
     return None if not files else SourceFiles(json.dumps(query), files)
+
+
+def _numbered(plan: str) -> str:
+    """Return the text of a plan with ids of its own for those that Spark draws anew each time."""
+    ids = dict[str, int]()
+    return _ID.sub(lambda each: f"#{ids.setdefault(each[1], len(ids))}", plan)
+
+
+def _settings_of_hadoop(df: DataFrame) -> dict[str, str]:
+    """Return what decides how files are read, beside the settings of Spark."""
+    java = df.sparkSession._jvm
+    assert java is not None
+    written = java.java.io.StringWriter()
+    hadoop = df._jdf.sparkSession().sessionState().newHadoopConf()
+    java.org.apache.hadoop.conf.Configuration.dumpConfiguration(hadoop, written)
+    found = {each["key"]: each["value"] for each in json.loads(written.toString())["properties"]}
+    return {
+        key: found[key]
+        for key in sorted(found)
+        if not key.startswith("spark.") and key not in _OWN_SETTINGS
+    }
 
 
 def _zone_of_java(session: SparkSession) -> str:

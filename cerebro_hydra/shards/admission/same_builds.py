@@ -51,7 +51,7 @@ class SameBuilds:
         Raises:
             ConfigurationError: as of `of`.
         """
-        recipe = build()
+        recipe = self._imported(build)
         if not self._factory.has_left:
             return recipe
         drawn = _Drawn.by(recipe)
@@ -76,7 +76,7 @@ class SameBuilds:
             ConfigurationError: the factory makes another trial each time, or gives the first ones
                 other weights than they have alone.
         """
-        recipe = build()
+        recipe = self._imported(build)
         if (read := read_build(recipe)) is None:
             return recipe, None
         before, code = read
@@ -92,6 +92,18 @@ class SameBuilds:
         self._check(drawn, drawn_now)
         self._alike.add(key)
         return recipe, code
+
+    def _imported(self, build: Callable[[], Recipe]) -> Recipe:
+        """Return a recipe that was built where the modules that its factory imports were there.
+
+        What these draw when they are imported moves no random number of a trial then.
+        """
+        recipe = build()
+        if self._factory.has_imported:
+            del recipe
+            gc.collect()
+            recipe = build()
+        return recipe
 
     def _check(self, drawn: _Drawn, later: _Drawn) -> None:
         try:
@@ -123,9 +135,8 @@ class _Drawn(NamedTuple):
         if self.position != later.position and self.weights != later.weights:
             raise ConfigurationError(
                 "estimator_gen_fn draws random numbers in its first call that it does not draw in "
-                "its second one, as where it builds a teacher once for all trials, or imports a "
-                "module that does, so that models begin with other weights than alone; do it in "
-                "`with torch.random.fork_rng():`"
+                "its second one, as where it builds a teacher once for all trials, so that models "
+                "begin with other weights than alone; do it in `with torch.random.fork_rng():`"
             )
 
 

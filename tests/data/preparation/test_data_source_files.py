@@ -176,6 +176,38 @@ def test_another_time_zone_of_java_is_another_query(spark: SparkSession, tmp_pat
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.parametrize("by", ["session", "hadoop"])
+def test_other_settings_of_how_files_are_read_are_another_query(
+    by: str, spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    spark.range(50).selectExpr("float(id) as x", "float(-id) as y").write.orc(
+        str(tmp_path / "rows")
+    )
+    settle(tmp_path / "rows")
+
+    def read() -> DataFrame:
+        return spark.read.schema("y float, x float").orc(str(tmp_path / "rows"))
+
+    first, name = preparation(read()), "orc.force.positional.evolution"
+    assert preparation(read()) == first
+    assert not preparation.told
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    holder = spark.conf if by == "session" else hadoop
+    holder.set(name, "true")
+    try:
+        assert preparation(read()).fingerprint != first.fingerprint
+    finally:
+        holder.unset(name)
+
+
+def test_sums_in_another_order_are_another_query(spark: SparkSession, tmp_path: Path) -> None:
+    write(spark, tmp_path / "rows", 5)
+    sums = ["(x + 1e16) + y", "x + (1e16 + y)", "(x + 1e16) + y"]
+    rows = [spark.read.parquet(str(tmp_path / "rows")).selectExpr(each) for each in sums]
+    found = [source_files(df.toDF("x")) for df in rows]
+    assert found[0] == found[2] != found[1]
+
+
 def test_times_that_are_read_in_another_time_zone_are_other_rows(
     spark: SparkSession, tmp_path: Path, preparation: Preparation
 ) -> None:
@@ -282,6 +314,10 @@ def test_only_queries_that_give_the_same_again_count(spark: SparkSession, tmp_pa
         spark.createDataFrame([(1.0,)], ["x"]),
         *(spark.sql(f"select * from rows where {each}") for each in of_subqueries),
     ]
+    for each in ("now", " Today", "tomorrow", "yesterday"):
+        day = F.lit(each).cast("date")
+        assert source_files(rows.where(F.lit("2024-01-01").cast("date") < day)) is None
+        assert source_files(rows.where(f"timestamp'2024-01-01' < '{each}'")) is None
     assert [reads_files_only(df) for df in unsteady] == [False] * len(unsteady)
     cached = spark.read.parquet(str(tmp_path / "rows")).where("y < 100").persist()
     cached.count()

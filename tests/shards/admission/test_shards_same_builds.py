@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,7 +175,13 @@ def factory(params: dict[str, bool]) -> Recipe:
     return with_a_teacher(**params)
 
 
-def built(how: str, params: dict[str, bool]) -> Recipe:
+def importing(params: dict[str, bool]) -> Recipe:
+    import draws_when_imported  # type: ignore[import-not-found]
+
+    return recipe(Net(gain=draws_when_imported.GAIN))
+
+
+def built(how: str, params: dict[str, bool], factory: Callable[[Any], Recipe] = factory) -> Recipe:
     isolated = IsolatedFactory(factory)
     build, builds = partial(build_recipe, isolated, params, 7, COLUMNS), SameBuilds(isolated)
     with isolated:
@@ -198,6 +206,21 @@ def test_what_is_built_once_may_not_take_the_random_numbers_of_the_first_model(h
         alone = build_recipe(factory, params, 7, COLUMNS).model
         assert all(map(torch.equal, model.parameters(), alone.parameters()))
         TEACHER = None
+
+
+@pytest.mark.parametrize("how", ["first", "of"])
+def test_what_a_module_draws_when_the_factory_imports_it_moves_no_weight(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import torch\n\nGAIN = torch.rand(1).item()\n"
+    (tmp_path / "draws_when_imported.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        model = built(how, {}, importing).model
+        there = build_recipe(importing, {}, 7, COLUMNS).model
+    finally:
+        del sys.modules["draws_when_imported"]
+    assert all(map(torch.equal, model.parameters(), there.parameters()))
 
 
 def check(make: Callable[[], Recipe]) -> None:

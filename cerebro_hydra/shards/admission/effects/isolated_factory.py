@@ -76,9 +76,13 @@ class IsolatedFactory:
 
     Args:
         factory: was not called yet.
+
+    Attributes:
+        has_imported: whether the last call has imported modules of the user's.
     """
 
     def __init__(self, factory: Callable[..., Any]) -> None:
+        self.has_imported = False
         self.factory = self.__wrapped__ = factory
         reader = self._reader = ObjectReader({}, {package_of(factory)})
         with suppress(Exception):  # of what can't be read the rest is known
@@ -102,7 +106,6 @@ class IsolatedFactory:
                 self._of_modules |= dict(_of_module(path, variable.value))
         self._before |= self._of_modules
         self._touched = set[str]()  # what any call has changed
-        self._has_imported = False
         held = {id(each.value): each.value for each in variables.values()}
         self._generators = [*filter(None, map(_generator_kept, held.values()))]
 
@@ -114,9 +117,8 @@ class IsolatedFactory:
         built = self._called(params, flags)
         new = sys.modules.keys() - modules
         # Some that are installed make modules that have no place.
-        imports = any(is_own(name) and not name.startswith("_") for name in new)
-        self._has_imported |= imports
-        if imports:
+        self.has_imported = any(is_own(name) and not name.startswith("_") for name in new)
+        if self.has_imported:
             # What one of these has set, and not the factory, is not set again.
             self._before = {
                 path: found if found.is_set_by(self._set) else found.again()
@@ -124,7 +126,7 @@ class IsolatedFactory:
             }
         changed = {path for path, found in before.items() if not found.is_there}
         changed |= {path for path in self._new() if path not in before}
-        if imports:
+        if self.has_imported:
             changed = {path for path in changed if self._at(path).is_set_by(self._set)}
         self._touched |= changed
         AsBuilt.note_changes({p: self._at(p) for p in changed if p not in self._of_modules})
@@ -189,8 +191,7 @@ class IsolatedFactory:
     def has_left(self) -> bool:
         """Return whether calls have left something that stays for later ones."""
         of_all = {**self._before, **self._new()}.items()
-        stays = self._has_imported
-        stays |= any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
+        stays = any(not (e.is_there or self._goes_back(path, e)) for path, e in of_all)
         return stays or any(len(kept_results(e)) > n for e, n in self._results())
 
     def undo(self) -> None:
