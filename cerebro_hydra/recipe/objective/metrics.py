@@ -54,8 +54,9 @@ def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
 
     A share of hits that a function gives is rounded to the precision of its tensor. It is taken for
     the whole number of hits that it is nearest to, within one unit of that precision: else two
-    epochs of as many hits, in other batches, would differ by what was rounded. So is a share of
-    errors, `1 - accuracy` or `100 - 100 * accuracy`, if it is just what that gives for some hits.
+    epochs of as many hits, in other batches, would differ by what was rounded. So is a percentage,
+    `100 * accuracy`, and a share of errors, `1 - accuracy` or `100 - 100 * accuracy`, if it is just
+    what that gives for some hits.
     """
     value = float(mean)
     total = value * rows
@@ -63,7 +64,8 @@ def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
         return total, rows
     whole = round(total)
     is_share = abs(total - whole) <= _rounding(mean, value) * abs(total)
-    return float(whole) if is_share or _is_of_errors(value, whole, rows) else total, rows
+    is_share |= _is_share(value, whole, rows) or _is_share(-value, -whole, rows)
+    return float(whole) if is_share else total, rows
 
 
 def _rounding(mean: Tensor | float, value: float) -> float:
@@ -75,21 +77,29 @@ def _rounding(mean: Tensor | float, value: float) -> float:
     return torch.finfo(torch.float32 if is_single else torch.float64).eps
 
 
-def _is_of_errors(value: float, whole: int, rows: int) -> bool:
-    """Return whether a value is just 1, or 100, less the share of hits that leaves some errors."""
+def _is_share(value: float, whole: int, rows: int) -> bool:
+    """Return whether a value is just what some hits give, or 1, or 100, less that for errors."""
     for scale in (1, 100):
-        errors = round(whole / scale)
-        if whole != errors * scale or not 0 < errors < rows:
+        count = whole // scale
+        if whole != count * scale or not 0 <= count < rows:
             continue
-        exact = (rows - errors) / rows
-        single = _in_float32(exact)
-        found = {scale - scale * share for share in (exact, single)}
-        found |= {scale * (1 - share) for share in (exact, single)}
-        found |= {_in_float32(scale - _in_float32(scale * single))}
-        found |= {_in_float32(scale * _in_float32(1 - single))}
-        if value in found:
+        hits, others = _shares(count, rows, scale), _shares(rows - count, rows, scale)
+        errors = {scale - each for each in others}
+        left = {1 - each for each in _shares(rows - count, rows, 1)}
+        errors |= {scale * each for each in left | {_in_float32(each) for each in left}}
+        if value in hits | errors | {_in_float32(each) for each in errors}:
             return True
     return False
+
+
+def _shares(hits: int, rows: int, scale: int) -> set[float]:
+    """Return what a share of hits may be as it is computed, in float64, in float32, or in both."""
+    exact = hits / rows
+    single = {_in_float32(exact), _in_float32(hits * _in_float32(1 / rows))}
+    of_single = {scale * each for each in single}
+    by_parts = {hits * (scale / rows), _in_float32(hits * _in_float32(scale / rows))}
+    of_exact = {scale * exact, scale * hits / rows}
+    return of_exact | of_single | {_in_float32(each) for each in of_single} | by_parts
 
 
 def _in_float32(value: float) -> float:

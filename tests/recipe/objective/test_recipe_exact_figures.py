@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -100,6 +101,29 @@ def test_a_share_of_errors_that_is_1_less_one_of_hits_is_errors_over_rows(
     given = lambda outputs, labels: scale - scale * share(outputs, labels), "min"
     found = {measured(outputs, labels, nn.CrossEntropyLoss(), given, *each) for each in PARTINGS}
     assert found == {scale * (ROWS - HITS) / ROWS}
+
+
+SPELLINGS: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
+    "a percentage of one number": (100, lambda hit: hit.float().mean().item() * 100),
+    "a percentage of a tensor": (100, lambda hit: (hit.float().mean() * 100).item()),
+    "by the percentage of a row": (100, lambda hit: hit.float().sum().mul_(100.0 / len(hit))),
+    "a percentage of hits": (100, lambda hit: 100.0 * hit.sum().item() / len(hit)),
+    "one less": (1, lambda hit: hit.float().mean() - 1),
+    "a negative": (1, lambda hit: -hit.float().mean()),
+    "errors of a percentage": (100, lambda hit: 100 - hit.float().sum().mul_(100.0 / len(hit))),
+    "errors of a number": (100, lambda hit: 100 - 100 * hit.sum().item() / len(hit)),
+    "a percentage of errors": (100, lambda hit: 100 * (1 - hit.float().mean())),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_share_is_a_whole_number_by_rows_however_it_is_computed(spelling: str) -> None:
+    scale, share = SPELLINGS[spelling]
+    for count in (1, 7, 45, 97, 359, 921):
+        for hits in range(count + 1):
+            hit = torch.arange(count) < hits
+            total, _ = sum_over_rows(share(hit), count)
+            assert total / scale in {hits, count - hits, -hits, hits - count}, (count, hits)
 
 
 @pytest.mark.parametrize("value", [0.123456789, 3.0001, 1e9 + 0.3, -2.7, 1e-9, float("inf")])
