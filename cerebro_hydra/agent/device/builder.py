@@ -41,7 +41,7 @@ from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.held_state import package_of
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.trial_code import check_same_tensors
+from cerebro_hydra.shards.admission.trial_code import check_same_numbers
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -159,7 +159,7 @@ class TrialBuilder:
         begun = time.perf_counter()
         with AsBuilt.building():
             recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
-        check_same_tensors(spec.code, recipe)
+        check_same_numbers(spec.code, recipe)
         build_seconds = time.perf_counter() - begun
         changes = spec.attributes, spec.set_in_evaluation
         as_built = AsBuilt.now(recipe, *changes, self._factory.factory)

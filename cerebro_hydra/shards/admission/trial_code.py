@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
-from cerebro_hydra.shards.admission.effects.held_state import HeldState
+from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.effects.named_by_code import functions_of, is_own
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -57,6 +57,9 @@ _NOT_OPTIONS = ("training", "params", "param_names")
 _DEEPEST = 8
 _TENSORS = "#tensor ", "#ndarray "
 """How values begin that are tensors or arrays, in this order of kind, type, shape and digest."""
+
+_ITEM = re.compile(r"\[\d+\]$")
+_NUMBER = re.compile(r"(-?\d|nan|-?inf|True$|False$)")
 
 _LONGEST = 60
 _MOST_VALUES = 500
@@ -92,8 +95,10 @@ def read_trial(recipe: Recipe) -> tuple[ObjectReader, TrialCode] | None:
         return None
 
 
-def check_same_tensors(then: TrialCode | None, recipe: Recipe) -> None:
-    """Check that a trial has the tensors beside its state that it had where it was admitted.
+def check_same_numbers(then: TrialCode | None, recipe: Recipe) -> None:
+    """Check that a trial has the numbers beside its state that it had where it was admitted.
+
+    Those are of tensors, of arrays, and of lists and tuples.
 
     Args:
         then: what its code was there; None if that is not known.
@@ -102,21 +107,32 @@ def check_same_tensors(then: TrialCode | None, recipe: Recipe) -> None:
     Raises:
         ConfigurationError: one has other numbers; the message names it.
     """
-    if then is None or not any(text.startswith(_TENSORS) for text in then.values.values()):
+    if then is None or not any(map(_form_of_numbers, then.values, then.values.values())):
         return
     now = trial_code(recipe)
     if now is None or not then.is_comparable(now):
         return
-    for part, text in now.values.items():
-        was = then.values.get(part, "")
-        same_form = was.startswith(_TENSORS) and was.rpartition(" ")[0] == text.rpartition(" ")[0]
-        if same_form and was != text:
-            raise ConfigurationError(
-                f"{part} has other numbers on this worker than in the driver, as where a module "
-                "draws some when it is imported, or a factory once for all trials of its process; "
-                "seed them there, as by torch.manual_seed(0), or make them in estimator_gen_fn for "
-                "each trial"
-            )
+    differing = [
+        part
+        for part, text in now.values.items()
+        if text != (was := then.values.get(part, "")) and (form := _form_of_numbers(part, text))
+        if form == _form_of_numbers(part, was)
+    ]
+    if differing:
+        # A metric may hold the loss, whose name says more.
+        part = min(differing, key=lambda part: part.startswith(f"a value{OF_METRIC}"))
+        raise ConfigurationError(
+            f"{part} has other numbers on this worker than in the driver, as where a module draws "
+            "some when it is imported, or a factory once for all trials of its process; seed them "
+            "there, as by torch.manual_seed(0), or make them in estimator_gen_fn for each trial"
+        )
+
+
+def _form_of_numbers(part: str, text: str) -> str:
+    """Return what numbers a value of a trial has, empty if none that are compared."""
+    if text.startswith(_TENSORS):
+        return text.partition(") ")[0]
+    return "number" if _ITEM.search(part) and _NUMBER.match(text) else ""
 
 
 def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:
@@ -180,9 +196,15 @@ def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     texts = [(path, kept) for path, text in held if (kept := _value(path, text)) is not None]
     texts += [(f"buffer {name!r}", f"#{tensor_text(t)}") for name, t in rebuilt(recipe.model)]
     texts += _keys(path for path in reader.found if path not in left_out)
-    found = sorted((modules.sub("", told(path)), text) for path, text in texts)
-    rest = {"other values": _digest(repr(found[_MOST_VALUES:]))} if found[_MOST_VALUES:] else {}
-    return dict(found[:_MOST_VALUES]) | rest
+    # Tensors, and what no trial has made, come first: processes may have others of these.
+    found = sorted(
+        (not text.startswith(_TENSORS), not is_shared(path), modules.sub("", told(path)), text)
+        for path, text in texts
+    )
+    values = [(name, text) for *_, name, text in found]
+    others = values[_MOST_VALUES:]
+    rest = {"other values": _digest(repr(others))} if others else {}
+    return dict(values[:_MOST_VALUES]) | rest
 
 
 def _keys(paths: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -434,16 +434,22 @@ def _is_block(value: Any) -> bool:
         is_plain = value.layout is torch.strided and not value.is_inference() and value.is_leaf
         return is_plain and 0 not in value.stride() and value.nbytes <= _LARGEST_BLOCK
     if isinstance(value, np.ndarray):
-        return value.flags.writeable and value.nbytes <= _LARGEST_BLOCK
+        of_fields = value.dtype.hasobject and value.dtype.names  # gives other objects each time
+        return value.flags.writeable and not of_fields and value.nbytes <= _LARGEST_BLOCK
     return len(value) <= _LARGEST_BLOCK
 
 
 def _same_block(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        form = (one.shape, one.dtype) == (other.shape, other.dtype)
-        return form and torch.equal(one, other)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        may_be_nan = one.is_floating_point() and one.dtype.itemsize > 1
+        same_or_nan = functools.partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+        return torch.equal(one, other) or (may_be_nan and same_or_nan(one, other))
     if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
+        if one.dtype.hasobject:  # these need not say whether they are equal
+            return [*map(id, one.flat)] == [*map(id, other.flat)]
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fcmM")
     return bool(one == other)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import copy
+import math
 import queue
 import threading
 from collections import OrderedDict, defaultdict, deque
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from cerebro_hydra.shards.cut.values import AttributeValues, BuiltAttributes
+from cerebro_hydra.shards.cut.values import AttributeValues, BuiltAttributes, Contents
 
 
 class Plain:
@@ -217,3 +218,30 @@ def test_an_object_that_stands_for_something_is_itself() -> None:
     with AttributeValues(model).in_use():
         assert model.value[0] is sentinel
     assert copy.copy(model.value) == [sentinel, torch.relu, Plain]
+
+
+def objects(*held: Any) -> np.ndarray[Any, Any]:
+    made = np.empty(len(held), dtype=object)
+    made[:] = held
+    return made
+
+
+RAGGED = objects(np.ones(2), np.ones(3), None)
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.tensor([1.0, math.nan]), torch.tensor([2.0, math.nan])),
+        (torch.tensor([True]), torch.tensor([False])),
+        (np.array([1.0, math.nan]), np.array([math.nan, 1.0])),
+        (np.array(["2024", "NaT"], "M8[D]"), np.array(["2025", "NaT"], "M8[D]")),
+        (RAGGED, objects(np.ones(2), np.ones(3), 0)),
+    ],
+)
+def test_a_table_is_the_same_while_nothing_is_set_in_it(value: Any, other: Any) -> None:
+    contents = Contents.of(value)
+    assert Contents.of(value).is_same(contents)
+    assert not Contents.of(other).is_same(contents)
+    contents.fill(other)
+    assert Contents.of(other).is_same(contents)

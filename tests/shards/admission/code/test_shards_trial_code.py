@@ -26,7 +26,7 @@ from torch.nn import functional
 from cerebro_hydra.documents import decode
 from cerebro_hydra.errors import ConfigurationError, StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.trial_code import check_same_tensors, trial_code
+from cerebro_hydra.shards.admission.trial_code import check_same_numbers, trial_code
 from cerebro_hydra.storage.trial_code import TrialCode, told
 from tests.processes import CHECKOUT, run_python
 from tests.shards.admission.code import coded_models
@@ -464,24 +464,59 @@ class Strange(nn.CrossEntropyLoss):
 
 MASK: Any = torch.ones(3)
 WEIGHTS: Any = np.ones(3)
+ORDER: Any = [0, 1, 2]
+SHARES: Any = (0.5, 0.25)
+NEIGHBOURS: Any = torch.eye(3).to_sparse()
+
+
+class Numbered(nn.Module):
+    """Has more values than are told one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update({f"value_{number}": number for number in range(600)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def masked() -> Recipe:
-    return recipe(net(), loss=lambda outputs, labels: (outputs * MASK).sum() * WEIGHTS[0])
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        outputs = outputs[:, ORDER] * MASK @ NEIGHBOURS
+        return outputs.sum() * WEIGHTS[0] * SHARES[1]  # type: ignore[no-any-return]
+
+    return recipe(nn.Sequential(Numbered(), net()), loss=loss)
 
 
-@pytest.mark.parametrize(("name", "other"), [("MASK", torch.zeros(3)), ("WEIGHTS", np.zeros(3))])
-def test_tensors_that_are_others_than_in_the_driver_are_refused_by_name(
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("MASK", torch.zeros(3)),
+        ("WEIGHTS", np.zeros(3)),
+        ("ORDER", [0, 2, 1]),
+        ("SHARES", (0.5, 0.75)),
+        ("NEIGHBOURS", (torch.eye(3) * 2).to_sparse()),
+        ("NEIGHBOURS", torch.eye(3)[[1, 0, 2]].to_sparse()),
+    ],
+)
+def test_numbers_that_are_others_than_in_the_driver_are_refused_by_name(
     name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     then = trial_code(masked())
-    check_same_tensors(then, masked())
-    check_same_tensors(None, masked())
+    check_same_numbers(then, masked())
+    check_same_numbers(None, masked())
     monkeypatch.setitem(globals(), name, other)
-    with pytest.raises(ConfigurationError, match=f"global variable '{name}' has other numbers"):
-        check_same_tensors(then, masked())
-    monkeypatch.setitem(globals(), name, other[:2])
-    check_same_tensors(then, masked())  # a table of another form may be one for other rows
+    with pytest.raises(ConfigurationError, match=f"global variable '{name}'.* has other numbers"):
+        check_same_numbers(then, masked())
+
+
+@pytest.mark.parametrize(("name", "other"), [("MASK", torch.zeros(2)), ("WEIGHTS", np.zeros(2))])
+def test_a_table_of_another_form_may_be_one_for_other_rows(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = trial_code(masked())
+    monkeypatch.setitem(globals(), name, other)
+    check_same_numbers(then, masked())
 
 
 def test_what_can_not_be_looked_at_has_no_code() -> None:
