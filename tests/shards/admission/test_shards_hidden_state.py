@@ -333,7 +333,7 @@ class CachesOfRows(zoo.Net):
 
 
 def test_a_cache_of_what_depends_on_weights_or_rows_is_refused_for_each_trial() -> None:
-    told = "is a cache of what depends on weights or rows, so that each process has its own"
+    told = "is a cache of what depends on weights or rows, or has what factories set"
     for model, name in (
         (CachesOfWeights, r"'scale_of' of tests\S+ at \.cache\[\(module 'b'\)\]"),
         (CachesOfRows, r"'filled' of tests\S+ at \['mean'\]"),

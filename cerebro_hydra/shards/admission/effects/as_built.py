@@ -42,6 +42,7 @@ from cerebro_hydra.shards.admission.effects.value_texts import (
     ATOMS,
     are_settings,
     atom_text,
+    function_text,
     name_of_type,
     plain_text,
     tensor_text,
@@ -221,10 +222,23 @@ def _told_for_good(value: object) -> str | int:
         return repr([*map(_told_for_good, parts)])
     if isinstance(value, Tensor | np.ndarray):
         return tensor_text(value) if isinstance(value, Tensor) else repr(plain_text(value))
+    if isinstance(value, types.FunctionType) and (text := _text_of_code(value)) is not None:
+        return text
     if isinstance(value, types.FunctionType | type):
         _told[id(value)] = value
         return id(value)
     return atom_text(value) if type(value) in ATOMS else name_of_type(type(value))
+
+
+def _text_of_code(value: types.FunctionType) -> str | None:
+    """Return what tells a function by its code, None if it closes over more than plain values."""
+    try:
+        held = [each.cell_contents for each in value.__closure__ or ()]
+    except ValueError:  # one is empty
+        return None
+    held += [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
+    known = all(type(each) in ATOMS or isinstance(each, types.BuiltinFunctionType) for each in held)
+    return f"{function_text(value)} {held}" if known else None
 
 
 def _is_small_array(value: object) -> bool:
@@ -293,6 +307,11 @@ class Found:
         """Return what tells it in this process, where what it is told by stays alive."""
         items = () if self.contents is None else self.contents.values()
         return f"{_told_for_good(self.value)} {[*map(_told_for_good, items)]}"
+
+    @property
+    def is_other(self) -> bool:
+        """Return whether settings say something else now."""
+        return self.text != self.again().text
 
     @property
     def is_there(self) -> bool:

@@ -27,6 +27,7 @@ from cerebro_hydra.shards.admission.effects.filled_caches import (
     Cache,
     Variable,
     forget_by_settings,
+    is_settings_object,
     kept_results,
     settings_kept,
 )
@@ -38,7 +39,7 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     is_own,
     modules_named,
     names_read_before_set,
-    patches_installed,
+    owners_set,
 )
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -49,8 +50,12 @@ from cerebro_hydra.shards.admission.effects.readings import (
     is_of_process,
 )
 from cerebro_hydra.shards.admission.effects.shared_values import variables_of
-from cerebro_hydra.shards.admission.effects.value_texts import ATOMS, PLAIN, are_settings
-from cerebro_hydra.shards.cut.values import Contents
+from cerebro_hydra.shards.admission.effects.value_texts import (
+    ATOMS,
+    PLAIN,
+    are_settings,
+    module_of,
+)
 
 _FLAGS = (bool, type(None), type(ABSENT))
 _CODE = (type, types.ModuleType, types.FunctionType)
@@ -68,9 +73,8 @@ class IsolatedFactory:
     changed it, and the variables that training has changed, too.
 
     A flag at which the code that sets it looks before is as before, too, so that what it says is
-    done is done again. It stays where that patches installed modules, and where a second time
-    fails. What was None stays if it is a model, a large tensor or an object of an installed
-    package, such as one that can be made only once.
+    done is done again. It stays where a second time fails. What was None stays if it is a model, a
+    large tensor or an object of an installed package, such as one that can be made only once.
 
     As a context it gives all of it back at the end, too.
 
@@ -99,6 +103,9 @@ class IsolatedFactory:
                 if not name.startswith("__"):
                     path = f"attribute {name!r}{OF_CLASS}{told}"
                     self._before.setdefault(path, Found(Variable(kind, name), value))
+        for function in reader.own_functions():
+            for path, found in _set_by(function):
+                self._before.setdefault(path, found)
         self._kept = [len(kept_results(function)) for function in reader.caches]
         self._of_modules = dict[str, Found]()
         for path, variable in variables.items():
@@ -106,6 +113,7 @@ class IsolatedFactory:
                 self._of_modules |= dict(_of_module(path, variable.value))
         self._before |= self._of_modules
         self._touched = set[str]()  # what any call has changed
+        self._stays = set[str]()  # the names of flags without which a call has failed
         held = {id(each.value): each.value for each in variables.values()}
         self._generators = [*filter(None, map(_generator_kept, held.values()))]
 
@@ -124,6 +132,9 @@ class IsolatedFactory:
                 path: found if found.is_set_by(self._set) else found.again()
                 for path, found in self._before.items()
             }
+        for path, found in _set_in_caches(self._reader.caches):
+            if path in self._before or found.is_other:
+                self._before[path] = before[path] = found
         changed = {path for path, found in before.items() if not found.is_there}
         changed |= {path for path in self._new() if path not in before}
         if self.has_imported:
@@ -182,9 +193,7 @@ class IsolatedFactory:
             results = [each for _, each in kept_results(function)]
             if changed and not any(map(_is_for_all, results)) and not settings_kept(function):
                 function.cache_clear()  # it may have used what has changed, or set something
-            for arguments, made in settings_kept(function):
-                with suppress(Exception):  # as where a file is gone
-                    Contents.of(function.__wrapped__(*arguments)).fill(made)
+        _give_back(found for _, found in _set_in_caches(self._reader.caches) if found.is_other)
         return flags
 
     @property
@@ -257,15 +266,33 @@ class IsolatedFactory:
         return frozenset[str]().union(*names)
 
     @functools.cached_property
-    def _stays(self) -> set[str]:
-        """Return the names of what says that something is done which is not to be done twice."""
-        patches = filter(patches_installed, self._reader.own_functions())
-        return {name for each in patches for name in names_read_before_set(each.__code__)}
-
-    @functools.cached_property
     def _looked_at(self) -> frozenset[str]:
         found = (names_read_before_set(each.__code__) for each in self._reader.own_functions())
         return frozenset[str]().union(*found)
+
+
+def _set_in_caches(caches: Iterable[Cache[Any]]) -> Iterator[tuple[str, Found]]:
+    """Yield what cached functions keep of settings, as each of them makes it anew."""
+    for function in caches:
+        for arguments, made in settings_kept(function):
+            call = f"{function.__qualname__}({', '.join(map(repr, arguments))})"
+            with suppress(Exception):  # as where a file is gone
+                for told, found in _set_in(made, function.__wrapped__(*arguments)):
+                    yield f"{OF_GLOBAL}{call + told!r} of {function.__module__}", found
+
+
+def _set_in(made: Any, anew: Any) -> Iterator[tuple[str, Found]]:
+    """Yield the entries or attributes of settings, and of settings in them, as others have them."""
+    is_dict = isinstance(made, dict)
+    holder, other = (made, anew) if is_dict else (vars(made), vars(anew))
+    for name in {**other, **holder}:
+        told = f"[{name!r}]" if is_dict else f".{name}"
+        value, before = holder.get(name, ABSENT), other.get(name, ABSENT)
+        if type(value) is type(before) and is_settings_object(value):
+            for behind, found in _set_in(value, before):
+                yield told + behind, found
+        else:
+            yield told, Found(Variable(holder, name), before)
 
 
 def _generator_kept(value: Any) -> Callable[[], object] | None:
@@ -279,6 +306,21 @@ def _generator_kept(value: Any) -> Callable[[], object] | None:
     if isinstance(value, np.random.RandomState):
         return partial(value.set_state, value.get_state())
     return partial(value.setstate, value.getstate()) if isinstance(value, random.Random) else None
+
+
+def _set_by(function: types.FunctionType) -> Iterator[tuple[str, Found]]:
+    """Yield what a function may set of modules and of installed classes, as it is now."""
+    names = globals_set(function.__code__)
+    places: list[tuple[Any, str, str]] = [
+        (function.__globals__, name, module_of(function)) for name in names
+    ]
+    for owner, name in owners_set(function):
+        if isinstance(owner, types.ModuleType):
+            places.append((vars(owner), name, owner.__name__))
+        elif isinstance(owner, type) and not is_own(owner.__module__):
+            places.append((owner, name, f"{owner.__module__}.{owner.__qualname__}"))
+    for holder, name, place in places:
+        yield f"{OF_GLOBAL}{name!r} of {place}", Found.of(Variable(holder, name), None)
 
 
 def _is_for_all(value: Any) -> bool:

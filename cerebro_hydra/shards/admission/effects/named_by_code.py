@@ -196,33 +196,18 @@ def names_read_before_set(code: types.CodeType) -> frozenset[str]:
     return frozenset(found).union(*map(names_read_before_set, inner))
 
 
-def patches_installed(function: types.FunctionType) -> bool:
-    """Return whether a function sets attributes of modules or classes that are installed.
+def owners_set(function: types.FunctionType) -> Iterator[tuple[Any, str]]:
+    """Yield that of which a function sets attributes, with their names.
 
-    So it is in `F.relu = wrapped(F.relu)`, also in functions of the user's that it calls by name.
+    So it is in `F.relu = wrapped(F.relu)`, as far as it stands there by names.
     """
-    seen, left = dict[int, types.FunctionType](), [function]
-    while left:
-        each = left.pop()
-        if id(each) in seen:
-            continue
-        seen[id(each)] = each
-        if any(map(_is_installed_place, _owners_set(each.__code__, each.__globals__))):
-            return True
-        named = map(each.__globals__.get, global_names(each.__code__))
-        left += [e for e in named if isinstance(e, types.FunctionType) and is_own(e.__module__)]
-    return False
+    yield from _attributes_set_of(function.__code__, function.__globals__)
 
 
-def _is_installed_place(owner: Any) -> bool:
-    name = owner.__name__ if isinstance(owner, types.ModuleType) else None
-    if isinstance(owner, type):
-        name = owner.__module__
-    return name is not None and not is_own(name)
-
-
-def _owners_set(code: types.CodeType, variables: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield what code sets attributes of, as far as it stands there by names."""
+def _attributes_set_of(
+    code: types.CodeType, variables: Mapping[str, Any]
+) -> Iterator[tuple[Any, str]]:
+    """Yield what code sets attributes of, and by which names."""
     steps = [*dis.get_instructions(code)]
     imported = dict[str, Any]()  # by their local names
     module, is_base = None, False
@@ -241,27 +226,32 @@ def _owners_set(code: types.CodeType, variables: Mapping[str, Any]) -> Iterator[
             begin = number - 1
             while begin and steps[begin].opname == "LOAD_ATTR":
                 begin -= 1
-            yield _named_there(steps[begin:number], variables, imported)
+            yield _named_there(steps[begin:number], variables, imported)[0], str(each.argval)
         elif each.opname == "LOAD_GLOBAL" and each.argval == "setattr":
-            yield _named_there(steps[number + 1 :], variables, imported)
+            owner, behind = _named_there(steps[number + 1 :], variables, imported)
+            if behind is not None and type(behind.argval) is str:
+                yield owner, behind.argval
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _owners_set(inner, variables)
+            yield from _attributes_set_of(inner, variables)
 
 
 def _named_there(
     steps: Iterable[dis.Instruction], variables: Mapping[str, Any], imported: Mapping[str, Any]
-) -> Any:
-    """Return what a name and attributes behind it stand for at present, where code begins so."""
+) -> tuple[Any, dis.Instruction | None]:
+    """Return what a name, and attributes behind it, stand for at present, where code begins so.
+
+    With it comes the instruction behind.
+    """
     found: Any = None
     for number, each in enumerate(steps):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_FAST") and (number == 0 or found is None):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_FAST") and number == 0:
             found = imported.get(each.argval, variables.get(each.argval))
         elif each.opname == "LOAD_ATTR" and isinstance(found, types.ModuleType | type):
             found = vars(found).get(each.argval)
         else:
-            break
-    return found
+            return found, each
+    return found, None
 
 
 def _holder(steps: list[dis.Instruction], number: int, is_key: bool) -> str:

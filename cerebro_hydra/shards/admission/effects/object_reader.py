@@ -314,6 +314,7 @@ class ObjectReader:
         self.classes[told] = kind
         for name, value in tuple(vars(kind).items()):
             path = f"{name!r}{OF_CLASS}{told}"
+            value = inner if isinstance(inner := getattr(value, "__func__", None), Cache) else value
             if functions := functions_of(value):
                 for function in functions:
                     self._read_held(f"method {path}", function)

@@ -496,9 +496,10 @@ class SideEffects:
                 )
                 if stays and other != value:
                     raise ConfigurationError(
-                        f"{told(path)} is a cache of what depends on weights or rows, so that each "
-                        "process has its own; compute it in each step or in the factory, or "
-                        "register a buffer of the model"
+                        f"{told(path)} is a cache of what depends on weights or rows, or has what "
+                        "factories set there for some trials, so that each process has its own; "
+                        "compute it in each step or in the factory, or register a buffer of the "
+                        "model"
                     )
             self._check_number(others, caches, of_rows, filled)
             self._flags.update(read.found.keys() - built.keys())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
+from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from tests.shards import zoo
 
 SETTINGS = SimpleNamespace(value=None)
@@ -78,3 +81,64 @@ def test_an_array_beside_a_module_of_the_users_hides_no_setting() -> None:
         found = [AsBuilt.settings_of(factory(value)) for value in (1, 2)]
         assert found[0] != found[1]
     assert SETTINGS.value is before and not hasattr(zoo, "OF_A_TEST")
+
+
+@functools.cache
+def of_a_name(name: str) -> dict[str, Any]:
+    return {"name": name, "gain": 1.0, "inner": SimpleNamespace(act=torch.relu, sizes=[1])}
+
+
+class Accessor:
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def get(cls) -> Accessor:
+        return cls()
+
+
+def set_of_a_name(gain: float) -> None:
+    of_a_name("a")["gain"] = gain
+
+
+def set_within(gain: float) -> None:
+    of_a_name("a")["inner"].sizes = [gain]
+
+
+def set_by_an_accessor(gain: float) -> None:
+    Accessor.get().gain = gain
+
+
+@pytest.mark.parametrize("sets", [set_of_a_name, set_within, set_by_an_accessor])
+def test_each_trial_has_its_own_of_what_cached_functions_keep(
+    sets: Callable[[float], None],
+) -> None:
+    def gains() -> list[Any]:
+        return [of_a_name("a")["gain"], of_a_name("a")["inner"].sizes, Accessor.get().gain]
+
+    def factory(gain: float | None) -> Recipe:
+        if gain is not None:
+            sets(gain)
+        model = nn.Linear(4, 2)
+
+        def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+            return outputs.sum() * len(gains())
+
+        return Recipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_size=4)
+
+    def built(gain: float | None) -> AsBuilt:
+        with AsBuilt.building():
+            return AsBuilt.now(isolated(gain), factory=factory)
+
+    before = gains()
+    of_a_name.cache_clear()
+    Accessor.get.cache_clear()
+    with IsolatedFactory(factory) as isolated:
+        trials = {gain: built(gain) for gain in (None, 2.0, 3.0)}  # the first one sets nothing
+        for gain in (2.0, None, 3.0, None, 2.0):
+            for found in trials[gain].of_others(KnownChanges(()), ()).values():
+                found.give_back()
+            now = gains()
+            assert now == before if gain is None else now != before and str(gain) in str(now)
+    assert gains() == before

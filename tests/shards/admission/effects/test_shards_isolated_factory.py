@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
@@ -181,6 +182,21 @@ def sets_what_a_metaclass_keeps(value: Any) -> None:
     Made().size = value
 
 
+def half(size: int) -> float:
+    return size / 2
+
+
+def sets_a_function(value: Any) -> None:
+    global half
+    half = lambda size: value  # noqa: E731
+
+
+def sets_a_function_by_its_module(value: Any) -> None:
+    import tests.shards.admission.effects.test_shards_isolated_factory as this
+
+    this.half = lambda size: value
+
+
 def counts(value: Any) -> None:
     Own.count += 1
 
@@ -194,13 +210,13 @@ def state() -> tuple[Any, ...]:
         LAYERS, [each.requires_grad for each in LAYERS.parameters()],
     )  # fmt: skip
     one = None if Settings.one is None else Settings.one.size
-    return SIZE, one, of_class, *held, os.environ.get(VARIABLE)
+    return SIZE, one, of_class, *held, os.environ.get(VARIABLE), half(3)
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    names = [n for n, each in globals().items() if n.isupper() and n not in ("CHANGES", "VARIABLE")]
-    before = {name: copy.deepcopy(globals()[name]) for name in names}
+    names = [n for n in globals() if n.isupper() and n not in ("CHANGES", "VARIABLE", "F")]
+    before = {name: copy.deepcopy(globals()[name]) for name in [*names, "half"]}
     of_class = dict(vars(Own))
     yield
     Settings.one = None
@@ -293,7 +309,7 @@ CHANGES = [
     sets_a_variable_of_the_environment, counts, sets_what_is_a_key_of_others_too,
     sets_an_item, adds_an_item, sets_a_block, sets_within_a_block, adds_a_member, sets_by_a_number,
     sets_of_a_layer, sets_in_an_array, sets_a_new_attribute_of_an_object, sets_a_method,
-    sets_what_a_metaclass_keeps,
+    sets_what_a_metaclass_keeps, sets_a_function, sets_a_function_by_its_module,
 ]  # fmt: skip
 
 
@@ -344,31 +360,54 @@ def test_what_a_flag_says_is_done_is_done_again() -> None:
     begin_once.cache_clear()
 
 
-PATCHED = 0
+PATCHED = False
 
 
-def patch() -> None:
-    nn.Threshold.cerebro_hydra_test = nn.Threshold.cerebro_hydra_test + 1  # type: ignore
+def patch(factor: float) -> None:
+    """Do it once, as code that looks at a flag does."""
+    global PATCHED
+    if PATCHED:
+        return
+    relu, forward = F.relu, nn.Tanh.forward
+    F.relu = lambda x: relu(x) * factor
+    nn.Tanh.forward = lambda self, x: forward(self, x) * factor  # type: ignore[method-assign]
+    setattr(nn.Threshold, "cerebro_hydra_test", factor)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
+    Own.size, PATCHED = 2 * factor, True  # type: ignore[assignment]
 
 
-def test_what_can_not_be_done_twice_stays() -> None:
-    nn.Threshold.cerebro_hydra_test = 0  # type: ignore[attr-defined]
+def test_patches_of_installed_modules_are_those_of_each_trial() -> None:
+    one, known = torch.ones(()), (F.relu, nn.Tanh.forward)
 
-    def factory(_: Any) -> list[Any]:
-        global PATCHED
-        if not PATCHED:
-            patch()
-            PATCHED = 1
-        if Own.made is None:
-            Own.made = nn.Linear(2, 2)
-        return [Own.made]
+    def factory(factor: float) -> list[Any]:
+        if factor:
+            patch(factor)
+        test = getattr(nn.Threshold, "cerebro_hydra_test", 0)
+        return [F.relu(one).item(), (nn.Tanh()(one) / one.tanh()).item(), test, Own.size]
 
     with IsolatedFactory(factory) as isolated:
-        ((made,), *others) = [isolated({}) for _ in range(3)]
-    assert all(other is made for (other,) in others)
-    assert nn.Threshold.cerebro_hydra_test == 1  # type: ignore[attr-defined]
-    globals()["PATCHED"] = 0
-    del nn.Threshold.cerebro_hydra_test  # type: ignore[attr-defined]
+        for _ in range(2):
+            assert isolated(4.0) == [4.0, 4.0, 4.0, 8.0]
+            assert isolated(2.0) == [2.0, 2.0, 2.0, 4.0]
+            assert isolated(0.0) == [1.0, 1.0, 0, 1]
+        isolated(2.0)
+        left = isolated.left()
+    assert (F.relu, nn.Tanh.forward) == known and not PATCHED
+    assert not hasattr(nn.Threshold, "cerebro_hydra_test")
+    with left.in_use():
+        assert F.relu(one) == 2
+    assert (F.relu, nn.Tanh.forward) == known
+
+
+def test_what_is_too_much_for_each_trial_stays() -> None:
+    def factory(_: Any) -> Any:
+        if Own.made is None:
+            Own.made = nn.Linear(2, 2)
+        return Own.made
+
+    with IsolatedFactory(factory) as isolated:
+        made, *others = [isolated({}) for _ in range(3)]
+    assert all(other is made for other in others)
 
 
 def test_a_flag_stays_if_the_factory_fails_without_it() -> None:
