@@ -341,6 +341,19 @@ def test_a_table_in_the_middle_of_a_chain_of_links_is_refused_too(
             dataframe_of(tmp_path / path, lambda: spark)
 
 
+def test_a_session_that_reads_files_by_version_2_reads_a_path(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    spark.range(3).write.parquet(str(tmp_path / "rows"))
+    name = "spark.sql.sources.useV1SourceList"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "")
+    try:
+        assert dataframe_of(str(tmp_path / "rows"), lambda: spark).count() == 3
+    finally:
+        spark.conf.set(name, before)
+
+
 @pytest.mark.parametrize("name", ["a b", "a%20b", "a#b", "a[1]", "a{b,c}", "a*b", "a\\b"])
 def test_a_folder_that_is_there_is_no_pattern(
     spark: SparkSession, tmp_path: Path, name: str

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -57,6 +57,13 @@ _JVM = re.compile(r'"jvmId":"[^"]*"')
 _CUT = re.compile(r"\.\.\. -?\d+ more (?:fields|characters)|^Truncated plan of ")
 """What stands in the text of a plan for the rest of it."""
 
+_LISTED = re.compile(
+    r"^\w*FileStatus\{path=(?:file:)?(.*?); isDirectory=false; length=(\d+); .*?"
+    r"modification_time=(\d+); ",
+    re.MULTILINE,
+)
+"""Tells the path, the bytes, and the milliseconds of the last change of a file that Spark knows."""
+
 _FOLDER = "sources"
 _SETTLED_SECONDS = 2.0  # a file that is younger may change without its time
 
@@ -95,7 +102,7 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         return None
     plan = _plan(df)
     leaves = plan.collectLeaves()
-    sources = []
+    sources, listed = [], list[str]()
     for leaf in map(leaves.apply, range(leaves.size())):
         if leaf.nodeName() != "LogicalRelation":
             return None
@@ -106,8 +113,10 @@ def source_files(df: DataFrame) -> SourceFiles | None:
             return None  # the catalog says what stands in which folder
         schema = f"{relation.dataSchema().json()} {relation.partitionSchema().json()}"
         form = relation.fileFormat().getClass().getName()
-        roots = relation.location().rootPaths().mkString(" ")  # several are not in the options
+        location = relation.location()
+        roots = location.rootPaths().mkString(" ")  # several are not in the options
         sources.append(f"{form} {relation.options().toString()} {schema} {roots}")
+        listed.append(location.allFiles().mkString("\n"))
     canonical = plan.canonicalized()
     # Has the order of sums, the options of from_csv, and try_cast; the JSON has none of them.
     with _whole_texts(session):
@@ -131,7 +140,9 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         "version": session.version,
     }
     files = _stated(sorted(df.inputFiles()))
-    return None if not files else SourceFiles(json.dumps(query), files)
+    if not files or _as_listed(files) != {*_LISTED.findall("\n".join(listed))}:
+        return None  # some have changed since Spark has looked how long they are
+    return SourceFiles(json.dumps(query), files)
 
 
 def _numbered(plan: str) -> str:
@@ -201,9 +212,16 @@ def _stated(urls: list[str]) -> tuple[File, ...]:
     return tuple(files)
 
 
+def _as_listed(files: Iterable[File]) -> set[tuple[str, str, str]]:
+    """Return the files as Spark lists them, which it does when a table is named."""
+    return {
+        (unquote(urlsplit(url).path), str(size), str(time // 10**6)) for url, size, time in files
+    }
+
+
 def _plan(df: DataFrame) -> Any:
-    # With what the user has cached, which may be older than the files.
-    return df._jdf.queryExecution().withCachedData()
+    # With what the user has cached by now, which may be older than the files.
+    return df.select("*")._jdf.queryExecution().withCachedData()
 
 
 def _nodes(df: DataFrame) -> list[str] | None:

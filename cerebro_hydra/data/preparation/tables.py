@@ -239,6 +239,8 @@ def _files_of(leaf: Any) -> tuple[Any, str] | None:
 def _asked_the_log(df: DataFrame) -> bool:
     """Say whether Spark reads the files that the log of a streamed table names."""
     leaf = df._jdf.queryExecution().analyzed().collectLeaves().apply(0)
+    if leaf.nodeName() != "LogicalRelation":  # as where the session reads Parquet by version 2
+        return False
     return bool(leaf.relation().location().getClass().getName().endswith(_LOGGED))
 
 

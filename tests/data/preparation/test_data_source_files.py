@@ -274,6 +274,31 @@ def test_files_of_another_time_size_or_number_are_read(
         assert (second == first) == (change is touch)
 
 
+def test_files_that_spark_has_listed_before_they_changed_are_no_others(
+    spark: SparkSession, tmp_path: Path, preparation: Preparation
+) -> None:
+    write(spark, tmp_path / "rows", 5)
+    before = spark.read.parquet(str(tmp_path / "rows"))
+    assert source_files(before)
+    for file in (tmp_path / "rows").glob("*.parquet"):
+        file.write_bytes(file.read_bytes())
+    settle(tmp_path / "rows")
+    assert source_files(before) is None
+    assert source_files(spark.read.parquet(str(tmp_path / "rows")))
+
+
+def test_a_query_that_is_cached_once_it_was_seen_is_no_longer_of_files(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    write(spark, tmp_path / "rows", 5)
+    rows = spark.read.parquet(str(tmp_path / "rows")).where("y < 200")
+    assert source_files(rows)
+    rows.persist()
+    assert source_files(rows) is None
+    rows.unpersist()
+    assert source_files(rows)
+
+
 def test_files_that_were_just_written_and_damaged_notes_are_read_again(
     spark: SparkSession, tmp_path: Path, preparation: Preparation
 ) -> None:
