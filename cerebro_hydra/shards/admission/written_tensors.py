@@ -5,6 +5,7 @@ Here it is found of a trial's first steps and evaluations; of later ones by `Bou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -110,11 +111,11 @@ def _unoptimized(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def refused_writes(model: nn.Module) -> Iterator[set[str]]:
+def refused_writes(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Refuse an evaluation that changes parameters, or buffers in a way that depends on the past.
 
-    A buffer that every forward sets anew, whatever it was, is no state; the body is given a set
-    that fills with the names of such buffers.
+    A buffer that every forward sets anew, whatever it was, is no state; the body is given what
+    fills with the names of such buffers, and what the latest forward has set there.
 
     Raises:
         ConfigurationError: it has changed one.
@@ -158,7 +159,7 @@ class _BufferWrites:
         self._model = model
         self._given: dict[str, _Given] = {}
         self._trying = False
-        self.set_anew: set[str] = set()
+        self.set_anew = dict[str, Tensor]()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -227,7 +228,7 @@ class _BufferWrites:
         self._trying = True
         if are_set_anew(written):
             self._trying = False
-            self.set_anew.update(written)
+            self.set_anew |= after
             return
         name = next((name for name in written if not are_set_anew([name])), written[0])
         raise ConfigurationError(
@@ -263,6 +264,20 @@ def other_value(tensor: Tensor, larger: bool) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full_like(tensor, torch.nan)
     return ~tensor if tensor.dtype is torch.bool else tensor + (1 if larger else -1)
+
+
+_VALUES = math.nan, 1e30, -1e30, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 2.0, 10.0, 100.0
+"""Code may ask whether a number is in a range of which the first steps know nothing."""
+
+
+def other_values(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield values that a tensor of its kind may have."""
+    if tensor.is_floating_point():
+        for value in _VALUES:
+            yield torch.full_like(tensor, value)
+    else:
+        for larger in (True, False):
+            yield other_value(tensor, larger)
 
 
 def instead_of_writing(model: nn.Module, buffer: str) -> str:

@@ -94,7 +94,9 @@ class TrainsByIt(zoo.Net):
             return super().forward(x)
         if self.read == "buffer":
             self.seen += self.threshold
-        return super().forward(x * (1 + self.threshold) if self.read == "forward" else x)
+        asked = {"if large": self.threshold > 0.3, "if in a range": 0.2 < self.threshold < 0.6}
+        reads = self.read == "forward" or asked.get(self.read, False)
+        return super().forward(x * (1 + self.threshold) if reads else x)
 
 
 def by_threshold(model):
@@ -104,7 +106,14 @@ def by_threshold(model):
 
 
 @pytest.mark.parametrize(
-    ("read", "loss"), [("forward", None), ("buffer", None), ("", by_threshold)]
+    ("read", "loss"),
+    [
+        ("forward", None),
+        ("buffer", None),
+        ("if large", None),
+        ("if in a range", None),
+        ("", by_threshold),
+    ],
 )
 def test_a_buffer_that_evaluations_set_and_training_reads_is_refused(read, loss) -> None:
     with pytest.raises(ConfigurationError, match="training depends on buffer 'threshold', to whic"):

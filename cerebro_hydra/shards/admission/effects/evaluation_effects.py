@@ -7,7 +7,7 @@ An evaluation that depends on earlier ones is refused, and so is training that d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from cerebro_hydra.shards.admission.effects.shared_watch import SharedWatch
 from cerebro_hydra.shards.admission.effects.value_texts import PLAIN
 from cerebro_hydra.shards.admission.global_draws import GlobalDraws
 from cerebro_hydra.shards.admission.held_beside import HeldBeside
-from cerebro_hydra.shards.admission.written_tensors import instead_of_writing, other_value
+from cerebro_hydra.shards.admission.written_tensors import instead_of_writing, other_values
 from cerebro_hydra.shards.cut.sample import Example, copy_example
 from cerebro_hydra.shards.cut.second_names import told_if_nan
 from cerebro_hydra.shards.cut.values import AttributeValues, TensorKey
@@ -173,33 +173,31 @@ class EvaluationEffects:
                 f"{_remedy(where)}"
             )
 
-    def check_buffers(self, steps: AfterSteps, names: Collection[str]) -> None:
+    def check_buffers(self, steps: AfterSteps, buffers: Mapping[str, Tensor]) -> None:
         """Refuse training that computes with buffers which evaluations set anew: those are lost.
 
         Args:
-            names: of the buffers.
+            buffers: by their names, as an evaluation has set them.
 
         Raises:
             ConfigurationError: it does; the message names one.
         """
         recipe, model = self._recipe, self._recipe.model
 
-        def bits(changed_names: Collection[str], larger: bool) -> list[str]:
-            trained = dict(steps.trained)
-            for name in changed_names:
-                trained[f"buffer:{name}"] = other_value(trained[f"buffer:{name}"], larger)
-            other = replace(steps, trained=trained)
+        def bits(others: Mapping[str, Tensor]) -> list[str]:
+            of_others = {f"buffer:{name}": each for name, each in others.items()}
+            other = replace(steps, trained={**steps.trained, **of_others})
             with other.in_use(model, AttributeValues(model)):
                 found = bits_of_step(recipe, other)
-                left = (b for name, b in model.named_buffers() if name not in names)
+                left = (b for name, b in model.named_buffers() if name not in buffers)
                 return [*found, *(tensor_digest(each) for each in left)]
 
-        plain = bits([], True) if names else []
-        for name in sorted(names):
-            for larger in (True, False):
+        plain = bits({}) if buffers else []
+        for name, left in sorted(buffers.items()):
+            for value in (left, *other_values(left)):
                 found = list[str]()
                 with suppress(Exception):  # a step can't do with such a value
-                    found = bits([name], larger)
+                    found = bits({name: value.clone()})
                 if found != plain:
                     raise ConfigurationError(
                         f"training depends on buffer {name!r}, to which evaluations write: each "
