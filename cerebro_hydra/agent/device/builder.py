@@ -41,7 +41,7 @@ from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.held_state import package_of
 from cerebro_hydra.shards.admission.effects.isolated_factory import IsolatedFactory
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.trial_code import check_same_numbers
+from cerebro_hydra.shards.admission.same_trial import check_same_trial
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
 from cerebro_hydra.shards.cut.sample import Sample
@@ -157,16 +157,17 @@ class TrialBuilder:
 
     def _build(self, spec: TrialSpec) -> BuiltTrial:
         begun = time.perf_counter()
-        with AsBuilt.building():
-            recipe = build_recipe(self._factory, spec.params, self._document.seed, self._columns)
-        check_same_numbers(spec.code, recipe)
+        recipe = self._built_recipe(spec)
         build_seconds = time.perf_counter() - begun
+        part = next(iter(self._training.values()))
+        example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
+        pair = example.features, example.labels
+        if check_same_trial(spec.code, recipe, pair, spec.seed, self._factory.factory):
+            recipe = self._built_recipe(spec)
         changes = spec.attributes, spec.set_in_evaluation
         as_built = AsBuilt.now(recipe, *changes, self._factory.factory)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
-        part = next(iter(self._training.values()))
-        example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
-        sample = Sample.of(recipe, (example.features, example.labels), as_built.settings)
+        sample = Sample.of(recipe, pair, as_built.settings)
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         spoilt = second_names.spoil(cut_model.spec.written)
@@ -175,6 +176,10 @@ class TrialBuilder:
             recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness, spoilt
         )
         return BuiltTrial(spec, runtime, build_seconds, as_built)
+
+    def _built_recipe(self, spec: TrialSpec) -> Recipe:
+        with AsBuilt.building():
+            return build_recipe(self._factory, spec.params, self._document.seed, self._columns)
 
     def _placed(self, recipe: Recipe) -> Recipe:
         """Free the weights of a recipe, and bring the rest of it to the device."""

@@ -204,8 +204,8 @@ def _train_alike(
     They differ in something of these names, if a few builds have it. They may share modules.
     """
     first = build()
-    before, state = read_build(first), _state(first.model)
-    expected = _trained(first, state, example, trial_seed)
+    before, state = read_build(first), state_of(first.model)
+    expected = trained(first, state, example, trial_seed)
     del first  # with what its steps have made, as large as the model
     gc.collect()
     for _ in range(_MOST_BUILDS):
@@ -213,16 +213,16 @@ def _train_alike(
         now = read_build(second)
         if before is None or now is None or changed(before[0], now[0]) & set(names):
             break
-    own, forms = _state(second.model), [{n: t.shape for n, t in state.items()}]
+    own, forms = state_of(second.model), [{n: t.shape for n, t in state.items()}]
     forms.append({name: tensor.shape for name, tensor in own.items()})
     if forms[0] != forms[1]:
         return False
     own = state | {name: own[name] for name, _ in rebuilt(second.model)}
-    found = _trained(second, own, example, trial_seed)
+    found = trained(second, own, example, trial_seed)
     return None in (expected, found) or expected == found
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of a model's parameters and buffers."""
     return {name: tensor.detach().clone() for name, tensor in _tensors(model)}
 
@@ -231,7 +231,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-def _trained(
+def trained(
     recipe: Recipe, state: Mapping[str, Tensor], example: Example, trial_seed: int
 ) -> object:
     """Return what two steps from a state and an evaluation give; the model has that state then.

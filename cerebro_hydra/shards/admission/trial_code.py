@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
-from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, HeldState
+from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.named_by_code import functions_of, is_own
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
@@ -57,9 +56,6 @@ _NOT_OPTIONS = ("training", "params", "param_names")
 _DEEPEST = 8
 _TENSORS = "#tensor ", "#ndarray "
 """How values begin that are tensors or arrays, in this order of kind, type, shape and digest."""
-
-_ITEM = re.compile(r"\[\d+\]$")
-_NUMBER = re.compile(r"(-?\d|nan|-?inf|True$|False$)")
 
 _LONGEST = 60
 _MOST_VALUES = 500
@@ -95,44 +91,20 @@ def read_trial(recipe: Recipe) -> tuple[ObjectReader, TrialCode] | None:
         return None
 
 
-def check_same_numbers(then: TrialCode | None, recipe: Recipe) -> None:
-    """Check that a trial has the numbers beside its state that it had where it was admitted.
+def paths_of(reader: ObjectReader) -> dict[str, str]:
+    """Return the paths of what a reader has read, by their names in a trial's code."""
+    modules = _names_of_modules(reader)
+    return {modules.sub("", told(path)): path for path in reader.found}
 
-    Those are of tensors, of arrays, and of lists and tuples.
 
-    Args:
-        then: what its code was there; None if that is not known.
-        recipe: was just built in another process.
+def form_of_value(text: str) -> str:
+    """Return what kind of value a trial's code has there, empty if only that kind is known.
 
-    Raises:
-        ConfigurationError: one has other numbers; the message names it.
+    Of tensors and arrays that is type and shape.
     """
-    if then is None or not any(map(_form_of_numbers, then.values, then.values.values())):
-        return
-    now = trial_code(recipe)
-    if now is None or not then.is_comparable(now):
-        return
-    differing = [
-        part
-        for part, text in now.values.items()
-        if text != (was := then.values.get(part, "")) and (form := _form_of_numbers(part, text))
-        if form == _form_of_numbers(part, was)
-    ]
-    if differing:
-        # A metric may hold the loss, whose name says more.
-        part = min(differing, key=lambda part: part.startswith(f"a value{OF_METRIC}"))
-        raise ConfigurationError(
-            f"{part} has other numbers on this worker than in the driver, as where a module draws "
-            "some when it is imported, or a factory once for all trials of its process; seed them "
-            "there, as by torch.manual_seed(0), or make them in estimator_gen_fn for each trial"
-        )
-
-
-def _form_of_numbers(part: str, text: str) -> str:
-    """Return what numbers a value of a trial has, empty if none that are compared."""
     if text.startswith(_TENSORS):
         return text.partition(") ")[0]
-    return "number" if _ITEM.search(part) and _NUMBER.match(text) else ""
+    return "" if text.startswith("#") else "value"
 
 
 def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:

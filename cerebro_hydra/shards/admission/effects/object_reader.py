@@ -525,8 +525,7 @@ class ObjectReader:
             members = repr(sorted(map(repr, value)))
             self.found[path] += f" {len(value)} {digest(members.encode())}"
             return
-        for name in self._keys(value):
-            self.found[f"{path}{PART}{{{name}}}"] = ""
+        self.found |= {f"{path}{PART}{{{name}}}": "" for name in self._keys(value)}
 
     def _read_items(self, path: str, value: Collection[Any]) -> None:
         self.found[path] = f"{CONTAINER}{name_of_type(type(value))} {len(value)}"

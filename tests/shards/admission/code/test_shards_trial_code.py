@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional
 
 from cerebro_hydra.documents import decode
-from cerebro_hydra.errors import ConfigurationError, StoreError
+from cerebro_hydra.errors import StoreError
 from cerebro_hydra.recipe import Recipe
-from cerebro_hydra.shards.admission.trial_code import check_same_numbers, trial_code
+from cerebro_hydra.shards.admission.trial_code import trial_code
 from cerebro_hydra.storage.trial_code import TrialCode, told
 from tests.processes import CHECKOUT, run_python
 from tests.shards.admission.code import coded_models
@@ -460,63 +460,6 @@ class Strange(nn.CrossEntropyLoss):
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
         raise RuntimeError("look away")
-
-
-MASK: Any = torch.ones(3)
-WEIGHTS: Any = np.ones(3)
-ORDER: Any = [0, 1, 2]
-SHARES: Any = (0.5, 0.25)
-NEIGHBOURS: Any = torch.eye(3).to_sparse()
-
-
-class Numbered(nn.Module):
-    """Has more values than are told one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vars(self).update({f"value_{number}": number for number in range(600)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def masked() -> Recipe:
-    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        outputs = outputs[:, ORDER] * MASK @ NEIGHBOURS
-        return outputs.sum() * WEIGHTS[0] * SHARES[1]  # type: ignore[no-any-return]
-
-    return recipe(nn.Sequential(Numbered(), net()), loss=loss)
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("MASK", torch.zeros(3)),
-        ("WEIGHTS", np.zeros(3)),
-        ("ORDER", [0, 2, 1]),
-        ("SHARES", (0.5, 0.75)),
-        ("NEIGHBOURS", (torch.eye(3) * 2).to_sparse()),
-        ("NEIGHBOURS", torch.eye(3)[[1, 0, 2]].to_sparse()),
-    ],
-)
-def test_numbers_that_are_others_than_in_the_driver_are_refused_by_name(
-    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    then = trial_code(masked())
-    check_same_numbers(then, masked())
-    check_same_numbers(None, masked())
-    monkeypatch.setitem(globals(), name, other)
-    with pytest.raises(ConfigurationError, match=f"global variable '{name}'.* has other numbers"):
-        check_same_numbers(then, masked())
-
-
-@pytest.mark.parametrize(("name", "other"), [("MASK", torch.zeros(2)), ("WEIGHTS", np.zeros(2))])
-def test_a_table_of_another_form_may_be_one_for_other_rows(
-    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    then = trial_code(masked())
-    monkeypatch.setitem(globals(), name, other)
-    check_same_numbers(then, masked())
 
 
 def test_what_can_not_be_looked_at_has_no_code() -> None:

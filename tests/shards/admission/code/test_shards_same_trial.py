@@ -1,0 +1,130 @@
+"""A trial is the same on a worker as in the driver, or fails by the name of what differs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.shards.admission.same_trial import check_same_trial
+from cerebro_hydra.shards.admission.trial_code import trial_code
+
+MASK: Any = torch.ones(3)
+WEIGHTS: Any = np.ones(3)
+ORDER: Any = [0, 1, 2]
+SHARES: Any = (0.5, 0.25)
+NEIGHBOURS: Any = torch.eye(3).to_sparse()
+TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
+SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
+NUMBER, BEGUN, DEVICE = 1, 0.5, "here"
+EXAMPLE = (torch.randn(6, 4),), (torch.arange(6) % 3,)
+
+
+class Settings:
+    scale = 1.0
+    is_deep = False
+
+
+class Scaled(nn.Module):
+    """Has more values than are told one by one, and a table beside its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update({f"value_{number}": number for number in range(600)})
+        self.register_buffer("table", torch.ones(4) * TABLE, persistent=False)
+        self.begun = BEGUN
+
+    def forward(self, x: Tensor) -> Tensor:
+        SCRATCH.copy_(x[0, :3].detach())
+        PIECES[...] = SCRATCH.numpy()
+        if NUMBER < 0 or DEVICE == "nowhere":
+            raise RuntimeError
+        x = x * self.table * Settings.scale + SCRATCH.mean() + float(PIECES.mean())
+        return x.tanh() if Settings.is_deep else x
+
+
+def made() -> Recipe:
+    layers = [nn.Linear(4, 4) for _ in range(DEPTH)]
+    model = nn.Sequential(Scaled(), *layers, nn.Dropout(RATE), nn.Linear(4, 3))
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        outputs = outputs[:, ORDER] * MASK @ NEIGHBOURS * GAIN
+        total = outputs.mean() if KIND == "mean" else outputs.square().sum()
+        return total * WEIGHTS[0] * SHARES[1]  # type: ignore[no-any-return]
+
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=LR), loss)
+
+
+def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
+    """Check a trial in a process that has other values of variables, or of settings."""
+    then = trial_code(made())
+    for name, value in others.items():
+        if name in globals():
+            monkeypatch.setitem(globals(), name, value)
+        else:
+            monkeypatch.setattr(Settings, name, value)
+    torch.manual_seed(0)
+    return check_same_trial(then, made(), EXAMPLE, 5, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "told"),
+    [
+        ("MASK", torch.zeros(3), "global variable 'MASK' has other numbers"),
+        ("WEIGHTS", np.zeros(3), "global variable 'WEIGHTS' has other numbers"),
+        ("ORDER", [0, 2, 0], r"global variable 'ORDER' at \[1\] has other numbers"),
+        ("SHARES", (0.5, 0.75), r"global variable 'SHARES' at \[1\] has other numbers"),
+        ("NEIGHBOURS", (torch.eye(3) * 2).to_sparse(), "'NEIGHBOURS' has other numbers"),
+        ("NEIGHBOURS", torch.eye(3)[[1, 0, 2]].to_sparse(), "'NEIGHBOURS' has other numbers"),
+        ("TABLE", 2.0, "buffer '0.table' has other numbers"),
+        ("GAIN", 2.0, "global variable 'GAIN' is 2.0 and not 1.0"),
+        ("KIND", "mean", "global variable 'KIND' is 'mean' and not 'sum'"),
+        ("scale", 3.0, "attribute 'scale' of class Settings is 3.0 and not 1.0"),
+        ("is_deep", True, "attribute 'is_deep' of class Settings is True and not False"),
+        ("RATE", 0.2, "than in the driver: the options of the Dropout modules"),
+        ("LR", 0.2, "than in the driver: the optimizer's lr, 0.2 and not 0.1"),
+        ("DEPTH", 2, "another trial on this worker than in the driver: "),
+    ],
+)
+def test_what_is_another_one_than_in_the_driver_fails_by_name(
+    name: str, other: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        check(monkeypatch, **{name: other})
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("NUMBER", os.getpid()),
+        ("BEGUN", time.perf_counter()),
+        ("DEVICE", "there"),
+        ("SCRATCH", torch.ones(3)),
+        ("PIECES", np.ones(3)),
+    ],
+)
+def test_what_changes_no_step_may_differ_and_another_model_is_built(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check(monkeypatch, **{name: other})
+
+
+@pytest.mark.parametrize(("name", "other"), [("MASK", torch.ones(1)), ("WEIGHTS", np.ones(2))])
+def test_a_table_of_another_form_may_be_one_for_other_rows(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not check(monkeypatch, **{name: other})
+
+
+def test_an_equal_trial_is_not_built_again_and_one_of_an_older_version_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not check(monkeypatch)
+    assert not check_same_trial(None, made(), EXAMPLE, 5, made)
