@@ -11,12 +11,14 @@ import gc
 import inspect
 import os
 import random
+import sys
 import threading
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +41,7 @@ _STATELESS = bool, str, type(None)
 _OF_TORCH = "torch.nn."
 _ACTIVATIONS = nn.ReLU.__module__
 _MOST_REFERENCES = 100_000
-_ENDS = bool, int, float, str, bytes, type, types.ModuleType, types.BuiltinFunctionType, Tensor
+_ENDS = bool, int, float, str, bytes, types.ModuleType, types.BuiltinFunctionType, Tensor
 """What refers to nothing of a trial."""
 
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
@@ -186,8 +188,7 @@ def _referred_to(recipe: Recipe) -> set[int]:
     kinds = {kind for each in modules.values() for kind in type(each).__mro__}
     for kind in kinds:
         if not kind.__module__.startswith((_OF_TORCH, "builtins")):
-            methods = [each for name, each in vars(kind).items() if name != "__init__"]
-            for method in filter(inspect.isfunction, methods):
+            for method in _methods(kind):
                 left += [method, *map(vars(kind).get, _names_in(method.__code__))]
     found, numbers = set[int](), set[int]()
     while left and len(found) < _MOST_REFERENCES:
@@ -199,7 +200,9 @@ def _referred_to(recipe: Recipe) -> set[int]:
         found.add(id(each))
         if id(each) in modules:
             continue
-        if isinstance(each, types.FunctionType):
+        if isinstance(each, type):  # whose code may name a layer, too
+            left += _methods(each) if _is_users(each) else []
+        elif isinstance(each, types.FunctionType):
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
             if not str(each.__module__).startswith("torch."):
                 names = _names_in(each.__code__)
@@ -211,6 +214,20 @@ def _referred_to(recipe: Recipe) -> set[int]:
         else:
             left += gc.get_referents(each)
     return found | numbers | ({*modules} if left else set())
+
+
+def _methods(kind: type) -> list[Any]:
+    """Return the functions of a class but `__init__`, where a model is only built."""
+    inner = ((name, getattr(each, "__func__", each)) for name, each in vars(kind).items())
+    return [each for name, each in inner if name != "__init__" and inspect.isfunction(each)]
+
+
+def _is_users(kind: type) -> bool:
+    """Return whether the user wrote a class: it is neither installed nor one of Python's."""
+    name = str(kind.__module__)
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    of_python = name != "__main__" and name.partition(".")[0] in sys.stdlib_module_names
+    return not (of_python or {"site-packages", "dist-packages"} & {*Path(file).parts})
 
 
 def _names_in(code: types.CodeType) -> set[str]:

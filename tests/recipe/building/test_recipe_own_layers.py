@@ -140,6 +140,37 @@ def test_a_layer_to_which_its_model_refers_otherwise_stays(by: str) -> None:
     assert after[2] is before[2] and after[1] is not before[1]
 
 
+ANNEALED, RAISED = nn.LeakyReLU(0.5), nn.ELU()
+
+
+class Anneals:
+    def step(self, number: int) -> None:
+        ANNEALED.negative_slope = 1 / (1 + number)
+
+    @staticmethod
+    def raise_it(number: int) -> None:
+        RAISED.alpha = number
+
+
+class Annealed(nn.Module):
+    """Has activations that methods of other classes set by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.by = nn.Sequential(nn.Linear(3, 3), ANNEALED, RAISED, GELU), Anneals()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.by.step(2)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_a_method_of_another_class_names_stays() -> None:
+    model = Annealed()
+    take_own_layers(of(model))
+    assert model.layers[1] is ANNEALED and model.layers[2] is RAISED
+    assert model.layers[3] is not GELU
+
+
 NONE, GAINS = nn.Identity(), {KNOWN["tanh"]: 1.5}
 
 
