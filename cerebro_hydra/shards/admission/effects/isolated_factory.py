@@ -69,8 +69,9 @@ _LARGE = 1 << 24
 class IsolatedFactory:
     """Calls a factory with what its code names as before the first call.
 
-    That is variables, and what containers, objects and classes have there, as far as factories have
-    changed it, and the variables that training has changed, too.
+    That is variables, what containers, objects and classes have there, what cached functions keep
+    of settings, and what functions set of installed modules, as far as factories have changed it,
+    and the variables that training has changed, too.
 
     A flag at which the code that sets it looks before is as before, too, so that what it says is
     done is done again. It stays where a second time fails. What was None stays if it is a model, a
