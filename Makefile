@@ -68,13 +68,15 @@ help:
 demo: $(STAMP)
 	@$(BIN)/cerebro-hydra demo
 
-# Two processes, each with one group of the tests that share a Spark session (tests/conftest.py).
+# Three processes for two cores, because many tests wait for others. Two of them each have one group of
+# the tests that share a Spark session (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadscope -m "not long"
+	@$(PYTEST) -m "not long"
 
 # What is marked long, and every property with all of its examples.
 test-long: test-kernels
-	@CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "long or hypothesis" \
+	@CEREBRO_HYDRA_LONG=1 $(PYTEST) -m "long or hypothesis" \
 	  $(addprefix --ignore=,$(EXACT_TESTS))
 
 # Cuts have the bits of the uncut model, with the kernels of numerics="portable" too: what has the same
@@ -83,7 +85,7 @@ EXACT_TESTS := tests/shards $(addprefix tests/conformance/test_,table_models.py 
   vision_models.py)
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 test-kernels: $(STAMP)
-	@$(OTHER_KERNELS) CEREBRO_HYDRA_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadscope \
+	@$(OTHER_KERNELS) CEREBRO_HYDRA_LONG=1 $(PYTEST) \
 	  -m "long or hypothesis or kernels" $(EXACT_TESTS)
 
 # The pinned torch is a CPU build: GPU_PYTHON is one with the same packages, whose torch has CUDA.
