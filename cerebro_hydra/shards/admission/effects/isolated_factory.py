@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ class IsolatedFactory:
         Args:
             flags: what was given back, each with what it said.
         """
-        drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        drawn = _Drawn.so_far()
         try:
             return self.factory(params)
         except Exception:
@@ -165,9 +165,7 @@ class IsolatedFactory:
             self.give_back()
             for variable, value in flags.values():
                 variable.set(value)
-            torch.set_rng_state(drawn[0])
-            np.random.set_state(drawn[1])
-            random.setstate(drawn[2])
+            drawn.give_back()
             built = self.factory(params)
             self._stays.update(flags)
             return built
@@ -272,14 +270,35 @@ class IsolatedFactory:
         return frozenset[str]().union(*found)
 
 
+class _Drawn(NamedTuple):
+    """Tells where the global generators of random numbers stand."""
+
+    torch: Tensor
+    numpy: dict[str, Any]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def so_far(cls) -> Self:
+        return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+
+    def give_back(self) -> None:
+        """Let them stand there again."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
 def _set_in_caches(caches: Iterable[Cache[Any]]) -> Iterator[tuple[str, Found]]:
     """Yield what cached functions keep of settings, as each of them makes it anew."""
     for function in caches:
         for arguments, made in settings_kept(function):
             call = f"{function.__qualname__}({', '.join(map(repr, arguments))})"
+            drawn, anew = _Drawn.so_far(), made
             with suppress(Exception):  # as where a file is gone
-                for told, found in _set_in(made, function.__wrapped__(*arguments)):
-                    yield f"{OF_GLOBAL}{call + told!r} of {function.__module__}", found
+                anew = function.__wrapped__(*arguments)
+            drawn.give_back()
+            for told, found in _set_in(made, anew):
+                yield f"{OF_GLOBAL}{call + told!r} of {function.__module__}", found
 
 
 def _set_in(made: Any, anew: Any) -> Iterator[tuple[str, Found]]:

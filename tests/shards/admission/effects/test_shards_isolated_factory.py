@@ -506,6 +506,28 @@ def test_what_a_cached_function_keeps_of_settings_follows_them() -> None:
     doubled.cache_clear()
 
 
+@functools.cache
+def drawn_settings() -> dict[str, float]:
+    return {"gain": torch.rand(()).item(), "other": random.random() + np.random.rand()}
+
+
+def test_settings_that_a_cached_function_draws_are_as_before_for_each_trial() -> None:
+    def factory(gain: float) -> tuple[float, float]:
+        drawn_settings()["gain"] *= gain
+        return drawn_settings()["gain"], torch.rand(()).item()
+
+    def call(function: Callable[[float], Any], gain: float) -> Any:
+        torch.manual_seed(0)
+        return function(gain)
+
+    with IsolatedFactory(factory) as isolated:
+        found = [call(isolated, gain) for gain in (2.0, 3.0, 2.0)]
+    drawn_settings.cache_clear()
+    assert found[0][0] == found[2][0], "what it draws is as before"
+    torch.manual_seed(0)
+    assert found[1][1] == found[2][1] == torch.rand(()).item(), "and nothing is drawn for it"
+
+
 GENERATORS: list[Any] = [
     torch.Generator(), np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
 ]  # fmt: skip
