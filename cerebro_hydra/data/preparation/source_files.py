@@ -51,6 +51,10 @@ _BY_DEFAULT = "spark.sql.session.timeZone", "spark.sql.ansi.enabled"
 """What Java's time zone and the environment decide where no session does."""
 _DAYS = re.compile(r"\b(?:now|today|tomorrow|yesterday)\b", re.IGNORECASE)
 """Is another time each day where Spark makes a time of it."""
+_TIMES = re.compile(r'"(?:timestamp|timestamp_ntz|date)"')
+_PARSES = re.compile(r"Cast$|ToStructs$|^ParseTo|^TryTo|ToTimestamp|GetTimestamp|UnixTimestamp")
+"""Expressions that may make a time of a text; of a time of day it is one of the present day."""
+_OF_TEXT = ("CSVFileFormat", "JsonFileFormat", "XmlFileFormat")
 _ID = re.compile(r"#(\d+)")
 _CLASS = re.compile(r'"class":"([^"]*)"')
 _JVM = re.compile(r'"jvmId":"[^"]*"')
@@ -118,6 +122,10 @@ def source_files(df: DataFrame) -> SourceFiles | None:
         sources.append(f"{form} {relation.options().toString()} {schema} {roots}")
         listed.append(location.allFiles().mkString("\n"))
     canonical = plan.canonicalized()
+    text = _JVM.sub("", canonical.toJSON())
+    makes_times = any(form in source for source in sources for form in _OF_TEXT)
+    makes_times |= any(_PARSES.search(name.rpartition(".")[2]) for name in nodes)
+    makes_times &= bool(_TIMES.search(text + " ".join(sources)))
     # Has the order of sums, the options of from_csv, and try_cast; the JSON has none of them.
     with _whole_texts(session):
         shown = plan.toString()
@@ -126,7 +134,8 @@ def source_files(df: DataFrame) -> SourceFiles | None:
     settings = {row["key"]: row["value"] for row in session.sql("SET").collect()}
     settings |= {key: session.conf.get(key) for key in _BY_DEFAULT}
     query = {
-        "plan": _JVM.sub("", canonical.toJSON()),
+        "plan": text,
+        "day": _day_of(session) if makes_times else None,
         "shown": _numbered(shown),
         "columns": df.schema.json(),
         "sources": sources,
@@ -143,6 +152,15 @@ def source_files(df: DataFrame) -> SourceFiles | None:
     if not files or _as_listed(files) != {*_LISTED.findall("\n".join(listed))}:
         return None  # some have changed since Spark has looked how long they are
     return SourceFiles(json.dumps(query), files)
+
+
+def _day_of(session: SparkSession) -> str:
+    """Return the present day where the session is."""
+    java = session._jvm
+    assert java is not None
+    zone = session.conf.get("spark.sql.session.timeZone")
+    of = java.org.apache.spark.sql.catalyst.util.DateTimeUtils.getZoneId(zone)
+    return str(java.java.time.LocalDate.now(of).toString())
 
 
 def _numbered(plan: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -198,6 +199,29 @@ def test_other_settings_of_how_files_are_read_are_another_query(
         assert preparation(read()).fingerprint != first.fingerprint
     finally:
         holder.unset(name)
+
+
+def test_a_time_of_day_is_one_of_the_present_day(spark: SparkSession, tmp_path: Path) -> None:
+    write(spark, tmp_path / "rows", 5)
+    (tmp_path / "times.csv").write_text("time,y\n10:15:00,1\n")
+
+    def queries() -> list[DataFrame]:
+        rows = spark.read.parquet(str(tmp_path / "rows"))
+        return [
+            rows.where("timestamp'2024-01-01' < '10:15:00'"),
+            rows.where(F.lit("10:15:00").cast("timestamp") > F.lit("2024-01-01").cast("date")),
+            spark.read.csv(str(tmp_path / "times.csv"), header=True, inferSchema=True),
+            rows,
+        ]
+
+    found = []
+    for zone in ("Etc/GMT+12", "Etc/GMT-14"):  # which are never at the same day
+        with setting(spark, "spark.sql.session.timeZone", zone):
+            found.append([json.loads(each.query) for each in map(source_files, queries()) if each])
+    for here, there in zip(*found, strict=True):
+        for key in ("settings", "shown", "plan"):  # in which the zone stands
+            here.pop(key), there.pop(key)
+    assert [here == there for here, there in zip(*found, strict=True)] == [False] * 3 + [True]
 
 
 def test_sums_in_another_order_are_another_query(spark: SparkSession, tmp_path: Path) -> None:
