@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
 from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, HeldState
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.effects.readings import NOTHING
+from cerebro_hydra.shards.admission.effects.readings import NOTHING, PART
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept, variables_of
 from cerebro_hydra.shards.admission.same_builds import state_of, trained
 from cerebro_hydra.shards.admission.trial_code import form_of_value, paths_of, read_trial
@@ -121,16 +122,14 @@ class _Others:
     def matters(self, name: str, then: str) -> bool:
         """Return whether two steps and an evaluation give other bits with another value.
 
-        That is the one of before, or other numbers of a tensor; of what can't be set, numbers of
-        tensors, lists and tuples are taken to matter.
+        That is the one of before, or other numbers of a tensor. A tensor that can't be set is taken
+        to matter.
         """
-        of_numbers = then.startswith("#") or _ITEM.search(name) is not None
-        if self._plain is None:
-            return of_numbers
         found: object = None
         with suppress(Exception), self._set(name, then):
             found = self._steps()
-        return of_numbers if found is None else found != self._plain
+        unknown = found is None or self._plain is None
+        return then.startswith("#") if unknown else found != self._plain
 
     @contextmanager
     def _set(self, name: str, then: str) -> Iterator[None]:
@@ -150,10 +149,38 @@ class _Others:
         """Return what has a value, and the value; of a buffer what steps begin with."""
         if name.startswith("buffer "):
             return None, self._state[name.removeprefix("buffer '").removesuffix("'")]
-        path = self._paths[name]
-        own = (Variable(vars(m), a) for m, a, _ in HeldState(self._recipe).attributes({path}))
-        found = self._variables.get(path) or next(own)
+        first, *parts = self._paths[name].split(PART)
+        own = (Variable(vars(m), a) for m, a, _ in HeldState(self._recipe).attributes({first}))
+        found = self._variables.get(first) or next(own)
+        for part in parts:
+            found = _part_of(found, part)
         return found, found.value
+
+
+@dataclass(frozen=True)
+class _Item(Variable):
+    """Is an item of a tuple, which is another tuple when it is set."""
+
+    def set(self, value: object) -> None:
+        """Let the owner have a tuple with this item."""
+        whole: Any = self.owner.value
+        items = [*whole[: self.name], value, *whole[self.name + 1 :]]
+        made = type(whole)._make(items) if hasattr(whole, "_make") else type(whole)(items)
+        self.owner.set(made)
+
+    @property
+    def value(self) -> object:
+        """Return its value."""
+        return self.owner.value[self.name]
+
+
+def _part_of(variable: Variable, part: str) -> Variable:
+    """Return an attribute, an entry or an item of what a variable has."""
+    held: Any = variable.value
+    if part.startswith("."):
+        return Variable(vars(held), part[1:])
+    key = ast.literal_eval(part[1:-1])
+    return _Item(variable, key) if isinstance(held, tuple) else Variable(held, key)
 
 
 def _fill(held: Any, values: Any) -> None:

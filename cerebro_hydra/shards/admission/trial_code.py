@@ -147,9 +147,14 @@ def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
         found.setdefault(function.__qualname__, set()).add(code_digest(function.__code__))
     for kind in reader.own_classes():
         bases = [base.__qualname__ for base in kind.__bases__]
-        methods = sorted(name for name, each in vars(kind).items() if functions_of(each))
+        methods = sorted(name for name, each in vars(kind).items() if _is_written_there(each))
         found.setdefault(f"class {kind.__qualname__}", set()).add(_digest(repr((bases, methods))))
     return {name: tuple(sorted(digests)) for name, digests in found.items()}
+
+
+def _is_written_there(value: Any) -> bool:
+    """Return whether a class has a method of the user's there; torch sets `step` of optimizers."""
+    return any(is_own(each.__module__) for each in functions_of(value))
 
 
 def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ WEIGHTS: Any = np.ones(3)
 ORDER: Any = [0, 1, 2]
 SHARES: Any = (0.5, 0.25)
 NEIGHBOURS: Any = torch.eye(3).to_sparse()
+RATES = [1.0]
 TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
 SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
-NUMBER, BEGUN, DEVICE = 1, 0.5, "here"
+NUMBER, BEGUN, DEVICE, PLACES = 1, 0.5, "here", (3, 2)
 EXAMPLE = (torch.randn(6, 4),), (torch.arange(6) % 3,)
 
 
@@ -37,14 +39,19 @@ class Scaled(nn.Module):
         super().__init__()
         vars(self).update({f"value_{number}": number for number in range(600)})
         self.register_buffer("table", torch.ones(4) * TABLE, persistent=False)
-        self.begun = BEGUN
+        self.held = SimpleNamespace(rates=(1.0, RATES))
+        self.begun, self.places = BEGUN, [*PLACES]
 
     def forward(self, x: Tensor) -> Tensor:
         SCRATCH.copy_(x[0, :3].detach())
         PIECES[...] = SCRATCH.numpy()
-        if NUMBER < 0 or DEVICE == "nowhere":
+        if NUMBER < 0 or DEVICE == "nowhere" or PLACES[0] < 0 or self.places[0] < 0:
             raise RuntimeError
-        x = x * self.table * Settings.scale + SCRATCH.mean() + float(PIECES.mean())
+        x = (
+            x * self.table * Settings.scale * self.held.rates[1][0]
+            + SCRATCH.mean()
+            + float(PIECES.mean())
+        )
         return x.tanh() if Settings.is_deep else x
 
 
@@ -82,6 +89,7 @@ def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
         ("NEIGHBOURS", (torch.eye(3) * 2).to_sparse(), "'NEIGHBOURS' has other numbers"),
         ("NEIGHBOURS", torch.eye(3)[[1, 0, 2]].to_sparse(), "'NEIGHBOURS' has other numbers"),
         ("TABLE", 2.0, "buffer '0.table' has other numbers"),
+        ("RATES", [2.0], r"attribute 'held' of module '0' at .rates\[1\]\[0\] has other numbers"),
         ("GAIN", 2.0, "global variable 'GAIN' is 2.0 and not 1.0"),
         ("KIND", "mean", "global variable 'KIND' is 'mean' and not 'sum'"),
         ("scale", 3.0, "attribute 'scale' of class Settings is 3.0 and not 1.0"),
@@ -106,6 +114,7 @@ def test_what_is_another_one_than_in_the_driver_fails_by_name(
         ("DEVICE", "there"),
         ("SCRATCH", torch.ones(3)),
         ("PIECES", np.ones(3)),
+        ("PLACES", (7, 2)),
     ],
 )
 def test_what_changes_no_step_may_differ_and_another_model_is_built(
@@ -126,3 +135,26 @@ def test_an_equal_trial_is_not_built_again_and_one_of_an_older_version_not_compa
 ) -> None:
     assert not check(monkeypatch)
     assert not check_same_trial(None, made(), EXAMPLE, 5, made)
+
+
+class Stepping(torch.optim.SGD):
+    """Has the `step` of torch, around which torch puts its own where this one is made first."""
+
+
+def test_what_torch_sets_in_classes_of_optimizers_is_no_other_code() -> None:
+    def stepping() -> Recipe:
+        made_before = made()
+        optimizer = Stepping(made_before.model.parameters(), lr=0.1)
+        return Recipe(made_before.model, optimizer, made_before.loss)
+
+    then = trial_code(stepping())
+    before = vars(Stepping).get("step")
+    if before is None:
+        Stepping.step = torch.optim.SGD.step  # type: ignore[method-assign]
+    else:
+        del Stepping.step
+    try:
+        assert not check_same_trial(then, stepping(), EXAMPLE, 5)
+    finally:
+        if before is None:
+            del Stepping.step
