@@ -30,6 +30,12 @@ _T = TypeVar("_T")
 SAFE_PATH = "PYTHONSAFEPATH"
 """Python's own variable: if it is set, the current folder is no place to import from."""
 
+_setting_safe_path = threading.Lock()
+_with_safe_path = list[None]()
+"""Has an item for each thread that has set the variable."""
+_as_given = list[str | None]()
+"""What the variable was before the first of them, if there is one."""
+
 _taking_variables = threading.Lock()
 """Held while a SparkContext has the variables of one job."""
 
@@ -48,15 +54,24 @@ def driver_path() -> str:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Let Python processes that are begun meanwhile import nothing from the current folder."""
-    kept = os.environ.get(SAFE_PATH)
-    os.environ[SAFE_PATH] = kept or "1"
+    """Let Python processes that are begun meanwhile import nothing from the current folder.
+
+    Threads may do so at the same time.
+    """
+    with _setting_safe_path:
+        if not _with_safe_path:
+            _as_given.append(os.environ.get(SAFE_PATH))
+            os.environ[SAFE_PATH] = _as_given[0] or "1"
+        _with_safe_path.append(None)
     try:
         yield
     finally:
-        del os.environ[SAFE_PATH]
-        if kept is not None:
-            os.environ[SAFE_PATH] = kept
+        with _setting_safe_path:
+            _with_safe_path.pop()
+            if not _with_safe_path:
+                del os.environ[SAFE_PATH]
+                if (kept := _as_given.pop()) is not None:
+                    os.environ[SAFE_PATH] = kept
 
 
 @contextmanager

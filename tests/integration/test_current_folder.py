@@ -158,6 +158,38 @@ def test_a_command_that_named_a_factory_starts_nothing_that_imports_from_the_cur
     run_in(planted, sys.executable, str(script))
 
 
+LOCAL = """
+import sys
+import numpy as np
+import my_models
+from cerebro_hydra import GridSearch, LocalStore, hp_choice
+from cerebro_hydra.testing.local_backend import Arrays, LocalBackend
+
+if __name__ == "__main__":
+    rows = Arrays({"features": np.random.rand(64, 2).astype("f4"), "label": np.arange(64) % 2})
+    search = GridSearch(
+        backend=LocalBackend(1, devices_per_worker=2),
+        store=LocalStore(sys.argv[1]),
+        estimator_gen_fn=my_models.build,
+        search_space={"lr": hp_choice([0.1])},
+        num_epochs=1,
+        verbose=0,
+    )
+    assert search.fit(rows).best_trial.status == "finished"
+"""
+
+
+def test_agents_and_devices_of_this_machine_import_nothing_from_the_current_folder(
+    planted: Path,
+) -> None:
+    plant_customization(planted)
+    own = planted.parent / "own"
+    own.mkdir()
+    (own / "local.py").write_text(LOCAL)
+    (own / "my_models.py").write_text(MODELS)
+    run_in(planted, sys.executable, str(own / "local.py"), str(planted.parent / "store"))
+
+
 # What the packages that we need import if it is there, of which some are not installed.
 OPTIONAL = (
     "bottleneck", "cuda", "gmpy2", "monkeytype", "numexpr", "opt_einsum", "pydot", "snappy",

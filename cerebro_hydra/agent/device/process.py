@@ -52,6 +52,7 @@ from cerebro_hydra.recipe import numeric_fingerprint
 from cerebro_hydra.recipe.randomness import compute_deterministically
 from cerebro_hydra.shards.heap import share_heap
 from cerebro_hydra.threads import start
+from cerebro_hydra.worker_imports import safe_path
 
 _log = logging.getLogger(__name__)
 
@@ -295,7 +296,8 @@ def _start_within(process: Any, limits: LossLimits) -> None:
     timer.daemon = True
     start(timer)
     try:
-        process.start()
+        with safe_path():  # for the server of forks, which this may start
+            process.start()
     finally:
         timer.cancel()
     _loaded = server_of_forks()
