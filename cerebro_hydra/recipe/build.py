@@ -201,14 +201,14 @@ def _referred_to(recipe: Recipe) -> set[int]:
         if id(each) in modules:
             continue
         if isinstance(each, type):  # whose code may name a layer, too
-            left += _methods(each) if _is_users(each) else []
+            left += [method for owner in _owners(each) for method in _methods(owner)]
         elif isinstance(each, types.FunctionType):
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
             if not str(each.__module__).startswith("torch."):
                 names = _names_in(each.__code__)
                 named = [value for n in names if (value := each.__globals__.get(n)) is not None]
-                spaces = [vars(value) for value in named if isinstance(value, types.ModuleType)]
-                left += [*named, *(space.get(n) for space in spaces for n in names)]
+                owners = [owner for value in named for owner in _owners(value)]
+                left += [*named, *(vars(owner).get(n) for owner in owners for n in names)]
         elif isinstance(each, weakref.ref):
             left.append(each())
         else:
@@ -216,10 +216,20 @@ def _referred_to(recipe: Recipe) -> set[int]:
     return found | numbers | ({*modules} if left else set())
 
 
+def _owners(value: Any) -> list[Any]:
+    """Return what has attributes that code may name: a module, a class of the user's, its bases."""
+    if isinstance(value, types.ModuleType):
+        return [value]
+    return [*filter(_is_users, value.__mro__)] if isinstance(value, type) else []
+
+
 def _methods(kind: type) -> list[Any]:
     """Return the functions of a class but `__init__`, where a model is only built."""
-    inner = ((name, getattr(each, "__func__", each)) for name, each in vars(kind).items())
-    return [each for name, each in inner if name != "__init__" and inspect.isfunction(each)]
+    found = list[Any]()
+    for name, each in vars(kind).items():
+        parts = [each.fget, each.fset] if isinstance(each, property) else [each]
+        found += [getattr(e, "__func__", e) for e in parts] if name != "__init__" else []
+    return [*filter(inspect.isfunction, found)]
 
 
 def _is_users(kind: type) -> bool:

@@ -140,10 +140,20 @@ def test_a_layer_to_which_its_model_refers_otherwise_stays(by: str) -> None:
     assert after[2] is before[2] and after[1] is not before[1]
 
 
-ANNEALED, RAISED = nn.LeakyReLU(0.5), nn.ELU()
+ANNEALED, RAISED, LEAKY = nn.LeakyReLU(0.5), nn.ELU(), nn.LeakyReLU(0.2)
 
 
-class Anneals:
+class Acts:
+    main = nn.CELU()
+
+
+class Leaks:
+    @property
+    def layer(self) -> nn.Module:
+        return LEAKY
+
+
+class Anneals(Leaks):
     def step(self, number: int) -> None:
         ANNEALED.negative_slope = 1 / (1 + number)
 
@@ -157,18 +167,20 @@ class Annealed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.by = nn.Sequential(nn.Linear(3, 3), ANNEALED, RAISED, GELU), Anneals()
+        layers = [nn.Linear(3, 3), ANNEALED, RAISED, LEAKY, Acts.main, GELU]
+        self.layers, self.by = nn.Sequential(*layers), Anneals()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.by.step(2)
+        Acts.main.alpha = 2.0
         return self.layers(x)  # type: ignore[no-any-return]
 
 
 def test_a_layer_that_a_method_of_another_class_names_stays() -> None:
     model = Annealed()
     take_own_layers(of(model))
-    assert model.layers[1] is ANNEALED and model.layers[2] is RAISED
-    assert model.layers[3] is not GELU
+    assert [*model.layers][1:5] == [ANNEALED, RAISED, LEAKY, Acts.main]
+    assert model.layers[5] is not GELU
 
 
 NONE, GAINS = nn.Identity(), {KNOWN["tanh"]: 1.5}
