@@ -186,11 +186,24 @@ class _BufferWrites:
             if name not in self.set_anew and not same_bits(
                 self._model.get_buffer(name), given.value
             ):
-                raise ConfigurationError(
-                    f"the loss, a metric or the collate writes to buffer {name!r} in evaluation, "
-                    "which must leave the state as it is; let the forward of a module write to it, "
-                    "`if self.training` only"
-                )
+                raise self._written_between(name)
+
+    def _written_between(self, name: str) -> ConfigurationError:
+        """Return the error of a buffer that is written in evaluation, and not by a forward."""
+        model, before = self._model, self._model.training
+        modes = (True, False)
+        first, second = (tensor_digest(model.train(mode).get_buffer(name)) for mode in modes)
+        model.train(before)
+        if first != second:
+            return ConfigurationError(
+                f"train() and eval() write to buffer {name!r}, and evaluation must leave the state "
+                f"as it is; {instead_of_writing(model, name)}"
+            )
+        return ConfigurationError(
+            f"the loss, a metric or the collate writes to buffer {name!r} in evaluation, which "
+            "must leave the state as it is; let the forward of a module write to it, "
+            "`if self.training` only"
+        )
 
     def _entering(self, model: nn.Module, args: Any) -> None:
         if not self._trying:

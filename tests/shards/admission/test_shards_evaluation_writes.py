@@ -76,6 +76,25 @@ def test_a_loss_that_writes_to_a_buffer_of_the_model_in_evaluation_is_refused(ba
         start(made(HasTop, writing_loss)(), zoo.singly(batches))
 
 
+class Switched(zoo.Net):
+    """Notes its mode in a buffer, as modules that simulate numbers of 8 bits may."""
+
+    def add(self):
+        self.register_buffer("is_on", torch.ones(()))
+
+    def train(self, mode=True):
+        super().train(mode)
+        if hasattr(self, "is_on"):
+            self.is_on.fill_(mode)
+        return self
+
+
+def test_a_buffer_that_modes_set_is_refused_by_its_name() -> None:
+    told = r"^train\(\) and eval\(\) write to buffer 'is_on', and evaluation must leave"
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(Switched)(), zoo.singly(VECTORS))
+
+
 class TrainsByIt(zoo.Net):
     """Evaluation sets a buffer anew, by which a part of training computes."""
 
