@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from cerebro_hydra.errors import StoreError
@@ -152,9 +152,10 @@ def write_recut(folder: RunFolder, decision: Decision) -> None:
 
 
 def is_written(folder: RunFolder, decision: Decision) -> bool:
-    """Return whether all of it was written."""
+    """Return whether all of it was written; the trial may go on with other code."""
     spec = spec_of(decision)
-    return folder.read_trial(spec.trial, folder.run_id) == spec
+    found = folder.read_trial(spec.trial, folder.run_id)
+    return replace(found, code=None) == replace(spec, code=None)
 
 
 def spec_of(decision: Decision) -> TrialSpec:

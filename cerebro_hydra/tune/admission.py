@@ -261,8 +261,8 @@ class Admission:
         document = json.loads(json.dumps(finer.to_json()))
         return TrialRecut(trial_config(finer), tuple(states), document)
 
-    def code_differences(self, spec: TrialSpec) -> list[Difference]:
-        """Return in what a trial that was admitted before has other code now.
+    def code_differences(self, spec: TrialSpec) -> tuple[list[Difference], TrialSpec]:
+        """Return in what a trial that was admitted before has other code now, and what it is now.
 
         The code of a trial of an earlier version, whose document has none, is not known.
 
@@ -274,10 +274,11 @@ class Admission:
             now = trial_code(first)
             then = spec.code
             if then is None or now is None or not then.is_comparable(now):
-                return form_differences(spec, first)
+                return form_differences(spec, first), spec
             if not then.differences(now):
-                return []
-            return then.differences(now, trial_code(self._built(spec)))
+                return [], spec
+            again = trial_code(self._built(spec))
+            return then.differences(now, again), replace(spec, code=now)
 
     def _built(self, spec: TrialSpec) -> Recipe:
         return build_keeping_random_state(self._factory, spec.params, self._seed, self._columns)

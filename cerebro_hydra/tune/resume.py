@@ -255,13 +255,14 @@ class RunToResume:
         Raises:
             ConfigurationError: it makes another one, or none; the message names the parts.
         """
+        others = list[TrialSpec]()
         with Waiting(around.report) as waiting:
             for place, number in enumerate(trials, 1):
                 waiting.now(f"comparing the code of model {place} of {len(trials)}")
                 spec = self.folder.read_trial(number, self.folder.run_id)
                 try:
                     compare = partial(admission.code_differences, spec)
-                    found = TimedCall(compare).result(seconds)
+                    found, now = TimedCall(compare).result(seconds)
                 except Refused as refusal:
                     raise self._other_code(
                         spec, f"can't be built: {reason(str(refusal))}"
@@ -275,6 +276,9 @@ class RunToResume:
                 if found:
                     what = f"goes on with other values than before: {told(found)}"
                     around.report(f"{spec.trial_id} {what}")
+                    others.append(now)
+        for spec in others:  # with which workers compare what they build
+            self.folder.write_trial(spec)
 
     def _other_code(self, spec: TrialSpec, what: str) -> ConfigurationError:
         return ConfigurationError(

@@ -150,8 +150,16 @@ class _Others:
         if name.startswith("buffer "):
             return None, self._state[name.removeprefix("buffer '").removesuffix("'")]
         first, *parts = self._paths[name].split(PART)
-        own = (Variable(vars(m), a) for m, a, _ in HeldState(self._recipe).attributes({first}))
-        found = self._variables.get(first) or next(own)
+        recipe = self._recipe
+        functions = {
+            "the loss": recipe.loss,
+            "the collate": recipe.collate,
+            "the training_step": recipe.training_step,
+        }
+        held = {f"a value of {what}": function for what, function in functions.items()}
+        own = (Variable(vars(m), a) for m, a, _ in HeldState(recipe).attributes({first}))
+        known = Variable(held, first) if first in held else self._variables.get(first)
+        found = known or next(own)
         for part in parts:
             found = _part_of(found, part)
         return found, found.value
@@ -178,7 +186,9 @@ def _part_of(variable: Variable, part: str) -> Variable:
     """Return an attribute, an entry or an item of what a variable has."""
     held: Any = variable.value
     if part.startswith("."):
-        return Variable(vars(held), part[1:])
+        attributes = getattr(held, "__dict__", {})
+        name = part[1:]
+        return Variable(attributes if name in attributes else {name: getattr(held, name)}, name)
     key = ast.literal_eval(part[1:-1])
     return _Item(variable, key) if isinstance(held, tuple) else Variable(held, key)
 

@@ -106,14 +106,17 @@ class TrainsByIt(zoo.Net):
     def add(self):
         self.register_buffer("threshold", torch.zeros(()))
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("other", torch.zeros(()))
 
     def forward(self, x):
         if not self.training:
             self.threshold.fill_(x.mean())
+            self.other.fill_(0.2345)
             return super().forward(x)
         if self.read == "buffer":
             self.seen += self.threshold
         asked = {"if large": self.threshold > 0.3, "if in a range": 0.2 < self.threshold < 0.6}
+        asked["if both are"] = 0.23 < self.other < 0.24 and self.threshold != 0
         reads = self.read == "forward" or asked.get(self.read, False)
         return super().forward(x * (1 + self.threshold) if reads else x)
 
@@ -131,11 +134,13 @@ def by_threshold(model):
         ("buffer", None),
         ("if large", None),
         ("if in a range", None),
+        ("if both are", None),
         ("", by_threshold),
     ],
 )
 def test_a_buffer_that_evaluations_set_and_training_reads_is_refused(read, loss) -> None:
-    with pytest.raises(ConfigurationError, match="training depends on buffer 'threshold', to whic"):
+    told = r"training depends on buffer '(threshold|other)', to which evaluations write"
+    with pytest.raises(ConfigurationError, match=told):
         start(made(lambda: TrainsByIt(read), loss)(), zoo.singly(VECTORS))
 
 

@@ -194,10 +194,10 @@ class EvaluationEffects:
 
         plain = bits({}) if buffers else []
         for name, left in sorted(buffers.items()):
-            for value in (left, *other_values(left)):
+            for others in (buffers, *({name: value} for value in (left, *other_values(left)))):
                 found = list[str]()
                 with suppress(Exception):  # a step can't do with such a value
-                    found = bits({name: value.clone()})
+                    found = bits({n: value.clone() for n, value in others.items()})
                 if found != plain:
                     raise ConfigurationError(
                         f"training depends on buffer {name!r}, to which evaluations write: each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ WEIGHTS: Any = np.ones(3)
 ORDER: Any = [0, 1, 2]
 SHARES: Any = (0.5, 0.25)
 NEIGHBOURS: Any = torch.eye(3).to_sparse()
-RATES = [1.0]
+RATES, LOSS_GAIN = [1.0], 1.0
 TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
 SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
 NUMBER, BEGUN, DEVICE, PLACES = 1, 0.5, "here", (3, 2)
@@ -59,12 +60,14 @@ def made() -> Recipe:
     layers = [nn.Linear(4, 4) for _ in range(DEPTH)]
     model = nn.Sequential(Scaled(), *layers, nn.Dropout(RATE), nn.Linear(4, 3))
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(outputs: Tensor, labels: Tensor, gain: dict[str, float]) -> Tensor:
         outputs = outputs[:, ORDER] * MASK @ NEIGHBOURS * GAIN
+        outputs = outputs * gain["by"]
         total = outputs.mean() if KIND == "mean" else outputs.square().sum()
         return total * WEIGHTS[0] * SHARES[1]  # type: ignore[no-any-return]
 
-    return Recipe(model, torch.optim.SGD(model.parameters(), lr=LR), loss)
+    by_gain = partial(loss, gain={"by": LOSS_GAIN})
+    return Recipe(model, torch.optim.SGD(model.parameters(), lr=LR), by_gain)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
@@ -90,6 +93,11 @@ def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
         ("NEIGHBOURS", torch.eye(3)[[1, 0, 2]].to_sparse(), "'NEIGHBOURS' has other numbers"),
         ("TABLE", 2.0, "buffer '0.table' has other numbers"),
         ("RATES", [2.0], r"attribute 'held' of module '0' at .rates\[1\]\[0\] has other numbers"),
+        (
+            "LOSS_GAIN",
+            2.0,
+            r"a value of the loss at \.keywords\S+ is 2.0 and not 1.0",
+        ),
         ("GAIN", 2.0, "global variable 'GAIN' is 2.0 and not 1.0"),
         ("KIND", "mean", "global variable 'KIND' is 'mean' and not 'sum'"),
         ("scale", 3.0, "attribute 'scale' of class Settings is 3.0 and not 1.0"),
