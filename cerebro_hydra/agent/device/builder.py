@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.same_trial import check_same_trial
 from cerebro_hydra.shards.cut.model import CutModelCache, Recent
 from cerebro_hydra.shards.cut.model_key import structure_key
-from cerebro_hydra.shards.cut.sample import Sample
+from cerebro_hydra.shards.cut.sample import Example, Sample
 from cerebro_hydra.shards.cut.second_names import SecondNames
 from cerebro_hydra.shards.cut.spec import CutSpec
 from cerebro_hydra.shards.cut.values import absent_value
@@ -159,15 +160,13 @@ class TrialBuilder:
         begun = time.perf_counter()
         recipe = self._built_recipe(spec)
         build_seconds = time.perf_counter() - begun
-        part = next(iter(self._training.values()))
-        example = next(self._batches(part, min(EXAMPLE_ROWS, part.rows), None))
-        pair = example.features, example.labels
-        if check_same_trial(spec.code, recipe, pair, spec.seed, self._factory.factory):
+        batch = partial(self._example, spec.batch_size)
+        if check_same_trial(spec.code, recipe, batch, spec.seed, self._factory.factory):
             recipe = self._built_recipe(spec)
         changes = spec.attributes, spec.set_in_evaluation
         as_built = AsBuilt.now(recipe, *changes, self._factory.factory)
         second_names = SecondNames(recipe.model)  # before a cut model refers to tensors, too
-        sample = Sample.of(recipe, pair, as_built.settings)
+        sample = Sample.of(recipe, self._example(EXAMPLE_ROWS), as_built.settings)
         cut_model = self._cut_models.get(recipe.model, CutSpec.from_json(spec.cut), sample)
         layout = TrialLayout.make(recipe, cut_model, StateTemplate.from_json(spec.template))
         spoilt = second_names.spoil(cut_model.spec.written)
@@ -176,6 +175,12 @@ class TrialBuilder:
             recipe, cut_model, layout, spec.seed, spec.steps_per_epoch, spec.staleness, spoilt
         )
         return BuiltTrial(spec, runtime, build_seconds, as_built)
+
+    def _example(self, rows: int) -> Example:
+        """Return the first rows of a partition, at most as many."""
+        part = next(iter(self._training.values()))
+        batch = next(self._batches(part, min(rows, part.rows), None))
+        return batch.features, batch.labels
 
     def _built_recipe(self, spec: TrialSpec) -> Recipe:
         with AsBuilt.building():

@@ -20,7 +20,7 @@ from torch import Tensor
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
-from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, HeldState
+from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, OF_SCHEDULER, HeldState
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import NOTHING, PART
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept, variables_of
@@ -43,7 +43,7 @@ _IN_THIS_PROCESS = (
 def check_same_trial(
     then: TrialCode | None,
     recipe: Recipe,
-    example: Example,
+    example: Callable[[], Example],
     trial_seed: int,
     factory: Callable[..., Any] | None = None,
 ) -> bool:
@@ -54,7 +54,7 @@ def check_same_trial(
 
     Args:
         then: what its code was there; None if that is not known.
-        example: a batch.
+        example: gives a batch.
         factory: has built it.
 
     Returns:
@@ -90,7 +90,7 @@ def check_same_trial(
     # A metric may hold the loss, whose name says more.
     names = sorted(values, key=lambda name: (name.startswith(f"a value{OF_METRIC}"), name))
     with shared_kept(recipe, factory):
-        others = _Others(recipe, reader, example, trial_seed)
+        others = _Others(recipe, reader, example(), trial_seed)
         for name in names[:_MOST_TRIED]:
             if others.matters(name, values[name][0]):
                 raise ConfigurationError(_told(name, *values[name]))
@@ -123,8 +123,10 @@ class _Others:
         """Return whether two steps and an evaluation give other bits with another value.
 
         That is the one of before, or other numbers of a tensor. A tensor that can't be set is taken
-        to matter.
+        to matter, and so is what an LR schedule has, which may act later.
         """
+        if name.startswith(f"a value{OF_SCHEDULER}"):
+            return True
         found: object = None
         with suppress(Exception), self._set(name, then):
             found = self._steps()

@@ -222,12 +222,11 @@ class _BufferWrites:
 
         def are_set_anew(names: Sequence[str]) -> bool:
             """Tell whether the forward gives the same if these have other values before it."""
-            for larger in (True, False):
+            others = {n: [after[n], *other_values(self._given[n].value)] for n in names}
+            for number in range(max(map(len, others.values()))):
                 for name, given in self._given.items():
-                    value = (
-                        other_value(given.value, larger) if name in names else given.value.clone()
-                    )
-                    self._put(name, value)
+                    values = others.get(name, [given.value])
+                    self._put(name, values[min(number, len(values) - 1)].clone())
                 try:
                     again = _tensors(model(*args, **kwargs))
                 except Exception:  # the forward can't do with such a value
@@ -272,13 +271,6 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def other_value(tensor: Tensor, larger: bool) -> Tensor:
-    """Return another value than a tensor has."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.full_like(tensor, torch.nan)
-    return ~tensor if tensor.dtype is torch.bool else tensor + (1 if larger else -1)
-
-
 _VALUES = math.nan, 1e30, -1e30, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 2.0, 10.0, 100.0
 """Code may ask whether a number is in a range of which the first steps know nothing."""
 
@@ -286,11 +278,11 @@ _VALUES = math.nan, 1e30, -1e30, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 2.0, 10.0, 1
 def other_values(tensor: Tensor) -> Iterator[Tensor]:
     """Yield values that a tensor of its kind may have."""
     if tensor.is_floating_point():
-        for value in _VALUES:
-            yield torch.full_like(tensor, value)
+        yield from (torch.full_like(tensor, value) for value in _VALUES)
+    elif tensor.is_complex():
+        yield torch.full_like(tensor, torch.nan)
     else:
-        for larger in (True, False):
-            yield other_value(tensor, larger)
+        yield from [~tensor] if tensor.dtype is torch.bool else [tensor + 1, tensor - 1]
 
 
 def instead_of_writing(model: nn.Module, buffer: str) -> str:

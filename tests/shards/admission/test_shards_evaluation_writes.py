@@ -56,6 +56,26 @@ class ReadsItsLastBatch(zoo.Net):
         return y
 
 
+class AsksForItsLastBatch(zoo.Net):
+    """Sets its buffer anew, but after it has asked how large that of the batch before was."""
+
+    def add(self):
+        self.register_buffer("top", torch.zeros(()))
+
+    def forward(self, x):
+        y = super().forward(x * 2 if self.top > 0.3 else x)
+        if not self.training:
+            self.top.fill_(x.abs().mean())
+        return y
+
+
+def test_a_buffer_of_which_an_evaluation_asks_in_what_range_it_is_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="the forward writes to buffer 'top' in evaluation"
+    ):
+        start(made(AsksForItsLastBatch)(), zoo.singly(VECTORS))
+
+
 def writing_loss(model):
     def loss(outputs, labels):
         if not outputs.requires_grad:

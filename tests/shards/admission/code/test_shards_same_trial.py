@@ -10,22 +10,27 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.same_trial import check_same_trial
 from cerebro_hydra.shards.admission.trial_code import trial_code
+from cerebro_hydra.shards.cut.sample import Example
 
 MASK: Any = torch.ones(3)
 WEIGHTS: Any = np.ones(3)
 ORDER: Any = [0, 1, 2]
 SHARES: Any = (0.5, 0.25)
 NEIGHBOURS: Any = torch.eye(3).to_sparse()
-RATES, LOSS_GAIN = [1.0], 1.0
+RATES, LOSS_GAIN, GAMMA = [1.0], 1.0, 0.5
 TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
 SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
 NUMBER, BEGUN, DEVICE, PLACES = 1, 0.5, "here", (3, 2)
-EXAMPLE = (torch.randn(6, 4),), (torch.arange(6) % 3,)
+
+
+def example() -> Example:
+    return (torch.randn(6, 4),), (torch.arange(6) % 3,)
 
 
 class Settings:
@@ -66,8 +71,10 @@ def made() -> Recipe:
         total = outputs.mean() if KIND == "mean" else outputs.square().sum()
         return total * WEIGHTS[0] * SHARES[1]  # type: ignore[no-any-return]
 
-    by_gain = partial(loss, gain={"by": LOSS_GAIN})
-    return Recipe(model, torch.optim.SGD(model.parameters(), lr=LR), by_gain)
+    by_gain, gamma = partial(loss, gain={"by": LOSS_GAIN}), GAMMA
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    schedule = partial(LambdaLR, lr_lambda=lambda epoch: gamma**epoch)
+    return Recipe(model, optimizer, by_gain, lr_scheduler=schedule)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
@@ -79,7 +86,7 @@ def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
         else:
             monkeypatch.setattr(Settings, name, value)
     torch.manual_seed(0)
-    return check_same_trial(then, made(), EXAMPLE, 5, made)
+    return check_same_trial(then, made(), example, 5, made)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,7 @@ def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
             2.0,
             r"a value of the loss at \.keywords\S+ is 2.0 and not 1.0",
         ),
+        ("GAMMA", 0.6, r"a value of the lr_scheduler at \S+ is 0.6 and not 0.5"),
         ("GAIN", 2.0, "global variable 'GAIN' is 2.0 and not 1.0"),
         ("KIND", "mean", "global variable 'KIND' is 'mean' and not 'sum'"),
         ("scale", 3.0, "attribute 'scale' of class Settings is 3.0 and not 1.0"),
@@ -142,7 +150,7 @@ def test_an_equal_trial_is_not_built_again_and_one_of_an_older_version_not_compa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not check(monkeypatch)
-    assert not check_same_trial(None, made(), EXAMPLE, 5, made)
+    assert not check_same_trial(None, made(), example, 5, made)
 
 
 class Stepping(torch.optim.SGD):
@@ -162,7 +170,7 @@ def test_what_torch_sets_in_classes_of_optimizers_is_no_other_code() -> None:
     else:
         del Stepping.step
     try:
-        assert not check_same_trial(then, stepping(), EXAMPLE, 5)
+        assert not check_same_trial(then, stepping(), example, 5)
     finally:
         if before is None:
             del Stepping.step
