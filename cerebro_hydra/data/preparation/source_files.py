@@ -101,6 +101,13 @@ def source_files(df: DataFrame) -> SourceFiles | None:
 
     Only files of this machine and of mounted file systems are looked at.
     """
+    try:
+        return _source_files(df)
+    except Py4JError:
+        return None  # some sources of others can't be asked
+
+
+def _source_files(df: DataFrame) -> SourceFiles | None:
     nodes, session = _nodes(df), df.sparkSession
     if nodes is None or not all(map(_is_steady, nodes)):
         return None
