@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
-from cerebro_hydra.shards.admission.effects.named_by_code import functions_of, is_own
+from cerebro_hydra.shards.admission.effects.named_by_code import (
+    attribute_names,
+    functions_of,
+    is_own,
+)
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     AS,
@@ -56,6 +60,9 @@ _NOT_OPTIONS = ("training", "params", "param_names")
 _DEEPEST = 8
 _TENSORS = "#tensor ", "#ndarray "
 """How values begin that are tensors or arrays, in this order of kind, type, shape and digest."""
+
+_BY_PYTEST = "@pytest_ar"
+"""Is a name in code of which pytest has rewritten assertions, as only its own process has it."""
 
 _LONGEST = 60
 _MOST_VALUES = 500
@@ -144,7 +151,8 @@ def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
     """Return digests of the user's functions, and of what classes consist of, by their names."""
     found: dict[str, set[str]] = {}
     for function in reader.own_functions():
-        found.setdefault(function.__qualname__, set()).add(code_digest(function.__code__))
+        if _BY_PYTEST not in attribute_names(function.__code__):
+            found.setdefault(function.__qualname__, set()).add(code_digest(function.__code__))
     for kind in reader.own_classes():
         bases = [base.__qualname__ for base in kind.__bases__]
         methods = sorted(name for name, each in vars(kind).items() if _is_written_there(each))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.assertion.rewrite import rewrite_asserts
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -174,3 +176,25 @@ def test_what_torch_sets_in_classes_of_optimizers_is_no_other_code() -> None:
     finally:
         if before is None:
             del Stepping.step
+
+
+ASSERTING = """
+def loss(outputs, labels):
+    assert outputs.shape == labels.shape
+    return (outputs - labels).mean()
+"""
+
+
+def test_assertions_that_pytest_has_rewritten_are_no_other_code() -> None:
+    def asserting(rewritten: bool) -> Recipe:
+        tree = ast.parse(ASSERTING)
+        if rewritten:
+            rewrite_asserts(tree, ASSERTING.encode())
+        space = {"__name__": __name__}
+        exec(compile(tree, "losses", "exec"), space)
+        made_before = made()
+        return Recipe(made_before.model, made_before.optimizer, space["loss"])
+
+    then = trial_code(asserting(rewritten=True))
+    assert then is not None and "loss" not in then.code
+    assert not check_same_trial(then, asserting(rewritten=False), example, 5)
