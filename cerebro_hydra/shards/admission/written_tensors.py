@@ -287,6 +287,11 @@ def other_values(tensor: Tensor) -> Iterator[Tensor]:
 
 def instead_of_writing(model: nn.Module, buffer: str) -> str:
     owner = model.get_submodule(buffer.rpartition(".")[0])
+    if isinstance(owner, nn.modules.batchnorm._NormBase):
+        return (
+            "let the norm follow the model's mode, as by self.norm.train(self.training), or give "
+            "it track_running_stats=False"
+        )
     place = type(owner).__module__
     if place.startswith("torch.") and ".quantization" in place:
         switch = "self.apply(enable_observer if self.training else disable_observer)"

@@ -56,6 +56,23 @@ class ReadsItsLastBatch(zoo.Net):
         return y
 
 
+class TrainsItsNorm(zoo.Net):
+    """Has a norm that takes the statistics of each batch, also in evaluation."""
+
+    def add(self):
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        self.norm.train()
+        return super().forward(self.norm(x))
+
+
+def test_a_norm_that_trains_in_evaluation_is_refused_with_what_to_do() -> None:
+    told = r"'norm\.\w+' in evaluation, .* follow the model's mode, .*track_running_stats=False"
+    with pytest.raises(ConfigurationError, match=told):
+        start(made(TrainsItsNorm)(), zoo.singly(VECTORS))
+
+
 class AsksForItsLastBatch(zoo.Net):
     """Sets its buffer anew, but after it has asked how large that of the batch before was."""
 
