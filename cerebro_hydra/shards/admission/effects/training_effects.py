@@ -600,7 +600,11 @@ def remedy(path: str, read: str = "") -> str:
     if read.startswith(GENERATOR):
         return "draw from torch without a generator, as by torch.rand(()); a shard's key seeds that"
     if name.startswith(OF_HOOKS):
-        return "let the hook write to a file or a logger in place of it"
+        if OF_OPTIMIZER in name:
+            what = "keep it in the state of an optimizer of your own, self.state[p], "
+        else:
+            what = "register it as a buffer of the model "
+        return f"{what}if the hook acts on it, or let the hook write to a file or a logger"
     if name.startswith(OF_GRADIENT_HOOKS):
         return "it does not hop; scale gradients with param groups or in the forward"
     if OF_OPTIMIZER in name:
