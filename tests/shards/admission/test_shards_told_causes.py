@@ -378,7 +378,7 @@ TOLD: dict[str, tuple[Make, str]] = {
     ),
     "what a backward hook keeps": (
         keeping("register_full_backward_hook"),
-        "changes what is kept by a backward hook of module 'b'.*; register it as a buffer .* if the",
+        "changes what is kept by a backward hook of module 'b'.*; register it as a buffer",
     ),
     "what a forward hook keeps": (
         keeping("register_forward_hook"), "changes what is kept by a forward hook of module 'b'"
