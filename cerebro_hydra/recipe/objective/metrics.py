@@ -64,8 +64,9 @@ def sum_over_rows(mean: Tensor | float, rows: int) -> SumOverRows:
         return total, rows
     whole = round(total)
     is_share = abs(total - whole) <= _rounding(mean, value) * abs(total)
-    is_share |= _is_share(value, whole, rows) or _is_share(-value, -whole, rows)
-    return float(whole) if is_share else total, rows
+    if is_share or _is_share(value, whole, rows) or _is_share(-value, -whole, rows):
+        return float(whole), rows
+    return total, rows
 
 
 def _rounding(mean: Tensor | float, value: float) -> float:

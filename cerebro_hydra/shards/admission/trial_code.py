@@ -150,19 +150,31 @@ def _versions(reader: ObjectReader) -> dict[str, str]:
 def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
     """Return digests of the user's functions, and of what classes consist of, by their names."""
     found: dict[str, set[str]] = {}
-    for function in reader.own_functions():
+    for function in map(_as_written, reader.own_functions()):
         if _BY_PYTEST not in attribute_names(function.__code__):
             found.setdefault(function.__qualname__, set()).add(code_digest(function.__code__))
     for kind in reader.own_classes():
         bases = [base.__qualname__ for base in kind.__bases__]
-        methods = sorted(name for name, each in vars(kind).items() if _is_written_there(each))
+        methods = sorted(name for name in vars(kind) if _is_written_in(kind, name))
         found.setdefault(f"class {kind.__qualname__}", set()).add(_digest(repr((bases, methods))))
     return {name: tuple(sorted(digests)) for name, digests in found.items()}
 
 
-def _is_written_there(value: Any) -> bool:
-    """Return whether a class has a method of the user's there; torch sets `step` of optimizers."""
-    return any(is_own(each.__module__) for each in functions_of(value))
+def _as_written(function: types.FunctionType) -> types.FunctionType:
+    """Return the function that torch has wrapped, as it does with a `step` of optimizers."""
+    return function.__wrapped__ if getattr(function, "hooked", False) else function  # type: ignore[attr-defined,no-any-return]
+
+
+def _is_written_in(kind: type, name: str) -> bool:
+    """Return whether a class has a method of the user's by this name.
+
+    Torch puts the `step` of a base class into the class of which a process makes the first one.
+    """
+    own = f"{kind.__qualname__}.{name}"
+    return any(
+        is_own(each.__module__) and (each.__qualname__ == own or not getattr(each, "hooked", False))
+        for each in functions_of(vars(kind)[name])
+    )
 
 
 def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:

@@ -198,3 +198,37 @@ def test_assertions_that_pytest_has_rewritten_are_no_other_code() -> None:
     then = trial_code(asserting(rewritten=True))
     assert then is not None and "loss" not in then.code
     assert not check_same_trial(then, asserting(rewritten=False), example, 5)
+
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class ClippingMore(Clipping):
+    pass
+
+
+def test_which_optimizer_a_process_makes_first_is_no_other_code() -> None:
+    written = Clipping.step
+
+    def clipping(first: type[Clipping]) -> Recipe:
+        Clipping.step = written  # type: ignore[method-assign]
+        if "step" in vars(ClippingMore):
+            del ClippingMore.step
+        trial = made()
+        first(trial.model.parameters(), lr=0.1)
+        return Recipe(trial.model, ClippingMore(trial.model.parameters(), lr=0.1), trial.loss)
+
+    then = trial_code(clipping(Clipping))
+    assert then is not None and "step" not in vars(ClippingMore)
+    now = clipping(ClippingMore)
+    assert "step" in vars(ClippingMore)
+    assert not check_same_trial(then, now, example, 5)
+    Clipping.step = written  # type: ignore[method-assign]
+    code = then.code["Clipping.step"]
+    Clipping.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    Clipping.step.__qualname__ = "Clipping.step"
+    other = trial_code(Recipe(now.model, ClippingMore(now.model.parameters(), lr=0.1), now.loss))
+    Clipping.step = written  # type: ignore[method-assign]
+    assert other is not None and other.code["Clipping.step"] != code, "whatever torch wraps"
