@@ -24,19 +24,15 @@ from cerebro_hydra.plan.hop.checkpoints import Checkpoints, Retention
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import RunTables
 from cerebro_hydra.plan.hop.trial_status import (
+    PAUSE,
     RESTARTING,
     WAITING,
-    CatchUpGoal,
     Ended,
     LackingMemory,
     MergingMetrics,
-    PauseGoal,
     Recutting,
     StopGoal,
     TrialStatus,
-    after_end,
-    after_roll_back,
-    with_epochs,
 )
 from cerebro_hydra.plan.hop.trials import (
     MOST_FAILED_TRANSFERS,
@@ -163,7 +159,6 @@ class TrialCourse:
                 self._tables.holders.forget_state(index, each)
         self._forget_merge(index, trial)
         trial.roll_back(state, self._config.partitions)
-        self._tables.aim(index, after_roll_back(trial.goal, len(trial.history)))
         self._tables.log(index, f"visits {void[0]}..{void[-1]} are void: {reason}")
         return [*told, Redo(index, void, reason)]
 
@@ -214,24 +209,15 @@ class TrialCourse:
         trial.had_finished |= trial.status is TrialStatus.FINISHED
         trial.unreached = None
         self._tables.enter(index, trial.stage.before)
-        self._tables.aim(index, after_end(trial.goal))
         self._checkpoints.try_again(index)
         self._tables.log(index, "goes on after its end")
         told: Instructions = [ReopenTrial(index)]
         if not self._retention.intact(index, trial):
             state = self._retention.fallback(index, trial)
             told += self._roll_back(index, trial, state, "its newest state was not kept")
-        goal, closed = trial.goal, self._tables.search_closed
-        if closed and isinstance(goal, CatchUpGoal) and goal.epochs <= len(trial.history):
+        if self._tables.search_closed and trial.goal is PAUSE:
             self.stop(index, PAUSED_AT_THE_END)
         return told
-
-    def _rest(self, index: int, trial: TrialProgress) -> Instructions:
-        """Let a trial that has caught up pause, or end if no search can let it go on any more."""
-        if not self._tables.search_closed:
-            return self.pause(index, trial)
-        self.stop(index, PAUSED_AT_THE_END)
-        return []
 
     def transfer_failed(self, attempt: Attempt, error: str, altered: bool = False) -> Instructions:
         """Take another source of the state the next time; go back where there is none left.
@@ -320,22 +306,22 @@ class TrialCourse:
         return [RestTrial(index, result)] if kept else []
 
     def pause(self, index: int, trial: TrialProgress) -> Instructions:
-        """Let a trial do nothing."""
-        told = self._attempts.abandon_all(trial)
-        self._tables.aim(index, PauseGoal(len(trial.history)))
+        """Let a trial do nothing once it has again what it may have lost."""
+        self._tables.aim(index, PAUSE)
         self._tables.log(index, "paused")
-        return told
+        return self._attempts.abandon_all(trial) if trial.paused else []
 
-    def stop(self, index: int, reason: str, keeps_epochs: bool = False) -> None:
-        """Let the trial end as soon as its result is in the store; see `StopGoal`."""
+    def stop(self, index: int, reason: str) -> None:
+        """Let the trial end as soon as its result, of which it may have lost some, is stored."""
         trial = self._tables.trials[index]
         if trial.over or trial.stops:
             return
-        if self._outcome(trial) is None:
-            epochs = trial.goal.epochs if isinstance(trial.goal, PauseGoal) else None
-            self._tables.aim(index, StopGoal(reason, epochs, keeps_epochs))
-            self._forget_merge(index, trial)
-            trial.forget_evaluation()
+        complete = self._tables.search_closed and trial.told_epochs >= trial.budget
+        if self._outcome(trial) is None and not complete:
+            self._tables.aim(index, StopGoal(reason))
+            if trial.at_goal:
+                self._forget_merge(index, trial)
+                trial.forget_evaluation()
         self._tables.log(index, f"stopped: {reason}")
 
     def forget_questions(self) -> set[int]:
@@ -364,6 +350,7 @@ class TrialCourse:
         if state < trial.newest:
             told += self._roll_back(index, trial, state, EXTENSION_FAILED)
         trial.budget, trial.unreached = len(trial.history), wanted
+        trial.told_epochs = len(trial.history)
         end = self._outcome(trial) or Outcome(TrialStatus.FINISHED, "")
         told.append(ExtensionFailed(index, wanted, reason))
         return told + self._end(index, end, result_state(self._config, trial))
@@ -421,7 +408,8 @@ class TrialCourse:
         """End the epoch, or have its custom metrics merged first."""
         partitions, evaluation = self._config.partitions, trial.evaluation
         evaluated = evaluation.done.bit_count() == partitions or not self._config.evaluate
-        if trial.stops or not (evaluated and trial.epoch_trained(partitions)):
+        stopped = trial.stops and trial.at_goal
+        if stopped or not (evaluated and trial.epoch_trained(partitions)):
             return []
         if not (evaluation.done and trial.config.custom_metrics):
             return self.end_epoch(index, {})
@@ -454,7 +442,7 @@ class TrialCourse:
     def _settle_fork(self, index: int, trial: TrialProgress, number: int) -> Instructions:
         tables, fork = self._tables, self._tables.trials[number]
         if not tables.holders.where(index, fork.base):
-            if trial.makes_again(fork.base):
+            if trial.makes_again(fork.base, self._config.partitions):
                 return []
             kept = max(state for state in tables.holders.states(index) if state < fork.base)
             tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
@@ -475,7 +463,6 @@ class TrialCourse:
         """Let a fork go on from the state of its parent, which is in the store."""
         tables, fork = self._tables, self._tables.trials[number]
         fork.follow(trial, self._config.partitions)
-        tables.aim(number, with_epochs(fork.goal, len(fork.history)))
         fork.uncut = trial.uncut
         tables.enter(number, WAITING)
         if fork.uncut and fork.config.replicas > 1:
@@ -494,6 +481,7 @@ class TrialCourse:
         visits = trial.visits[epoch * self._config.partitions :]
         metrics = epoch_metrics(visits, trial.evaluation, custom)
         trial.history.append(metrics)
+        trial.told_epochs = max(trial.told_epochs, len(trial.history))
         trial.trained = 0
         self._forget_merge(index, trial)
         trial.forget_evaluation()
@@ -506,11 +494,6 @@ class TrialCourse:
             )
             return told + self.fail(index, reason)
         self._tables.begin_tail(index)
-        match trial.goal:
-            case PauseGoal():
-                self._tables.aim(index, PauseGoal(epoch + 1))
-            case CatchUpGoal(epochs) if epochs == epoch + 1:
-                told += self._rest(index, trial)
         return told
 
     def drop_unneeded(self, index: int, trial: TrialProgress) -> Instructions:

@@ -11,7 +11,6 @@ from cerebro_hydra.plan.hop.trial_status import (
     AwaitingParent,
     Ended,
     MergingMetrics,
-    PauseGoal,
     Recutting,
     TrialStatus,
 )
@@ -184,16 +183,16 @@ def _forks_begin_with_nothing(tables: RunTables, index: int, trial: TrialProgres
 
 def _forked_states_are_kept(tables: RunTables, index: int, trial: TrialProgress) -> None:
     for state in _pinned(tables, index):
-        kept = trial.awaits or trial.makes_again(state) or tables.holders.where(index, state)
+        again = trial.makes_again(state, tables.config.partitions)
+        kept = trial.awaits or again or tables.holders.where(index, state)
         assert kept, f"trial {index}: a fork waits for state {state}"
 
 
 def _paused_trials_rest_in_the_store(tables: RunTables, index: int, trial: TrialProgress) -> None:
     if trial.awaits or not trial.paused:
         return
-    if isinstance(trial.goal, PauseGoal):
-        epochs = trial.goal.epochs
-        assert epochs == len(trial.history), f"trial {index} rests before epoch {epochs}"
+    epochs = trial.told_epochs
+    assert epochs == len(trial.history), f"trial {index} rests before epoch {epochs}"
     assert not trial.attempts, f"trial {index} is paused and runs"
     needed = Retention(tables).needed(trial)
     stored = all(tables.holders.holds(index, state, STORE) for state in needed)
@@ -213,6 +212,8 @@ def _ended_trials_keep_their_result(tables: RunTables, index: int, trial: TrialP
         assert result == result_state(tables.config, trial), f"trial {index}: another result"
         saved = tables.holders.holds(index, result, STORE)
         assert saved, f"trial {index}: its result, state {result}, is not in the store"
+        complete = len(trial.history) >= trial.told_epochs
+        assert complete, f"trial {index} ended without epochs of which the search was told"
 
 
 def _ended_trials_leave_the_workers(tables: RunTables, index: int, trial: TrialProgress) -> None:

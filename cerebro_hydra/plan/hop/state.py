@@ -52,11 +52,11 @@ from cerebro_hydra.plan.hop.epochs import PAUSED_AT_THE_END, TrialCourse
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import LiveAgent, RunTables
 from cerebro_hydra.plan.hop.trial_status import (
+    PAUSE,
     TRAIN,
     WAITING,
     AwaitingParent,
     MergingMetrics,
-    TrainGoal,
     TrialStatus,
 )
 from cerebro_hydra.plan.hop.trials import MOST_LOST_AGENTS, Attempt, TrialProgress, outcome, story
@@ -555,7 +555,7 @@ class SearchEvents:
         told: Instructions = []
         if isinstance(event, TrialResumed):
             self._resume(event.trial)
-        elif isinstance(trial.goal, TrainGoal):
+        elif trial.goal is TRAIN:
             told = self._course.pause(event.trial, trial)
         return Applied((event.trial,), told)
 
@@ -584,7 +584,7 @@ class SearchEvents:
         tables.config.check_trial(event.config)
         parent = tables.trials[event.parent]
         there = tables.holders.where(event.parent, event.state)
-        kept = there or parent.makes_again(event.state)
+        kept = there or parent.makes_again(event.state, tables.config.partitions)
         stage = AwaitingParent(event.parent) if kept else WAITING
         trial = tables.add_trial(event.config, event.budget, stage)
         tables.log(number, f"forks trial {event.parent} at state {event.state}")
@@ -615,7 +615,7 @@ class SearchEvents:
 
     def _resume(self, number: int) -> None:
         """Let a trial go on if it is paused, or is about to be."""
-        if not isinstance(self._tables.trials[number].goal, TrainGoal):
+        if self._tables.trials[number].goal is not TRAIN:
             self._tables.aim(number, TRAIN)
             self._tables.log(number, "resumed")
 
@@ -624,8 +624,8 @@ class SearchEvents:
         self._tables.search_closed = True
         concerned = set(self._at_their_budget())
         for number, trial in self._tables.trials.items():
-            if not (trial.over or trial.stops or isinstance(trial.goal, TrainGoal)):
-                self._course.stop(number, PAUSED_AT_THE_END, keeps_epochs=True)
+            if not trial.over and trial.goal is PAUSE:
+                self._course.stop(number, PAUSED_AT_THE_END)
                 if not trial.stops:  # it is at its end, and made again if that is lost
                     self._tables.aim(number, TRAIN)
                 concerned.add(number)

@@ -169,7 +169,7 @@ class RunTables:
         return (
             trial.stage.status in IN_TRAINING
             and not self.suspended
-            and not trial.goal.paused
+            and not trial.at_goal
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
             and any(self.sources(trial))

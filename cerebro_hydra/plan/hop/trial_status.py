@@ -13,13 +13,14 @@
 
 A stage says where a trial stands, with what only belongs to that. A goal says how far the search
 lets it go. The two are apart, because a search may pause or stop a trial at any stage of its life.
-Whether a trial is at its end is neither: that follows from its history and from whether the search
-is closed (``outcome`` in ``plan/hop/trials.py``).
+Epochs that are lost and of which the search was told are made again, whatever the goal is; a trial
+is at its goal only then (``at_goal`` in ``plan/hop/trials.py``). Whether a trial is at its end is
+neither: that follows from its history and from whether the search is closed (``outcome`` there).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import ClassVar
 
@@ -144,66 +145,34 @@ class GoalKind(Enum):
 
     TRAIN = "train"
     PAUSE = "pause"
-    CATCH_UP = "catch up"
     STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainGoal:
-    """The trial trains while it has budget."""
+class PlainGoal:
+    """Is a goal to which nothing else belongs."""
 
-    kind: ClassVar[GoalKind] = GoalKind.TRAIN
-    paused: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True)
-class PauseGoal:
-    """The trial is paused, and has so many ``epochs``."""
-
-    epochs: int
-    kind: ClassVar[GoalKind] = GoalKind.PAUSE
-    paused: ClassVar[bool] = True
+    kind: GoalKind
 
 
-@dataclass(frozen=True, slots=True)
-class CatchUpGoal:
-    """The trial, which lost epochs while it was paused, makes them again, and then pauses.
-
-    If its search has closed meanwhile, it ends there instead.
-    """
-
-    epochs: int
-    kind: ClassVar[GoalKind] = GoalKind.CATCH_UP
-    paused: ClassVar[bool] = False
+TRAIN = PlainGoal(GoalKind.TRAIN)  # while it has budget
+PAUSE = PlainGoal(GoalKind.PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
 class StopGoal:
-    """The trial ends as soon as its result is in the store, with this ``reason``.
-
-    If it was paused before, it stays so until then, with so many ``epochs``. If its search has only
-    ended, it ``keeps_epochs``: those that it loses are made again.
-    """
+    """The trial ends as soon as its result is in the store, with this ``reason``."""
 
     reason: str
-    epochs: int | None = None
-    keeps_epochs: bool = False
     kind: ClassVar[GoalKind] = GoalKind.STOP
 
-    @property
-    def paused(self) -> bool:
-        """Return whether the trial is paused until its end."""
-        return self.epochs is not None
 
-
-Goal = TrainGoal | PauseGoal | CatchUpGoal | StopGoal
-TRAIN = TrainGoal()
+Goal = PlainGoal | StopGoal
 
 _NEXT_GOAL: dict[GoalKind, tuple[GoalKind, ...]] = {
     GoalKind.TRAIN: (GoalKind.PAUSE, GoalKind.STOP),
-    GoalKind.PAUSE: (GoalKind.TRAIN, GoalKind.PAUSE, GoalKind.CATCH_UP, GoalKind.STOP),
-    GoalKind.CATCH_UP: (GoalKind.TRAIN, GoalKind.PAUSE, GoalKind.STOP),
-    GoalKind.STOP: (GoalKind.STOP, GoalKind.CATCH_UP),
+    GoalKind.PAUSE: (GoalKind.TRAIN, GoalKind.STOP),
+    GoalKind.STOP: (),
 }
 """The goals that may follow each."""
 
@@ -218,33 +187,3 @@ def check_goal(before: Goal, after: Goal) -> None:
     """Raise ValueError if a search may not want the one after the other."""
     if after.kind not in _NEXT_GOAL[before.kind]:
         raise ValueError(f"a trial that is to {before.kind.value} is not to {after.kind.value}")
-
-
-def after_roll_back(goal: Goal, epochs: int) -> Goal:
-    """Return the goal of a trial that has only so many epochs left.
-
-    A search was told of those that a paused trial has lost, so they are made again.
-    """
-    match goal:
-        case PauseGoal(before) | StopGoal(_, int(before), True) if epochs < before:
-            return CatchUpGoal(before)
-        case StopGoal(reason, int(before)) if epochs < before:
-            return StopGoal(reason)
-    return goal
-
-
-def after_end(goal: Goal) -> Goal:
-    """Return the goal of a trial that goes on after its end, where nothing is paused."""
-    match goal:
-        case PauseGoal(epochs) | StopGoal(_, int(epochs), True):
-            return CatchUpGoal(epochs)
-        case StopGoal(reason):
-            return StopGoal(reason)
-    return goal
-
-
-def with_epochs(goal: Goal, epochs: int) -> Goal:
-    """Return the goal of a trial that has so many epochs now, without having trained them."""
-    if isinstance(goal, PauseGoal | StopGoal) and goal.paused:
-        return replace(goal, epochs=epochs)
-    return goal

@@ -173,6 +173,7 @@ class TrialProgress:
     stage: Stage = WAITING  # `RunTables.enter` changes it
     goal: Goal = TRAIN  # `RunTables.aim` changes it
     history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
+    told_epochs: int = 0  # that the search was told of; what is lost of them is made again
     trained: int = 0  # the partitions of the present epoch that are committed, as a mask
     pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
@@ -226,9 +227,14 @@ class TrialProgress:
         return isinstance(self.stage, AwaitingParent)
 
     @property
+    def at_goal(self) -> bool:
+        """Return whether the search wants no more of the trial than it has."""
+        return self.goal is not TRAIN and len(self.history) >= self.told_epochs
+
+    @property
     def paused(self) -> bool:
         """Return whether the trial does nothing because the search wants it so."""
-        return self.goal.paused and not self.over
+        return self.at_goal and not self.over
 
     @property
     def stops(self) -> bool:
@@ -318,14 +324,16 @@ class TrialProgress:
     def _note_void(self, kind: TaskKind, epoch: int, partitions: int) -> None:
         self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
 
-    def makes_again(self, state: int) -> bool:
+    def makes_again(self, state: int, partitions: int) -> bool:
         """Return whether the trial, which went back to an older state, will have this one again."""
-        return state > self.newest and not (self.over or self.goal.paused)
+        wanted = self.goal is TRAIN or state <= self.told_epochs * partitions
+        return state > self.newest and wanted and not self.over
 
     def follow(self, parent: TrialProgress, partitions: int) -> None:
         """Have done what a parent did up to the state that this trial begins with."""
         self.visits = parent.visits.first(self.base)
         self.history = [dict(metrics) for metrics in parent.history[: self.base // partitions]]
+        self.told_epochs = len(self.history)
         begun = len(self.history) * partitions
         self.trained = mask_of(self.visits.partitions_from(begun))
         self.furthest = (self.base, 0)
@@ -464,10 +472,16 @@ class Outcome(NamedTuple):
 
 def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Outcome | None:
     """Return the trial's outcome, or None while it has epochs to train or may be given more."""
-    if isinstance(trial.goal, StopGoal):
-        return Outcome(TrialStatus.STOPPED, trial.goal.reason)
-    if search_closed and len(trial.history) >= trial.budget:
+    if search_closed and not trial.stops and len(trial.history) >= trial.budget:
         return Outcome(TrialStatus.FINISHED, "")
+    if spent := _out_of_patience(config, trial):
+        return spent
+    if isinstance(trial.goal, StopGoal) and trial.at_goal:
+        return Outcome(TrialStatus.STOPPED, trial.goal.reason)
+    return None
+
+
+def _out_of_patience(config: HopConfig, trial: TrialProgress) -> Outcome | None:
     patience = trial.config.patience
     if patience is None:
         return None

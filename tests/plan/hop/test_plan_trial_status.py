@@ -11,27 +11,23 @@ from cerebro_hydra.plan.hop import trial_status
 from cerebro_hydra.plan.hop.trial_status import (
     EVALUATING,
     OVER,
+    PAUSE,
     RESTARTING,
     TRAIN,
     TRAINING,
     WAITING,
     AwaitingParent,
-    CatchUpGoal,
     Ended,
     Goal,
     GoalKind,
     LackingMemory,
     MergingMetrics,
-    PauseGoal,
     Recutting,
     Stage,
     StopGoal,
     TrialStatus,
-    after_end,
-    after_roll_back,
     check_goal,
     check_stage,
-    with_epochs,
 )
 from cerebro_hydra.plan.messages import events as ev
 from cerebro_hydra.plan.messages import instructions as ins
@@ -87,7 +83,7 @@ def test_no_other_stage_follows(before: Stage, after: Stage) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(StopGoal("pruned"), TRAIN), (StopGoal("pruned"), PauseGoal(1)), (TRAIN, CatchUpGoal(1))],
+    [(StopGoal("pruned"), TRAIN), (StopGoal("pruned"), PAUSE), (TRAIN, TRAIN)],
 )
 def test_no_other_goal_follows(before: Goal, after: Goal) -> None:
     with pytest.raises(ValueError, match=f"is to {before.kind.value} is not to"):
@@ -100,23 +96,55 @@ def test_a_trial_that_trains_is_not_ended_before_its_attempts_are_taken_back() -
     tables = run.state.tables
     with pytest.raises(ValueError, match="a trial that is training can't become failed"):
         tables.enter(0, FAILED)
-    with pytest.raises(ValueError, match="a trial that is to train is not to catch up"):
-        tables.aim(0, CatchUpGoal(1))
     run.state.validate()
 
 
-def test_a_trial_that_lost_epochs_makes_them_again_before_it_pauses() -> None:
-    assert after_roll_back(PauseGoal(2), 2) == PauseGoal(2)
-    assert after_roll_back(PauseGoal(2), 1) == CatchUpGoal(2)
-    assert after_roll_back(StopGoal("pruned", 2), 2).paused
-    assert not after_roll_back(StopGoal("pruned", 2), 1).paused
-    assert after_roll_back(StopGoal("the search ended", 2, True), 1) == CatchUpGoal(2)
+STOPPED_LATER = ev.TrialStopped(0, "pruned"), ev.SearchClosed()
 
 
-def test_a_trial_that_goes_on_after_its_end_is_not_paused() -> None:
-    for goal in (TRAIN, PauseGoal(2), CatchUpGoal(2), StopGoal("pruned", 2)):
-        assert not after_end(goal).paused
-        assert with_epochs(goal, 1).paused == goal.paused
+def lose_both_epochs(run: Driver) -> None:
+    run(ev.WorkerLost("a", "killed"))
+    assert not run.state.trials[0].history, "its states were on the lost worker alone"
+    run(ev.WorkerJoined(0, "b", (0,)))
+
+
+@pytest.mark.parametrize("paused", [True, False], ids=["paused", "not paused"])
+@pytest.mark.parametrize("lost_first", [True, False], ids=["lost first", "stopped first"])
+@pytest.mark.parametrize("ended_by", STOPPED_LATER, ids=["stopped", "closed"])
+def test_a_trial_that_is_to_end_makes_the_epochs_again_of_which_the_search_was_told(
+    ended_by: ev.Event, lost_first: bool, paused: bool
+) -> None:
+    """What else a trial's result is would depend on which worker or driver died, and when."""
+    run = open_search(partitions=1)
+    run(ev.TrialAdded(trial(0), 3 if paused else 2))
+    run.train_one()
+    run.train_one()
+    happens = [lambda: lose_both_epochs(run), lambda: run(ended_by)]
+    if paused:
+        run(ev.TrialPaused(0))
+    for each in happens if lost_first else reversed(happens):
+        each()
+        run.state.validate()
+    run.train_one()
+    run.train_one()
+    assert not run.running, "it goes no further than it was"
+    (end,) = of(ins.FinishTrial, run(ev.Checkpointed(0, 2, "b")))
+    finished = isinstance(ended_by, ev.SearchClosed) and not paused
+    assert (end.status, end.state) == ("finished" if finished else "stopped", 2)
+    assert [len(epoch) > 0 for epoch in run.state.trials[0].history] == [True, True]
+
+
+def test_a_trial_that_is_paused_goes_on_until_it_has_again_what_it_lost() -> None:
+    run = open_search(partitions=1)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train_one()
+    run.train_one()
+    lose_both_epochs(run)
+    run.train_one()
+    assert not of(ins.Cancel, run(ev.TrialPaused(0)))
+    assert not run.state.trials[0].paused
+    run.train_one()
+    assert run.state.trials[0].paused and not run.running
 
 
 def failed_while_paused() -> Driver:
@@ -155,7 +183,7 @@ def failed_while_catching_up() -> Driver:
     for _ in range(4):
         run(ev.CheckpointFailed(0, 1, "b", "disk full"))
     assert run.state.trials[0].status is TrialStatus.FAILED
-    assert run.state.trials[0].goal == CatchUpGoal(2)
+    assert run.state.trials[0].goal is PAUSE and not run.state.trials[0].at_goal
     run(ev.SearchClosed())
     return run
 
