@@ -11,14 +11,12 @@ import gc
 import inspect
 import os
 import random
-import sys
 import threading
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cerebro_hydra.errors import ConfigurationError, kind_of
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.batch.columns import Columns
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.recipe.randomness import forget_joined_operations
 from cerebro_hydra.recipe.recipe import Recipe, WarmStart
 from cerebro_hydra.recipe.shared_settings import shared_settings_kept
@@ -220,7 +219,8 @@ def _owners(value: Any) -> list[Any]:
     """Return what has attributes that code may name: a module, a class of the user's, its bases."""
     if isinstance(value, types.ModuleType):
         return [value]
-    return [*filter(_is_users, value.__mro__)] if isinstance(value, type) else []
+    kinds = value.__mro__ if isinstance(value, type) else ()
+    return [each for each in kinds if is_own(each.__module__)]
 
 
 def _methods(kind: type) -> list[Any]:
@@ -230,14 +230,6 @@ def _methods(kind: type) -> list[Any]:
         parts = [each.fget, each.fset] if isinstance(each, property) else [each]
         found += [getattr(e, "__func__", e) for e in parts] if name != "__init__" else []
     return [*filter(inspect.isfunction, found)]
-
-
-def _is_users(kind: type) -> bool:
-    """Return whether the user wrote a class: it is neither installed nor one of Python's."""
-    name = str(kind.__module__)
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    of_python = name != "__main__" and name.partition(".")[0] in sys.stdlib_module_names
-    return not (of_python or {"site-packages", "dist-packages"} & {*Path(file).parts})
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -25,6 +25,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.attributes import kept_attributes
 from cerebro_hydra.recipe.checked_parts import AUTO
 from cerebro_hydra.recipe.compiled_units import compiled_alike
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.shards.admission.compare import CutCheck, largest_example
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt
 from cerebro_hydra.shards.admission.effects.evaluation_effects import (
@@ -32,7 +33,6 @@ from cerebro_hydra.shards.admission.effects.evaluation_effects import (
     check_switched_blindly,
 )
 from cerebro_hydra.shards.admission.effects.held_state import kept_by_optimizer
-from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.readings import KnownChanges
 from cerebro_hydra.shards.admission.fit import choose_number_to_fit, choose_to_fit, measure_shards
 from cerebro_hydra.shards.admission.task_profiler import TaskProfiler

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from cerebro_hydra.recipe import Recipe
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.recipe.optimizer_list import OptimizerList, members_of
 from cerebro_hydra.shards.admission.effects.held_state import HeldState
 from cerebro_hydra.shards.admission.effects.named_by_code import (
     attribute_names,
     functions_of,
-    is_own,
 )
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (

@@ -20,6 +20,7 @@ from cerebro_hydra.errors import ConfigurationError, NonFiniteLoss
 from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.recipe import Recipe, RunningEvaluation
 from cerebro_hydra.recipe.attributes import kept_attributes
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.shards.admission.effects.after_steps import AfterSteps, bits_of_step
 from cerebro_hydra.shards.admission.effects.held_state import (
     OF_METRIC,
@@ -28,7 +29,6 @@ from cerebro_hydra.shards.admission.effects.held_state import (
     not_computed_with,
 )
 from cerebro_hydra.shards.admission.effects.late_effects import FREE_SECONDS, EarlierReadings
-from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     AS,

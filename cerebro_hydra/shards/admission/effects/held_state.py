@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from cerebro_hydra.errors import ConfigurationError
 from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.recipe.lr_schedule import schedulers_of
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.recipe.optimizer_list import members_of
 from cerebro_hydra.shards.admission.effects.filled_caches import Variable
-from cerebro_hydra.shards.admission.effects.named_by_code import is_own
 from cerebro_hydra.shards.admission.effects.object_reader import (
     ObjectReader,
     computed_attributes,

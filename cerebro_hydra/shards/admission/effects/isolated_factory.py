@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.recipe.module_origins import is_own
 from cerebro_hydra.shards.admission.effects.as_built import AsBuilt, Found
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     ABSENT,
@@ -36,7 +37,6 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     attributes_set,
     constant_texts,
     globals_set,
-    is_own,
     modules_named,
     names_read_before_set,
     owners_set,

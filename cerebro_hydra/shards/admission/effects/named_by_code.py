@@ -5,16 +5,12 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+from cerebro_hydra.recipe.module_origins import is_own
 
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-_OURS = __name__.partition(".")[0]
 _LOAD = dis.opmap["LOAD_GLOBAL"]  # its argument has a bit beside the number of the name
 _OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 _SETS = {dis.opmap["STORE_SUBSCR"]}
@@ -52,37 +48,6 @@ def kept_by_code(function: Callable[[types.CodeType], T]) -> Callable[[types.Cod
         return known[1]
 
     return found
-
-
-@functools.lru_cache(1000)
-def is_installed(package: str) -> bool:
-    """Return whether a package is not the user's own code: installed, built in or of Python.
-
-    Where Spark brings an environment along, it is in no folder that this Python knows as its own.
-    """
-    module = sys.modules.get(package)
-    if module is None or package == "__main__":
-        return False
-    places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
-    if places == [None]:
-        return package in sys.builtin_module_names
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    roots.add(Path(torch.__file__).parents[1])  # what lies beside torch was installed like it
-    paths = [Path(place) for place in places if place]
-    named = any(_INSTALLED.intersection(path.parts) for path in paths)
-    return named or any(path.is_relative_to(root) for path in paths for root in roots)
-
-
-def is_own(module: str | None) -> bool:
-    """Return whether the user wrote a module: it is none of Python's, of ours, or installed."""
-    package = str(module).partition(".")[0]
-    of_python = package in sys.stdlib_module_names and package != "__main__"
-    return not (of_python or is_ours(module) or is_installed(package))
-
-
-def is_ours(module: str | None) -> bool:
-    """Return whether a module is one of this package."""
-    return str(module).partition(".")[0] == _OURS
 
 
 def operations(code: types.CodeType) -> Iterator[tuple[int, int]]:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cerebro_hydra.recipe.module_origins import is_installed, is_ours, is_own
 from cerebro_hydra.shards.admission.effects.filled_caches import (
     MOST_ITEMS,
     Cache,
@@ -49,9 +50,6 @@ from cerebro_hydra.shards.admission.effects.named_by_code import (
     functions_of,
     global_names,
     globals_set,
-    is_installed,
-    is_ours,
-    is_own,
     modules_named,
     names_where_changed,
     names_where_written,

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cerebro_hydra.shards.admission.effects.named_by_code import is_installed
+from cerebro_hydra.recipe.module_origins import is_installed
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
 from cerebro_hydra.shards.admission.effects.readings import (
     KnownChanges,
