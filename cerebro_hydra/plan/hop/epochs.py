@@ -441,9 +441,9 @@ class TrialCourse:
 
     def _settle_fork(self, index: int, trial: TrialProgress, number: int) -> Instructions:
         tables, fork = self._tables, self._tables.trials[number]
+        if trial.makes_again(fork.base, self._config.partitions):
+            return []
         if not tables.holders.where(index, fork.base):
-            if trial.makes_again(fork.base, self._config.partitions):
-                return []
             kept = max(state for state in tables.holders.states(index) if state < fork.base)
             tables.log(number, f"state {fork.base} is lost; it goes on from {kept}")
             fork.roll_back(kept, self._config.partitions)

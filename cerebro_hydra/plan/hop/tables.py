@@ -165,6 +165,8 @@ class RunTables:
         """Return whether the trial may go on now.
 
         It has budget left, is not at its end, and its newest state can be fetched from somewhere.
+        It waits where a fork begins with that state until it is stored: if it were lost after the
+        trial had gone on, nobody would make it again.
         """
         return (
             trial.stage.status in IN_TRAINING
@@ -173,7 +175,14 @@ class RunTables:
             and len(trial.history) < trial.budget
             and outcome(self.config, trial, self.search_closed) is None
             and any(self.sources(trial))
+            and not self._is_forked_here(trial)
         )
+
+    def _is_forked_here(self, trial: TrialProgress) -> bool:
+        """Return whether a fork waits for the newest state, of which all metrics are known."""
+        forks = self.forks.get(trial.config.trial, ())
+        evaluated = not trial.epoch_trained(self.config.partitions)
+        return evaluated and any(self.trials[fork].base == trial.newest for fork in forks)
 
     def begin_tail(self, number: int) -> None:
         """Let the epoch that a trial is about to begin have replicas, if workers would be idle.

@@ -325,9 +325,10 @@ class TrialProgress:
         self.void_tasks[kind, epoch] = self.void_tasks.get((kind, epoch), 0) | partitions
 
     def makes_again(self, state: int, partitions: int) -> bool:
-        """Return whether the trial, which went back to an older state, will have this one again."""
+        """Return whether a trial that went back will have this state and its metrics again."""
+        lost = state > self.newest or len(self.history) < min(self.told_epochs, state // partitions)
         wanted = self.goal is TRAIN or state <= self.told_epochs * partitions
-        return state > self.newest and wanted and not self.over
+        return lost and wanted and not self.over
 
     def follow(self, parent: TrialProgress, partitions: int) -> None:
         """Have done what a parent did up to the state that this trial begins with."""

@@ -129,6 +129,39 @@ def test_a_fork_waits_for_a_state_that_a_paused_parent_lost_with_the_driver() ->
     assert of(ins.StartSubEpoch, run(ev.TrialResumed(0)))
 
 
+def test_a_parent_goes_on_once_the_state_that_is_forked_is_stored() -> None:
+    """If it were lost after the parent had gone on, the fork would make it with its own numbers."""
+    run = open_search(partitions=1)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train_one()
+    run(ev.TrialPaused(0))
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 3))
+    assert not of(ins.StartSubEpoch, run(ev.TrialResumed(0)))
+    told = [*run(ev.WorkerLost("a", "killed")), *run(ev.WorkerJoined(0, "b", (0,)))]
+    assert [start.trial for start in of(ins.StartSubEpoch, told)] == [0], "it makes it again"
+    run.train_one()
+    assert not run.running
+    told = run(ev.Checkpointed(0, 1, "b"))
+    assert of(ins.ForkState, told) == [ins.ForkState(1, 0, 1)]
+    assert of(ins.StartSubEpoch, told)
+
+
+def test_a_fork_begins_with_the_metrics_of_its_parent_also_where_these_are_measured_again() -> None:
+    """A fork with another loss would measure the same state as something else."""
+    run = open_search(partitions=1, evaluate=True)
+    run(ev.TrialAdded(trial(0), 3))
+    run.train_one()
+    run.evaluate_one()
+    run(ev.TrialPaused(0))
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 3))
+    run(ev.WorkerLost("a", "killed"))
+    run(ev.WorkerJoined(0, "b", (0,)))
+    run.train_one()
+    assert not of(ins.ForkState, run(ev.Checkpointed(0, 1, "b")))
+    assert of(ins.ForkState, run.evaluate_one()) == [ins.ForkState(1, 0, 1)]
+    assert run.state.trials[1].history == run.state.trials[0].history
+
+
 def test_a_fork_of_a_state_that_is_not_kept_fails_alone_and_keeps_its_number() -> None:
     run, checkpoint = forked()
     run(ev.Checkpointed(0, 2, checkpoint.incarnation))
