@@ -43,7 +43,10 @@ def comparable(state: HopState) -> dict[str, Any]:
         "next attempt": state.tables.next_attempt,
         "holders": [asdict(holder) for holder in state.holders],
         "saving": dict(state.tables.saving),
-        "failed writes": {n: asdict(each) for n, each in state.tables.failed_writes.items()},
+        "failed writes": {
+            number: {v: asdict(each) for v, each in failures.items()}
+            for number, failures in state.tables.failed_writes.items()
+        },
         "adoptions": [state.adoptions._given_up, state.adoptions._promised],
         "estimates": _estimates(state.tables.estimates),
         "finished": state.finished,

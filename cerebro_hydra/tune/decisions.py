@@ -12,6 +12,7 @@ from cerebro_hydra.plan.messages.events import (
     BudgetExtended,
     Event,
     SearchClosed,
+    TrialAdded,
     TrialForked,
     TrialPaused,
     TrialProposed,
@@ -113,8 +114,10 @@ class _Candidate:
     resting: bool = False
     stopped: bool = False  # and perhaps not over yet
     over: bool = False
+    admitted: bool = False
+    refused: bool = False
     forks: int = 0  # that wait to be admitted, during which it does not go on
-    held: list[Event] = field(default_factory=list)  # what was decided of it meanwhile
+    held: list[Event] = field(default_factory=list)  # what was decided of it meanwhile, or before
 
     @property
     def trains(self) -> bool:
@@ -176,20 +179,26 @@ class AskAndTell:
         for instruction in instructions:
             match instruction:
                 # An epoch that is trained again, because its states were lost, was told already.
-                case EndEpoch(trial, epoch, metrics) if epoch == self._trials[trial].told:
+                # One that ends by itself is over then, and not only once its result is stored.
+                case EndEpoch(trial, epoch, metrics, last) if epoch == self._trials[trial].told:
                     self._trials[trial].told += 1
-                    decided += self._tell(trial, metrics)
+                    self._trials[trial].over = last
+                    decided += self._tell(trial, None if last else metrics)
                     due = True
-                case FinishTrial(trial):
+                case FinishTrial(trial) if not self._trials[trial].over:
                     self._trials[trial].over = True
                     decided += self._tell(trial, None)
                     due = True
         match event:
-            case TrialForked(config):
+            case TrialAdded(config):
                 decided += self._admitted(config.trial)
+                due |= bool(decided)
+            case TrialForked(config):
+                decided += [*self._admitted(config.trial), *self._fork_settled(config.trial)]
                 due = True
             case TrialRefused(trial):
-                decided += self._admitted(trial)
+                self._trials[trial].refused, self._trials[trial].held = True, []
+                decided += self._fork_settled(trial)
         return self._go_on(decided) if due else []
 
     def replay(self, records: Iterable[tuple[Event, Sequence[Instruction]]]) -> list[Event]:
@@ -232,7 +241,9 @@ class AskAndTell:
         trial = self._trials[number]
         if isinstance(decision, Fork):
             yield from self._forked(decision, trial)
-        elif trial.forks:
+        elif trial.refused:
+            return
+        elif trial.forks or not trial.admitted:
             trial.held += self._events(decision, trial)
         else:
             yield from self._events(decision, trial)
@@ -290,6 +301,12 @@ class AskAndTell:
         return TrialProposed(number, known, epochs, parent, state)
 
     def _admitted(self, number: int) -> list[Event]:
+        """Return what was decided of a trial before it was admitted."""
+        trial = self._trials[number]
+        trial.admitted, held, trial.held = True, trial.held, []
+        return held
+
+    def _fork_settled(self, number: int) -> list[Event]:
         """Let the parent of a fork go on, which was admitted or refused."""
         index = self._trials[number].parent
         if index is None:
@@ -313,7 +330,8 @@ class AskAndTell:
                 f"{self._searcher!r} waits to be told of a trial, and none trains; let `tell` "
                 "return a TrainTo or `ask` parameters, or let `closed` be True"
             )
-        if self._searcher.closed and not self._forks:
+        settled = self._searcher.closed and not self._forks
+        if settled and not any(trial.held for trial in self._trials):
             self._closed = True
             decided.append(SearchClosed(self._num_epochs))
         return decided

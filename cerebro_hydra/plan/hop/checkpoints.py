@@ -62,15 +62,20 @@ class Checkpoints:
 
     def gave_up(self, index: int, state: int) -> str | None:
         """Return why the state can't be written, if that was tried often enough."""
-        failed = self._tables.failed_writes.get(index)
-        if failed is None or failed.state != state or failed.times < MOST_FAILED_WRITES:
-            return None
-        return failed.error
+        failed = self._failures(index).get(state)
+        return None if failed is None or failed.times < MOST_FAILED_WRITES else failed.error
 
     def hopeless(self, index: int) -> bool:
-        """Return whether what was written last of a trial failed often enough."""
-        failed = self._tables.failed_writes.get(index)
-        return failed is not None and failed.times >= MOST_FAILED_WRITES
+        """Return whether a state of the trial can't be written."""
+        return any(self.gave_up(index, state) is not None for state in self._failures(index))
+
+    def _failures(self, index: int) -> dict[int, FailedWrite]:
+        return self._tables.failed_writes.get(index, {})
+
+    def _times(self, index: int, state: int) -> int:
+        """Return how often in a row the state could not be written."""
+        failed = self._failures(index).get(state)
+        return 0 if failed is None else failed.times
 
     def write_needed(self, index: int, trial: TrialProgress) -> Instructions:
         """Write the states that the trial needs, its best one first, unless that is hopeless."""
@@ -81,24 +86,39 @@ class Checkpoints:
 
     def unsaved(self) -> list[int]:
         """Return the trials that failed because their result could not be written."""
-        failures = self._tables.failed_writes
-        often = {n for n, failed in failures.items() if failed.times >= MOST_FAILED_WRITES}
-        trials = self._tables.trials.items()
-        return [n for n, trial in trials if n in often and trial.status is TrialStatus.FAILED]
+        trials = ((number, self._tables.trials[number]) for number in self._tables.failed_writes)
+        failed = ((n, trial) for n, trial in trials if trial.status is TrialStatus.FAILED)
+        return [
+            number
+            for number, trial in failed
+            if any(self.gave_up(number, v) is not None for v in self._retention.needed(trial))
+        ]
 
     def try_again(self, index: int) -> None:
         """Forget that a trial's states could not be written."""
         self._tables.failed_writes.pop(index, None)
 
     def write_at_cadence(self, index: int, trial: TrialProgress) -> Instructions:
-        """Write the best state of the trial so far, or else the newest one that is due."""
+        """Write the best state of the trial so far, or else the newest one that is due.
+
+        Where the best one could not be written, what a pause or a fork waits for is tried as often.
+        """
         best = best_state(self._config, trial, trial.newest)
         if best is not None and not self.stored(index, best):
-            return self.write(index, best)
-        due, failed = self._due(trial), self._tables.failed_writes.get(index)
+            missing = [best, *self._awaited(index, trial)]
+            return self.write(index, min(missing, key=lambda state: self._times(index, state)))
+        due = self._due(trial)
         if due <= self._newest_stored(index) or not self._holders.where(index, due):
             return []
-        return [] if failed is not None and failed.state == due else self.write(index, due)
+        return [] if self._times(index, due) else self.write(index, due)
+
+    def _awaited(self, index: int, trial: TrialProgress) -> list[int]:
+        """Return the states that are not in the store, and without which something waits."""
+        forks = self._tables.forks.get(index, ())
+        states = [self._tables.trials[fork].base for fork in forks]
+        states += [trial.newest] if trial.paused else []
+        held = (v for v in states if self._holders.where(index, v) and not self.stored(index, v))
+        return sorted(held)
 
     def _due(self, trial: TrialProgress) -> int:
         match self._config.checkpoint:
@@ -129,10 +149,9 @@ class Checkpoints:
         """Note that a state could not be written."""
         if not self._end(event.trial, (event.state, event.incarnation)):
             return
-        before = self._tables.failed_writes.get(event.trial)
-        times = before.times if before is not None and before.state == event.state else 0
-        failed = FailedWrite(event.state, times + 1, event.error)
-        self._tables.failed_writes[event.trial] = failed
+        failures = self._tables.failed_writes.setdefault(event.trial, {})
+        times = self._times(event.trial, event.state) + 1
+        failures[event.state] = FailedWrite(times, event.error)
         self._tables.log(event.trial, f"state {event.state} could not be written: {event.error}")
 
     def withdraw(self, index: int, state: int, place: str) -> bool:

@@ -27,6 +27,7 @@ from cerebro_hydra.plan.hop.trial_status import (
     PAUSE,
     RESTARTING,
     WAITING,
+    AwaitingParent,
     Ended,
     LackingMemory,
     MergingMetrics,
@@ -41,6 +42,7 @@ from cerebro_hydra.plan.hop.trials import (
     Outcome,
     TrialProgress,
     epoch_metrics,
+    out_of_patience,
     outcome,
     result_state,
 )
@@ -137,7 +139,7 @@ class TrialCourse:
         """Roll back if a state that the trial needs is gone, and abandon fetches from ``lost``."""
         self._checkpoints.forget_writers(index, lost)
         trial.arrived = {(state, place) for state, place in trial.arrived if place not in lost}
-        if trial.over:
+        if trial.over or trial.awaits:  # it has no state, or none of its own yet
             return []
         told: Instructions = []
         if not self._retention.intact(index, trial):
@@ -295,6 +297,11 @@ class TrialCourse:
         return [each for n in left for each in self._rest_once_stored(n, self._tables.trials[n])]
 
     def _rest_once_stored(self, index: int, trial: TrialProgress) -> Instructions:
+        if isinstance(trial.stage, AwaitingParent):
+            parent = self._tables.trials[trial.stage.parent]
+            if parent.makes_again(trial.base, self._config.partitions):
+                self._tables.resting.add(index)
+            return []
         if trial.stage is not WAITING or trial.attempts or index in self._tables.saving:
             return []
         stored = (self._checkpoints.stored(index, v) for v in self._retention.needed(trial))
@@ -486,7 +493,8 @@ class TrialCourse:
         self._forget_merge(index, trial)
         trial.forget_evaluation()
         self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
-        told: Instructions = [EndEpoch(index, epoch, metrics)]
+        last = out_of_patience(self._config, trial) is not None
+        told: Instructions = [EndEpoch(index, epoch, metrics, last)]
         if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (
                 f"the best epoch needs {self._config.metric!r}, which no epoch has; "

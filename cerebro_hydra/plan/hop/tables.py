@@ -52,9 +52,8 @@ KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
 
 @dataclass(frozen=True, slots=True)
 class FailedWrite:
-    """Notes that a state could not be written to the store, how often in a row, and why."""
+    """Notes how often in a row a state could not be written to the store, and why."""
 
-    state: int
     times: int
     error: str
 
@@ -75,7 +74,8 @@ class RunTables:
         self.estimates = Estimates(config.partitions)
         self.open_tasks = OpenTasks(config.partitions)
         self.saving: dict[int, StateCopy] = {}  # the state of each trial that is being written
-        self.failed_writes: dict[int, FailedWrite] = {}  # the latest of each, until one succeeds
+        # By trial and state, until a write of the trial succeeds.
+        self.failed_writes: dict[int, dict[int, FailedWrite]] = {}
         self.forks: dict[int, list[int]] = {}  # by parent, those whose states are not stored yet
         self.candidates: dict[int, TrialProposed] = {}  # neither admitted nor refused yet
         self.refused: set[int] = set()  # the candidates that can't be trials

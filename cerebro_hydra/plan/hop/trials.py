@@ -475,14 +475,15 @@ def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Out
     """Return the trial's outcome, or None while it has epochs to train or may be given more."""
     if search_closed and not trial.stops and len(trial.history) >= trial.budget:
         return Outcome(TrialStatus.FINISHED, "")
-    if spent := _out_of_patience(config, trial):
+    if spent := out_of_patience(config, trial):
         return spent
     if isinstance(trial.goal, StopGoal) and trial.at_goal:
         return Outcome(TrialStatus.STOPPED, trial.goal.reason)
     return None
 
 
-def _out_of_patience(config: HopConfig, trial: TrialProgress) -> Outcome | None:
+def out_of_patience(config: HopConfig, trial: TrialProgress) -> Outcome | None:
+    """Return the outcome of a trial that has not improved for too many epochs, else None."""
     patience = trial.config.patience
     if patience is None:
         return None

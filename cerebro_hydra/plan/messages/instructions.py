@@ -224,11 +224,15 @@ class ChangeCut:
 
 @dataclass(frozen=True, slots=True)
 class EndEpoch:
-    """End an epoch of the trial with "train_loss" and, if there is validation data, "val_*"."""
+    """End an epoch of the trial with "train_loss" and, if there is validation data, "val_*".
+
+    ``last`` says that the trial ends with it by itself, because it does not improve any more.
+    """
 
     trial: int
     epoch: int
     metrics: dict[str, float]
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Searcher(Protocol):
             trial: its number.
             epochs: how many epochs it has ended.
             metrics: what the last of them measured, such as "val_loss"; or None if the trial is
-                over: it was refused, has failed, was stopped, or does not improve any more.
+                over: it was refused, has failed, was stopped, or does not improve any more, which
+                is what its last epoch has shown.
         """
 
 

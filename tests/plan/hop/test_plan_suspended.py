@@ -79,6 +79,21 @@ def test_a_fork_gets_its_state_before_the_run_rests() -> None:
     assert run.state.at_rest and not run.running
 
 
+def test_a_fork_whose_first_state_is_lost_keeps_no_run_from_resting() -> None:
+    """Its parent makes the state again when the run is resumed."""
+    run = open_search(partitions=1)
+    run(ev.TrialAdded(trial(0), 2))
+    run.train_one()
+    run(ev.TrialForked(fork_of(0, 1), 0, 1, 2))
+    run(ev.RunSuspended("enough"))
+    run(ev.WorkerLost("a", "killed"))
+    assert run.state.at_rest
+    run(ev.RunResumed())
+    run(ev.WorkerJoined(0, "b", (0,)))
+    run.train_one()
+    assert of(ins.ForkState, run(ev.Checkpointed(0, 1, "b"))) == [ins.ForkState(1, 0, 1)]
+
+
 def test_a_state_that_can_not_be_written_keeps_no_run_from_resting() -> None:
     run = training()
     (checkpoint,) = of(ins.Checkpoint, run(ev.RunSuspended("enough")))

@@ -43,8 +43,14 @@ def population() -> Searcher:
 class SearchedWorld(World):
     """Is a simulated cluster with a searcher, which is told again when the driver was killed."""
 
-    def __init__(self, searcher: Callable[[], Searcher], config: HopConfig, **more: Any) -> None:
-        self.searcher = searcher
+    def __init__(
+        self,
+        searcher: Callable[[], Searcher],
+        config: HopConfig,
+        ends: dict[str, Any],
+        **more: Any,
+    ) -> None:
+        self.searcher, self.ends = searcher, ends  # patience and keep of each trial
         self._begin_search(config)
         self._open: list[ev.Event] = []
         self._deciding = True  # nothing is decided of agents that join
@@ -76,7 +82,7 @@ class SearchedWorld(World):
         self._deciding = False
 
     def _admit(self, candidate: ev.TrialProposed) -> None:
-        config = trial(candidate.trial)
+        config = trial(candidate.trial, **self.ends)
         if candidate.parent is None:
             self.news.append(ev.TrialAdded(config, candidate.budget))
         else:
@@ -94,9 +100,8 @@ class SearchedWorld(World):
         self._deciding = False
         self._decide()
         for candidate in self.state.tables.candidates.values():
-            if not any(
-                getattr(each, "config", None) == trial(candidate.trial) for each in self.news
-            ):
+            added = (each.config.trial for each in self.news if hasattr(each, "config"))
+            if candidate.trial not in added:
                 self._admit(candidate)
 
 
@@ -118,6 +123,10 @@ def disturbed(draw: st.DrawFn) -> SearchedWorld:
     return SearchedWorld(
         draw(st.sampled_from([halving, population])),
         config,
+        {
+            "patience": draw(st.sampled_from([None, 1, 2])),
+            "keep": draw(st.sampled_from(["best", "last"])),
+        },
         workers=[tuple(range(partitions))[w::workers] for w in range(workers)],
         faults=Counter({kind: draw(st.integers(0, LIMITS[kind])) for kind in FAULTS}),
         slow_saves=draw(st.sampled_from([True, True, False])),
@@ -129,7 +138,9 @@ def disturbed(draw: st.DrawFn) -> SearchedWorld:
 def test_every_trial_of_a_search_ends_as_if_no_worker_and_no_driver_had_died(
     world: SearchedWorld, script: list[int]
 ) -> None:
-    calm = SearchedWorld(world.searcher, world.config, workers=world.workers, faults=Counter())
+    calm = SearchedWorld(
+        world.searcher, world.config, world.ends, workers=world.workers, faults=Counter()
+    )
     calm.run([])
     world.run(script)
     ends = {number: end(each) for number, each in world.state.trials.items()}

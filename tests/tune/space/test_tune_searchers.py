@@ -132,6 +132,42 @@ def test_a_search_closes_with_the_admission_of_its_last_fork() -> None:
     assert kinds.index(ev.SearchClosed) == kinds.index(ev.TrialForked) + 1
 
 
+class FirstWins:
+    """Stops all others as soon as one has ended an epoch, also those that were not begun."""
+
+    epochs = 3
+
+    def __init__(self) -> None:
+        self._proposed, self._over, self.closed = 0, 0, False
+
+    def ask(self) -> dict[str, Any] | None:
+        if self._proposed == 6:
+            return None
+        self._proposed += 1
+        return {"n": self._proposed}
+
+    def tell(self, trial: int, epochs: int, metrics: Any) -> list[Any]:
+        self._over += metrics is None
+        self.closed = metrics is not None or self._over == 6
+        return (
+            []
+            if metrics is None
+            else [Stop(other, "another was first") for other in range(6) if other != trial]
+        )
+
+
+class TestFirstWins(SearcherCase):
+    def searcher(self) -> Searcher:
+        return FirstWins()
+
+
+def test_what_is_decided_of_a_candidate_happens_once_it_is_admitted_and_never_if_refused() -> None:
+    for seed in range(20):
+        run = SimulatedSearch(FirstWins(), 3, seed, refused=frozenset({1, 4}))
+        ends = sorted(trial.status for trial in run.state.trials.values())
+        assert ends == ["finished", "stopped", "stopped", "stopped"]
+
+
 def test_the_end_of_a_stopped_trial_is_told() -> None:
     class OneAfterAnother:
         epochs = 3
