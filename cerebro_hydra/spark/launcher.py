@@ -6,17 +6,22 @@ line, "[Stage 3:>  (0 + 2) / 2]", is kept off the screen meanwhile.
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
+import pickle
 import re
 import shutil
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
-from functools import cached_property, partial
+from contextlib import contextmanager, suppress
+from functools import cached_property, lru_cache, partial
+from inspect import isfunction, unwrap
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cerebro_hydra.agent.in_child import run_in_child
@@ -30,6 +35,7 @@ from cerebro_hydra.hopper.protocol.agent_spec import (
     LossLimits,
 )
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
+from cerebro_hydra.shards.admission.effects.named_by_code import global_names
 from cerebro_hydra.spark.checks import parse_local_master
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
@@ -41,6 +47,8 @@ from cerebro_hydra.wire.credentials import TLS
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
+
+_LruCache = type(lru_cache(len))
 
 Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
@@ -229,18 +237,73 @@ def pickle_factory(factory: Callable[..., Any]) -> bytes:
     Raises:
         ConfigurationError: it captures something that can't travel; says what and what to change.
     """
-    from pyspark.serializers import CloudPickleSerializer
-
     name = getattr(factory, "__qualname__", repr(factory))
     try:
-        with redirect_stderr(io.StringIO()):  # where Spark prints a traceback
-            return bytes(CloudPickleSerializer().dumps(factory))
+        return _pickled(factory)
     except Exception as error:
+        named = next(_not_pickled(factory, set()), None)
+        where = f"{named} lives" if named else "it refers to something that lives"
         raise ConfigurationError(
-            f"estimator_gen_fn {name!r} can't be sent to the agents: {error}. It refers to "
-            "something that lives only in this process (a SparkContext, a DataFrame, an open "
-            "file, a lock); create what it needs inside the function, from its params"
+            f"estimator_gen_fn {name!r} can't be sent to the agents: {error}; {where} only in this "
+            "process (as do a SparkContext, a DataFrame, an open file, a lock); create what it "
+            "needs inside the function, from its params"
         ) from error
+
+
+def _pickled(value: Any) -> bytes:
+    """Pickle as Spark does, and what Spark can't: see `_reduced`."""
+    from pyspark.cloudpickle import CloudPickler
+
+    class Pickler(CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduced(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    with io.BytesIO() as file:
+        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
+
+
+def _reduced(obj: Any) -> Any:
+    """Return how something travels that Spark pickles wrongly or not at all.
+
+    That is modules of a kind of their own (`torch.backends.cudnn`), and what `functools` makes of
+    functions of a script or a notebook, which no worker can import.
+    """
+    if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+        known = sys.modules.get(obj.__name__) is obj
+        return (importlib.import_module, (obj.__name__,)) if known else NotImplemented
+    if type(obj) is cached_property:
+        return _cached_property, (obj.func, obj.attrname)
+    if type(obj) is _LruCache and obj.__module__ == "__main__":
+        return _cached, (obj.__wrapped__, obj.cache_parameters())  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def _cached_property(function: Callable[[Any], Any], name: str | None) -> cached_property[Any]:
+    made = cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return lru_cache(**parameters)(function)
+
+
+def _not_pickled(value: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the global variables that code of a script or a notebook names and can't be pickled."""
+    functions = [value, *(vars(value).values() if isinstance(value, type) else ())]
+    for function in filter(isfunction, map(unwrap, filter(callable, functions))):
+        for name in global_names(function.__code__):
+            held = function.__globals__.get(name)
+            if id(held) in seen:
+                continue
+            seen.add(id(held))
+            try:
+                _pickled(held)
+            except Exception:
+                yield from _not_pickled(held, seen)
+                yield f"the global variable {name!r}"
 
 
 class PickledFactory:

@@ -19,8 +19,10 @@ from cerebro_hydra.data.manifest import ColumnSpec, Manifest
 from cerebro_hydra.errors import Cancelled, ConfigurationError, SetupError
 from cerebro_hydra.hopper.protocol.agent_spec import AgentSpec
 from cerebro_hydra.spark import SparkLauncher, launcher
+from cerebro_hydra.spark.launcher import PickledFactory
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.wire.credentials import Credentials
+from tests.processes import run_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -287,3 +289,55 @@ def test_a_factory_that_can_not_be_sent_is_refused_by_name(
         with pytest.raises(ConfigurationError, match=said):
             job.start(factory)
         assert job.exits.empty()
+
+
+SCRIPT = """
+import functools, sys, threading
+import torch
+from pathlib import Path
+from cerebro_hydra.errors import ConfigurationError
+from cerebro_hydra.spark.launcher import pickle_factory
+
+LOCK = threading.Lock()
+
+@functools.lru_cache(maxsize=7)
+def steps(n):
+    return n if n < 2 else steps(n - 1) + steps(n - 2)
+
+class Config:
+    @functools.cached_property
+    def depth(self):
+        return steps(9)
+
+def seed_everything():
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+def factory(params):
+    seed_everything()
+    return [Config().depth, steps.cache_parameters()["maxsize"], torch.backends.cudnn.deterministic]
+
+def locked():
+    with LOCK:
+        return 1
+
+def locking(params):
+    return locked()
+
+Path(sys.argv[1]).write_bytes(pickle_factory(factory))
+try:
+    pickle_factory(locking)
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_what_a_script_defines_travels_whatever_functools_and_torch_make_of_it(
+    tmp_path: Path,
+) -> None:
+    """No worker can import it: it is `__main__`, as a notebook is."""
+    script, pickled = tmp_path / "train.py", tmp_path / "factory"
+    script.write_text(SCRIPT)
+    told = run_python(script, pickled).stdout
+    assert "the global variable 'LOCK' lives only in this process" in told
+    assert PickledFactory(pickled.read_bytes())({}) == [34, 7, True]
