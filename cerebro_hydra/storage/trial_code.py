@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cerebro_hydra.foreign_text import visible
 
-FORMAT = 3
+FORMAT = 4
 """Changes when the same code is described otherwise; then it is not compared."""
 
 THE_CLASS = "the class of the optimizer"

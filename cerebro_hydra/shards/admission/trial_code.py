@@ -78,6 +78,11 @@ _NUMBERS = ("int ", "float ")
 _READABLE = (*_NUMBERS, "bool ", "str ", "complex ")
 _PLACE = re.compile(r"(?<![\w.])(\w+\.)+(?=[A-Za-z_<])")
 """Begins the name of a class or a function, whose module may be another one: that of a script."""
+NAMED_KINDS = ("function ", "type ", "builtin_function_or_method ")
+"""Begin the texts of what has a name of its own, after which comes where it can be imported."""
+
+OTHER_VALUES = "other values"
+
 _NOT_COMPARED = (AS, OBJECT, GENERATOR, "weak reference")
 
 
@@ -156,6 +161,11 @@ def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
     for kind in reader.own_classes():
         bases = [base.__qualname__ for base in kind.__bases__]
         methods = sorted(name for name in vars(kind) if _is_written_in(kind, name))
+        for name in methods:  # that was put there may be a function of another name
+            for function in map(_as_written, functions_of(vars(kind)[name])):
+                if _BY_PYTEST not in attribute_names(function.__code__):
+                    digests = found.setdefault(f"{kind.__qualname__}.{name}", set())
+                    digests.add(code_digest(function.__code__))
         found.setdefault(f"class {kind.__qualname__}", set()).add(_digest(repr((bases, methods))))
     return {name: tuple(sorted(digests)) for name, digests in found.items()}
 
@@ -200,7 +210,7 @@ def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     )
     values = [(name, text) for *_, name, text in found]
     others = values[_MOST_VALUES:]
-    rest = {"other values": _digest(repr(others))} if others else {}
+    rest = {OTHER_VALUES: _digest(repr(others))} if others else {}
     return dict(values[:_MOST_VALUES]) | rest
 
 
@@ -259,9 +269,10 @@ def _value(path: str, text: str) -> str | None:
         return None
     if path.startswith("method ") and PART not in path:  # code is compared by itself
         return None
-    if text.startswith("function "):
-        return _PLACE.sub("", text.rpartition(" ")[0])
     kind, _, value = text.partition(" ")
+    if text.startswith(NAMED_KINDS):
+        place = value.rpartition(" ")[0] if kind == "function" else value
+        return f"{kind} {_PLACE.sub('', place) if is_own(place) else place}"
     if text.startswith(_NUMBERS) and not -_LEAST_HASH < float(value) < _LEAST_STAMP:
         return None
     if kind == "str" and _OF_PROCESS.search(value):
@@ -278,11 +289,27 @@ def _parts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if not is_own(type(modules[0][1]).__module__):
             texts = sorted(f"{name}({_options(module)})" for name, module in modules)
             yield f"{OF_LIBRARY}{kind} modules of the model", "#" + "; ".join(texts)
+    yield "the methods of installed classes that are replaced", _replaced(recipe)
     yield "the order of the model's layers", _order(recipe.model)
     yield from _tensors(recipe.model)
     yield from _optimizer(recipe)
     for name in (*FUNCTIONS, *SETTINGS):  # of the others some only say where shards lie
         yield name, _kind(getattr(recipe, name))
+
+
+def _replaced(recipe: Recipe) -> str:
+    """Return the user's functions that stand in classes of libraries, of which the trial is."""
+    held = (*recipe.model.modules(), *members_of(recipe.optimizer), recipe.loss)
+    owners = dict.fromkeys(owner for kind in {*map(type, held)} for owner in kind.__mro__)
+    found = {
+        f"{owner.__qualname__}.{name} {code_digest(function.__code__)}"
+        for owner in owners
+        if not is_own(owner.__module__)
+        for name, value in vars(owner).items()
+        for function in functions_of(value)
+        if function.__module__ is not None and is_own(function.__module__)  # else made of a text
+    }
+    return "; ".join(sorted(found)) or "none"
 
 
 def _modules(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
@@ -304,12 +331,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
     first: dict[int, str] = {}
     tied = [first.setdefault(id(p), name) for name, p in named]
     forms = [f"{n}={t}:{_form(p)}" for (n, p), t in zip(named, tied, strict=True)]
-    yield "the names and shapes of the model's parameters", "#" + "; ".join(forms)
+    yield "the names, types and shapes of the model's parameters", "#" + "; ".join(forms)
     frozen = "; ".join(name for name, p in named if not p.requires_grad)
     yield TRAINED, "#" + frozen
     buffers = sorted(model.named_buffers(remove_duplicate=False), key=lambda each: each[0])
     forms = [f"{name}:{_form(buffer)}" for name, buffer in buffers]
-    yield "the names and shapes of the model's buffers", "#" + "; ".join(forms)
+    yield "the names, types and shapes of the model's buffers", "#" + "; ".join(forms)
 
 
 def _form(tensor: Tensor) -> str:

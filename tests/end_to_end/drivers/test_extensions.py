@@ -81,8 +81,8 @@ def changing(place: Path, factory: extended.Changing, num_epochs: int, **options
 
 
 OTHERS = {
-    "wider": "the names and shapes of the model's parameters",
-    "names": "the names and shapes of the model's parameters",
+    "wider": "the names, types and shapes of the model's parameters",
+    "names": "the names, types and shapes of the model's parameters",
     "tanh": "the Tanh modules of the model, which it did not have",
     "lr": "the optimizer's lr, 0.1 and not 0.01",
     "loss": "loss",

@@ -175,10 +175,10 @@ def test_a_machine_that_is_silent_for_most_of_join_timeout_costs_no_worker_and_n
 
     tape = Tape(silence)
     check(run(tmp_path, backend, tape), undisturbed)
-    (lost,) = tape.of(WorkerLost)
-    assert "no heartbeat for 2.0 s" in lost.reason
+    first, *_ = tape.of(WorkerLost)  # on a machine with much else to do others may be silent, too
+    assert "no heartbeat for 2.0 s" in first.reason
     assert not tape.of(WorkerGivenUp)
-    assert len(tape.pids[0]) == 2
+    assert len(tape.pids[0]) >= 2
     assert backend.agents.silent.exitcode == DRIVER_LOST
     assert len(stopped) >= 5, "an agent, its guard, a server of forks and two devices"
     assert_gone(stopped)

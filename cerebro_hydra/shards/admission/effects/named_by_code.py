@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cerebro_hydra.recipe.module_origins import is_own
@@ -21,6 +21,8 @@ _CHANGES = frozenset(
     | {"popitem", "popleft", "remove", "reverse", "rotate", "sort"}
 )
 """Methods by which containers change."""
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_OUTER = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
 _STORE = dis.opmap["STORE_ATTR"]
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"}
@@ -231,12 +233,38 @@ def _holder(steps: list[dis.Instruction], number: int, is_key: bool) -> str:
 
 @kept_by_code
 def names_where_written(code: types.CodeType) -> frozenset[str]:
-    """Return the names in code that sets entries of what it names, as far as one can see."""
+    """Return the names of that of which code sets entries.
+
+    Where it sets those of a local variable, that may be anything that the code names.
+    """
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     found = frozenset[str]().union(*map(names_where_written, inner))
     if _SETS.isdisjoint(code.co_code[::2]) and _ADDS.isdisjoint(code.co_names):
         return found
-    return found.union(code.co_names, code.co_freevars)
+    done = [*dis.get_instructions(code)]
+    for at, each in enumerate(done):
+        behind = at  # the container and, unless a method is called, the key before it
+        if each.opname == "STORE_SUBSCR":
+            behind = _begin_of_value(done, at)
+        elif each.argval not in _ADDS or each.opname not in _READS:
+            continue
+        container = done[_begin_of_value(done, behind) : behind]
+        if not container or container[-1].opname not in (*_READS, *_OUTER):
+            return found.union(code.co_names, code.co_freevars)
+        found |= {str(each.argval) for each in container if each.opname in (*_READS, *_OUTER)}
+    return found
+
+
+def _begin_of_value(done: Sequence[dis.Instruction], end: int) -> int:
+    """Return where that begins what computes the value on the stack; the end if one can't see."""
+    left = 1
+    for at in reversed(range(end)):
+        if done[at].opcode in dis.hasjrel or done[at].is_jump_target:
+            return end
+        left -= dis.stack_effect(done[at].opcode, done[at].arg, jump=False)
+        if left <= 0:
+            return at if left == 0 else end
+    return end
 
 
 @kept_by_code

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from _pytest.assertion.rewrite import rewrite_asserts
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,6 +30,10 @@ RATES, LOSS_GAIN, GAMMA = [1.0], 1.0, 0.5
 TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
 SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
 NUMBER, BEGUN, DEVICE, PLACES = 1, 0.5, "here", (3, 2)
+CONFIG: Any = SimpleNamespace(
+    uses_gain=False, gain=1.0, powers=[1.0], notes={"seed": 1}, act=F.relu
+)
+MANY = {f"value_{number:02}": 1.0 for number in range(40)}
 
 
 def example() -> Example:
@@ -38,6 +43,14 @@ def example() -> Example:
 class Settings:
     scale = 1.0
     is_deep = False
+
+
+def configured(x: Tensor) -> Tensor:
+    """Compute what the variables of this module say."""
+    x = x * CONFIG.gain if CONFIG.uses_gain else x
+    x = x * getattr(CONFIG, "scale", 1.0) * getattr(Settings, "bias", 1.0)
+    x = x * CONFIG.notes.get("weight", 1.0) * sum(CONFIG.powers) * MANY["value_39"]
+    return CONFIG.act(x)  # type: ignore[no-any-return]
 
 
 class Scaled(nn.Module):
@@ -60,7 +73,7 @@ class Scaled(nn.Module):
             + SCRATCH.mean()
             + float(PIECES.mean())
         )
-        return x.tanh() if Settings.is_deep else x
+        return x.tanh() if Settings.is_deep else configured(x)
 
 
 def made() -> Recipe:
@@ -82,13 +95,17 @@ def made() -> Recipe:
 def check(monkeypatch: pytest.MonkeyPatch, **others: Any) -> bool:
     """Check a trial in a process that has other values of variables, or of settings."""
     then = trial_code(made())
+    set_in(monkeypatch, others)
+    torch.manual_seed(0)
+    return check_same_trial(then, made(), example, 5, made)
+
+
+def set_in(monkeypatch: pytest.MonkeyPatch, others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name in globals():
             monkeypatch.setitem(globals(), name, value)
         else:
-            monkeypatch.setattr(Settings, name, value)
-    torch.manual_seed(0)
-    return check_same_trial(then, made(), example, 5, made)
+            monkeypatch.setattr(Settings, name, value, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +141,59 @@ def test_what_is_another_one_than_in_the_driver_fails_by_name(
         check(monkeypatch, **{name: other})
 
 
+def config(**changed: Any) -> dict[str, Any]:
+    return {"CONFIG": SimpleNamespace(**{**vars(CONFIG), **changed})}
+
+
+OTHERS = [
+    (config(uses_gain=True, gain=2.0), "'CONFIG' at .gain is"),
+    ({"MANY": {name: 2.0 for name in MANY}}, r"'MANY' at \['value_39'\] is"),
+    (config(act=F.gelu), r"'CONFIG' at .act is \w+ \S*(gelu|relu) and not"),
+    (config(scale=2.0), "'CONFIG' at .scale is 2.0 .* there"),
+    (config(powers=[1.0, 3.0]), r"'CONFIG' at .powers\[1\] is 3.0 .* there"),
+    (config(notes={"weight": 2.0}), r"'CONFIG' at .notes\['weight'\] is 2.0 .* there"),
+    ({"bias": 2.0}, "attribute 'bias' of class Settings is 2.0 .* there"),
+]
+
+
+@pytest.mark.parametrize(("others", "told"), OTHERS)
+def test_what_a_worker_alone_has_and_one_of_many_fails_by_name(
+    others: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        check(monkeypatch, **others)
+
+
+@pytest.mark.parametrize(("others", "told"), OTHERS)
+def test_what_the_driver_alone_has_and_some_values_together_fail_by_name(
+    others: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch and its number change nothing alone where the switch is off."""
+    with monkeypatch.context() as driver:
+        set_in(driver, others)
+        then = trial_code(made())
+    torch.manual_seed(0)
+    with pytest.raises(ConfigurationError, match=told) as failed:
+        check_same_trial(then, made(), example, 5, made)
+    together = getattr(others.get("CONFIG"), "uses_gain", False)
+    assert not together or "'CONFIG' at .uses_gain is" in str(failed.value)
+    assert not check_same_trial(trial_code(made()), made(), example, 5, made), "all is as it was"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"MANY": {name: 2.0 for name in MANY if name != "value_39"} | {"value_39": 1.0}},
+        config(noted=3, notes={"seed": 2, "begun": "now"}, gain=5.0),
+    ],
+    ids=["many", "one-sided"],
+)
+def test_many_values_and_those_of_one_side_may_differ_where_no_step_depends_on_them(
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check(monkeypatch, **others)
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [
@@ -146,6 +216,26 @@ def test_a_table_of_another_form_may_be_one_for_other_rows(
     name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not check(monkeypatch, **{name: other})
+
+
+@pytest.mark.parametrize(
+    ("owner", "told"),
+    [
+        (Scaled, "the code of Scaled.forward"),
+        (nn.Linear, "methods of installed classes that are replaced, none and not Linear.forward"),
+    ],
+)
+def test_a_method_that_the_driver_has_put_into_a_class_is_other_code(
+    owner: type[nn.Module], told: str
+) -> None:
+    def patched(self: Any, x: Tensor) -> Tensor:
+        return x[:, :3] if x.shape[1] > 3 and getattr(self, "out_features", 4) == 3 else x
+
+    with pytest.MonkeyPatch.context() as driver:
+        driver.setattr(owner, "forward", patched)
+        then = trial_code(made())
+    with pytest.raises(ConfigurationError, match=told):
+        check_same_trial(then, made(), example, 5, made)
 
 
 def test_an_equal_trial_is_not_built_again_and_one_of_an_older_version_not_compared(
