@@ -109,8 +109,14 @@ def refusing() -> Iterator[None]:
     """
     try:
         yield
+    except GivenUp:
+        raise
     except BaseException as error:
         raise Refused(traceback_text(error)) from error
+
+
+class GivenUp(SystemExit):
+    """Unwinds a thread that was given up, without a word."""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ from cerebro_hydra.storage import RunFolder
 from cerebro_hydra.storage.names import trial_name
 from cerebro_hydra.storage.run_document import RunDocument
 from cerebro_hydra.threads import start
-from cerebro_hydra.tune.admission import Admission, Refused
+from cerebro_hydra.tune.admission import Admission, GivenUp, Refused
 from cerebro_hydra.tune.decisions import AskAndTell, Target
 from cerebro_hydra.tune.trial import all_failed, reason
 from cerebro_hydra.waits import Waiting, to_nobody
@@ -392,10 +392,6 @@ class Overdue(Exception):
     """A call was given up; the message is the stack that it was in."""
 
 
-class _GivenUp(SystemExit):
-    """Unwinds a thread that was given up, without a word."""
-
-
 class _End:
     """Is reached once, by one call of C, which no exception in its thread can leave half done."""
 
@@ -469,7 +465,7 @@ class TimedCall(Generic[T]):
             return None
         frame = sys._current_frames().get(thread)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
-        error = ctypes.py_object(_GivenUp)
+        error = ctypes.py_object(GivenUp)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
         ended = self._end.wait(GRACE_SECONDS)
         exclusive_generator.take_from(thread)  # also one that ended while it left the lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -86,6 +87,8 @@ class SearchedWorld(World):
         if candidate.parent is None:
             self.news.append(ev.TrialAdded(config, candidate.budget))
         else:
+            shards = self.state.trials[candidate.parent].config.initial_digests
+            config = replace(config, initial_digests=shards)
             where = candidate.parent, candidate.state, candidate.budget
             self.news.append(ev.TrialForked(config, *where))
 

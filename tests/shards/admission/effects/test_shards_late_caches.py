@@ -18,6 +18,7 @@ from cerebro_hydra.plan.policy.audit_budget import AuditBudget
 from cerebro_hydra.shards.admission.effects.evaluation_effects import LateEvaluation
 from cerebro_hydra.shards.admission.effects.filled_caches import FilledCaches
 from cerebro_hydra.shards.admission.effects.late_effects import EarlierReadings
+from cerebro_hydra.shards.admission.effects.named_by_code import names_where_written
 from tests.shards import zoo
 from tests.shards.hopping import Trial, start
 from tests.shards.trials import made as made_in_shards
@@ -544,3 +545,69 @@ def test_tables_by_names_of_their_own_are_admitted() -> None:
     FLAGS.clear()
     start(made(Tables)(), BATCHES).train(BATCHES)
     start(made(Tables)(), BATCHES).train(BATCHES)
+
+
+class Words:
+    """Keeps what it has looked up, as tokenizers do."""
+
+    def __init__(self) -> None:
+        self.numbers = {f"word {number}": 1.0 + number for number in range(9)}
+        self.cache: dict[str, float] = {}
+
+    def number(self, word: str) -> float:
+        if word not in self.cache:
+            self.cache[word] = self.numbers.get(word, 1.0)
+        return self.cache[word]
+
+
+WORDS = Words()
+
+
+class Speaks(zoo.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * WORDS.number(f"word {x.shape[1]}"))
+
+
+def test_a_table_beside_a_cache_that_is_filled_from_it_is_no_cache() -> None:
+    start(made(Speaks)(), BATCHES).train(BATCHES)
+
+
+class Writes:
+    """Sets entries in some ways."""
+
+    def of_attribute(self, word: str) -> None:
+        self.cache[word] = self.table[word]  # type: ignore[attr-defined]
+
+    def of_global(self, word: str) -> None:
+        not_empty[word] = of_process[word]
+
+    def by_method(self, word: str) -> None:
+        self.cache.setdefault((word, len(word)), self.table.get(word))  # type: ignore[attr-defined]
+
+    def of_local(self, word: str) -> None:
+        cache = self.cache  # type: ignore[attr-defined]
+        cache[word] = self.table[word]  # type: ignore[attr-defined]
+
+    def of_either(self, word: str) -> None:
+        (self.cache if word else self.others)[word] = 1  # type: ignore[attr-defined]
+
+    def reads(self, word: str) -> float:
+        return self.cache[word] + self.table[word]  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        (Writes.of_attribute, {"cache"}),
+        (Writes.of_global, {"not_empty"}),
+        (Writes.by_method, {"cache"}),
+        (Writes.of_local, {"cache", "table"}),
+        (Writes.of_either, {"cache", "others"}),
+        (Writes.reads, set()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_entries_are_set_of_what_stands_before_them_and_of_anything_if_that_is_local(
+    method: Callable[..., Any], names: set[str]
+) -> None:
+    assert names_where_written(method.__code__) == names
