@@ -10,7 +10,6 @@ import importlib
 import io
 import json
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -260,7 +259,7 @@ def _pickled(value: Any) -> bytes:
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     with io.BytesIO() as file:
-        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        Pickler(file).dump(value)
         return file.getvalue()
 
 
