@@ -488,12 +488,15 @@ class TrialCourse:
         visits = trial.visits[epoch * self._config.partitions :]
         metrics = epoch_metrics(visits, trial.evaluation, custom)
         trial.history.append(metrics)
-        trial.told_epochs = max(trial.told_epochs, len(trial.history))
+        last = out_of_patience(self._config, trial) is not None
+        if len(trial.history) > trial.told_epochs:
+            trial.told_epochs = len(trial.history)
+            complete = self._tables.search_closed and trial.told_epochs >= trial.budget
+            trial.early = trial.told_epochs if last and not complete else None
         trial.trained = 0
         self._forget_merge(index, trial)
         trial.forget_evaluation()
         self._tables.log(index, f"epoch {epoch + 1} ended: {metrics}")
-        last = out_of_patience(self._config, trial) is not None
         told: Instructions = [EndEpoch(index, epoch, metrics, last)]
         if trial.config.compares_epochs and self._config.metric not in metrics:
             reason = (

@@ -174,6 +174,7 @@ class TrialProgress:
     goal: Goal = TRAIN  # `RunTables.aim` changes it
     history: list[dict[str, float]] = field(default_factory=list)  # metrics by epoch
     told_epochs: int = 0  # that the search was told of; what is lost of them is made again
+    early: int | None = None  # the epochs after which it ended by itself, before its budget's end
     trained: int = 0  # the partitions of the present epoch that are committed, as a mask
     pending_visits: list[Attempt] = field(default_factory=list)  # at most two, in order
     evaluations: dict[int, Attempt] = field(default_factory=dict)  # by partition
@@ -473,7 +474,8 @@ class Outcome(NamedTuple):
 
 def outcome(config: HopConfig, trial: TrialProgress, search_closed: bool) -> Outcome | None:
     """Return the trial's outcome, or None while it has epochs to train or may be given more."""
-    if search_closed and not trial.stops and len(trial.history) >= trial.budget:
+    complete = len(trial.history) >= trial.budget and trial.early != len(trial.history)
+    if search_closed and complete and not trial.stops:
         return Outcome(TrialStatus.FINISHED, "")
     if spent := out_of_patience(config, trial):
         return spent

@@ -24,7 +24,7 @@ from cerebro_hydra.tune.searchers.successive_halving import SuccessiveHalving
 from tests.examples import examples
 from tests.plan.driver import trial
 from tests.plan.world import World
-from tests.plan.worlds import LIMITS, scripts
+from tests.plan.worlds import LIMITS, last_ends, scripts
 
 EPOCHS = 5
 RUN = SearchedRun("val_plain", lambda: "min", EPOCHS)
@@ -146,6 +146,7 @@ def test_every_trial_of_a_search_ends_as_if_no_worker_and_no_driver_had_died(
     )
     calm.run([])
     world.run(script)
+    assert last_ends(world) == last_ends(calm)
     ends = {number: end(each) for number, each in world.state.trials.items()}
     assert ends == {number: end(each) for number, each in calm.state.trials.items()}
     for number, each in world.state.trials.items():
