@@ -22,7 +22,7 @@ from collections.abc import Collection
 
 from cerebro_hydra.plan.hop.holders import STORE
 from cerebro_hydra.plan.hop.tables import FailedWrite, RunTables, StateCopy
-from cerebro_hydra.plan.hop.trial_status import TrialStatus
+from cerebro_hydra.plan.hop.trial_status import PAUSE, TrialStatus
 from cerebro_hydra.plan.hop.trials import TrialProgress, best_state, needed_states
 from cerebro_hydra.plan.messages.events import Checkpointed, CheckpointFailed
 from cerebro_hydra.plan.messages.instructions import Checkpoint, Collect, Instructions
@@ -52,9 +52,15 @@ class Checkpoints:
         return self._holders.holds(index, state, STORE)
 
     def write(self, index: int, state: int) -> Instructions:
-        """Have a state written that is not in the store, if no other of the trial is written."""
+        """Have a state written that is not in the store, if no other of the trial is written.
+
+        If it could not be written before, whatever else is waited for is tried as often.
+        """
         if self.stored(index, state) or index in self._tables.saving:
             return []
+        if self._times(index, state):
+            wanted = [state, *self._awaited(index, self._tables.trials[index])]
+            state = min(wanted, key=lambda each: self._times(index, each))
         place = self._holders.least_busy_writer(index, state)
         self._tables.saving[index] = (state, place)
         self._holders.begin_write(index, state, place)
@@ -99,24 +105,20 @@ class Checkpoints:
         self._tables.failed_writes.pop(index, None)
 
     def write_at_cadence(self, index: int, trial: TrialProgress) -> Instructions:
-        """Write the best state of the trial so far, or else the newest one that is due.
-
-        Where the best one could not be written, what a pause or a fork waits for is tried as often.
-        """
+        """Write the best state of the trial so far, or else the newest one that is due."""
         best = best_state(self._config, trial, trial.newest)
         if best is not None and not self.stored(index, best):
-            missing = [best, *self._awaited(index, trial)]
-            return self.write(index, min(missing, key=lambda state: self._times(index, state)))
+            return self.write(index, best)
         due = self._due(trial)
         if due <= self._newest_stored(index) or not self._holders.where(index, due):
             return []
         return [] if self._times(index, due) else self.write(index, due)
 
     def _awaited(self, index: int, trial: TrialProgress) -> list[int]:
-        """Return the states that are not in the store, and without which something waits."""
+        """Return the states for which a pause or a fork waits, and that are not in the store."""
         forks = self._tables.forks.get(index, ())
         states = [self._tables.trials[fork].base for fork in forks]
-        states += [trial.newest] if trial.paused else []
+        states += [trial.newest] if trial.paused and trial.goal is PAUSE else []
         held = (v for v in states if self._holders.where(index, v) and not self.stored(index, v))
         return sorted(held)
 

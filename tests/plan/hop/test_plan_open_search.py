@@ -163,26 +163,27 @@ def test_a_fork_begins_with_the_metrics_of_its_parent_also_where_these_are_measu
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_a_fork_fails_where_neither_its_state_nor_its_parents_best_one_can_be_written(
-    paused: bool,
+@pytest.mark.parametrize(("keep", "base"), [("best", 2), ("last", 1)])
+def test_a_fork_fails_where_neither_its_state_nor_another_of_its_parent_can_be_written(
+    keep: str, base: int, paused: bool
 ) -> None:
     run = open_search(partitions=1)
-    run(ev.TrialAdded(trial(0, keep="best"), 3))
+    run(ev.TrialAdded(trial(0, keep=keep), 3))
     run.train("a", 1.0)
+    if base == 1:
+        run(ev.TrialForked(fork_of(0, 1), 0, 1, 3))
     run.train("a", 2.0)
     run(ev.TrialPaused(0))
-    run(ev.TrialForked(fork_of(0, 1), 0, 2, 3))
+    if base == 2:
+        run(ev.TrialForked(fork_of(0, 1), 0, 2, 3))
     if not paused:
         run(ev.TrialResumed(0))
     for _ in range(20):
         if run.state.trials[1].over:
             break
-        (state, where) = run.state.tables.saving[0]
-        run(ev.CheckpointFailed(0, state, where, "the disk is full"))
-    assert (
-        "state 2 of trial 0 can't be forked: the disk is full"
-        in of(ins.FinishTrial, run.told)[0].reason
-    )
+        run(ev.CheckpointFailed(0, *run.state.tables.saving[0], "the disk is full"))
+    (end,) = of(ins.FinishTrial, run.told)
+    assert f"state {base} of trial 0 can't be forked: the disk is full" in end.reason
     assert paused or run.running, "its parent goes on"
 
 
