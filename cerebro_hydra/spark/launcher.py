@@ -34,7 +34,6 @@ from cerebro_hydra.hopper.protocol.agent_spec import (
     LossLimits,
 )
 from cerebro_hydra.hopper.protocol.resources import DEFAULT_RESOURCES, WorkerResources
-from cerebro_hydra.shards.admission.effects.named_by_code import global_names
 from cerebro_hydra.spark.checks import parse_local_master
 from cerebro_hydra.spark.gpus import pinned
 from cerebro_hydra.spark.places import LOCAL_IP, driver_host, spark_folder, with_kernels
@@ -291,6 +290,8 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callabl
 
 def _not_pickled(value: Any, seen: set[int]) -> Iterator[str]:
     """Yield the global variables that code of a script or a notebook names and can't be pickled."""
+    from cerebro_hydra.shards.admission.effects.named_by_code import global_names
+
     functions = [value, *(vars(value).values() if isinstance(value, type) else ())]
     for function in filter(isfunction, map(unwrap, filter(callable, functions))):
         for name in global_names(function.__code__):

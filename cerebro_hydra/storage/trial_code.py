@@ -60,13 +60,15 @@ class TrialCode:
 
     `versions` are of what these depend on. `parts` are those of its recipe; `code` are the digests
     of the user's classes and functions, of which several may have one name; `values` are what
-    stands in attributes, closures, defaults and global variables of that code.
+    stands in attributes, closures, defaults and global variables of that code; `shared` are those
+    that the code may set itself, and that trials share.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def is_comparable(self, now: TrialCode) -> bool:
         """Return whether both depend on the same versions, so that equal code is told alike."""

@@ -7,6 +7,7 @@ module draws when it is imported.
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import re
 import sys
@@ -157,9 +158,18 @@ def _others(then: TrialCode, now: TrialCode, reader: ObjectReader) -> Iterator[_
             is_plain = not (was or text or "").startswith(("#", *NAMED_KINDS))
             if is_alone and is_plain and not name.startswith(_OF_METHODS):
                 found.append(_Other(name, was, text))
-        elif was != text and (form := form_of_value(text)) and form == form_of_value(was):
+        elif was != text and _are_comparable(was, text):
             found.append(_Other(name, was, text))
+    for name in then.shared.keys() & now.shared.keys():
+        if then.shared[name] != now.shared[name]:
+            found.append(_Other(name, then.shared[name], now.shared[name]))
     yield from sorted(found, key=lambda other: other.order)
+
+
+def _are_comparable(then: str, now: str) -> bool:
+    """Return whether two values are of one form, or a tensor has taken the place of None."""
+    form = form_of_value(then)
+    return bool(form) and (form == form_of_value(now) or (form[0] == "#" and now == NOTHING))
 
 
 class _Steps:
@@ -195,11 +205,7 @@ class _Steps:
     def _always_matters(self, other: _Other) -> bool:
         if other.name.startswith(f"a value{OF_SCHEDULER}"):
             return True
-        if other.is_tensor and not self._is_found(other):
-            return True
-        if other.then is None or not other.then.startswith(NAMED_KINDS):
-            return False
-        return _value_of(other.then, self._module_of(other.name)) is _UNKNOWN
+        return other.is_tensor and not self._is_found(other)
 
     def _is_found(self, other: _Other) -> bool:
         with suppress(Exception):
@@ -230,8 +236,16 @@ class _Steps:
             _fill(value, ~before if is_bool else before + 1)
         elif place is not None:
             kept.callback(place.set, value)
-            module = self._module_of(other.name)
-            place.set(ABSENT if other.then is None else _value_of(other.then, module))
+            place.set(self._then(other, value))
+
+    def _then(self, other: _Other, now: Any) -> object:
+        """Return the value of before, or another one than now where that is not known."""
+        if other.then is None:
+            return ABSENT
+        if other.is_tensor:
+            return _another(now)
+        found = _value_of(other.then, self._module_of(other.name), now)
+        return _another(now) if found is _UNKNOWN else found
 
     def _module_of(self, name: str) -> str:
         """Return the name of the module whose variable something is, empty of other things."""
@@ -272,14 +286,42 @@ class _Steps:
         return None if found is None or kind is None else Variable(kind, found[1])
 
 
-def _value_of(text: str, module: str) -> object:
+def _another(value: Any) -> object:
+    """Return another value of its kind; a function that returns another one than this does.
+
+    What takes the place of None has no use: whatever computes with it fails.
+    """
+    if isinstance(value, np.bool_):
+        return ~value
+    if isinstance(value, np.generic):
+        return type(value)(value.item() + 1)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float | Tensor):
+        return value + 1
+    if isinstance(value, str):
+        return f"{value}."
+    if isinstance(value, type) or not callable(value):
+        return value if value is not None else _UNKNOWN
+
+    def another(*args: Any, **more: Any) -> object:
+        return _another(found) if (found := value(*args, **more)) is not None else None
+
+    return another
+
+
+def _value_of(text: str, module: str, now: object) -> object:
     """Return the value that a text tells; a function or a class as far as it can be imported."""
     if text == NOTHING:
         return None
     if not text.startswith(NAMED_KINDS):
         return float(text) if text.strip("-") in ("inf", "nan") else ast.literal_eval(text)
-    place = text.partition(" ")[2]
-    for owner in dict.fromkeys((place.rpartition(".")[0], module)):
+    kind, _, place = text.partition(" ")
+    if kind == "enum":
+        return getattr(type(now), place.partition(" ")[2], _UNKNOWN)
+    for owner in filter(None, dict.fromkeys((place.rpartition(".")[0], module))):
+        with suppress(Exception):  # a module of a notebook's, for example
+            importlib.import_module(owner)
         value = getattr(sys.modules.get(owner), place.rpartition(".")[2], _UNKNOWN)
         if value is not _UNKNOWN:
             return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -37,6 +38,7 @@ from cerebro_hydra.shards.admission.effects.readings import (
     NOTHING,
     OBJECT,
     PART,
+    is_of_process,
     is_shared,
     name_of,
     told,
@@ -56,10 +58,15 @@ from cerebro_hydra.storage.trial_code import (
 )
 
 _OF_SCALER = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+_IN_WORDS = ("__repr__", "__str__", "extra_repr")
 _NOT_OPTIONS = ("training", "params", "param_names")
 _DEEPEST = 8
 _TENSORS = "#tensor ", "#ndarray "
 """How values begin that are tensors or arrays, in this order of kind, type, shape and digest."""
+
+_IS_TENSOR = re.compile(r"#(tensor|ndarray|(float|u?int|complex)\d+|bool_) ")
+_IS_LONG = re.compile(r"#[0-9a-f]{32}")
+"""Is what is kept of a long text."""
 
 _BY_PYTEST = "@pytest_ar"
 """Is a name in code of which pytest has rewritten assertions, as only its own process has it."""
@@ -78,7 +85,7 @@ _NUMBERS = ("int ", "float ")
 _READABLE = (*_NUMBERS, "bool ", "str ", "complex ")
 _PLACE = re.compile(r"(?<![\w.])(\w+\.)+(?=[A-Za-z_<])")
 """Begins the name of a class or a function, whose module may be another one: that of a script."""
-NAMED_KINDS = ("function ", "type ", "builtin_function_or_method ")
+NAMED_KINDS = ("function ", "type ", "builtin_function_or_method ", "enum ", "torch.dtype ")
 """Begin the texts of what has a name of its own, after which comes where it can be imported."""
 
 OTHER_VALUES = "other values"
@@ -97,8 +104,8 @@ def read_trial(recipe: Recipe) -> tuple[ObjectReader, TrialCode] | None:
     try:
         reader = HeldState(recipe).read_whole()
         parts = {part: _short(text) for part, text in _parts(recipe)}
-        values = _values(reader, recipe)
-        return reader, TrialCode(_versions(reader), parts, _code(reader), values)
+        values, shared = _values(reader, recipe), _shared(reader)
+        return reader, TrialCode(_versions(reader), parts, _code(reader), values, shared)
     except Exception:  # a user's object may do anything when it is looked at
         return None
 
@@ -112,11 +119,11 @@ def paths_of(reader: ObjectReader) -> dict[str, str]:
 def form_of_value(text: str) -> str:
     """Return what kind of value a trial's code has there, empty if only that kind is known.
 
-    Of tensors and arrays that is type and shape.
+    Of tensors, arrays and numbers of NumPy that is type and shape.
     """
-    if text.startswith(_TENSORS):
+    if _IS_TENSOR.match(text):
         return text.partition(") ")[0]
-    return "" if text.startswith("#") else "value"
+    return "" if text.startswith("#") and not _IS_LONG.fullmatch(text) else "value"
 
 
 def form_differences(spec: TrialSpec, recipe: Recipe) -> list[Difference]:
@@ -166,7 +173,11 @@ def _code(reader: ObjectReader) -> dict[str, tuple[str, ...]]:
                 if _BY_PYTEST not in attribute_names(function.__code__):
                     digests = found.setdefault(f"{kind.__qualname__}.{name}", set())
                     digests.add(code_digest(function.__code__))
-        found.setdefault(f"class {kind.__qualname__}", set()).add(_digest(repr((bases, methods))))
+        # What only adds a method fails by its name where it lacks.
+        over = [
+            n for n in methods if n not in _IN_WORDS and any(hasattr(b, n) for b in kind.__bases__)
+        ]
+        found.setdefault(f"class {kind.__qualname__}", set()).add(_digest(repr((bases, over))))
     return {name: tuple(sorted(digests)) for name, digests in found.items()}
 
 
@@ -212,6 +223,19 @@ def _values(reader: ObjectReader, recipe: Recipe) -> dict[str, str]:
     others = values[_MOST_VALUES:]
     rest = {OTHER_VALUES: _digest(repr(others))} if others else {}
     return dict(values[:_MOST_VALUES]) | rest
+
+
+def _shared(reader: ObjectReader) -> dict[str, str]:
+    """Return the numbers and texts that trials share, and that the user's code may set."""
+    modules = _names_of_modules(reader)
+    paths = filter(is_of_process, sorted(reader.made_by_code() | reader.set_by_code()))
+    texts = ((path, _value(path, reader.found.get(path, ""))) for path in paths)
+    plain = (
+        (modules.sub("", told(path)), text)
+        for path, text in texts
+        if text and not text.startswith(("#", *NAMED_KINDS))
+    )
+    return dict(itertools.islice(plain, _MOST_VALUES))
 
 
 def _keys(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -272,6 +296,7 @@ def _value(path: str, text: str) -> str | None:
     kind, _, value = text.partition(" ")
     if text.startswith(NAMED_KINDS):
         place = value.rpartition(" ")[0] if kind == "function" else value
+        place = " ".join(value.split(" ")[:2]) if kind == "enum" else place
         return f"{kind} {_PLACE.sub('', place) if is_own(place) else place}"
     if text.startswith(_NUMBERS) and not -_LEAST_HASH < float(value) < _LEAST_STAMP:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,6 @@ RATES, LOSS_GAIN, GAMMA = [1.0], 1.0, 0.5
 TABLE, GAIN, KIND, RATE, DEPTH, LR = 1.0, 1.0, "sum", 0.1, 1, 0.1
 SCRATCH, PIECES = torch.zeros(3), np.zeros(3)
 NUMBER, BEGUN, DEVICE, PLACES = 1, 0.5, "here", (3, 2)
-CONFIG: Any = SimpleNamespace(
-    uses_gain=False, gain=1.0, powers=[1.0], notes={"seed": 1}, act=F.relu
-)
 MANY = {f"value_{number:02}": 1.0 for number in range(40)}
 
 
@@ -40,15 +38,38 @@ def example() -> Example:
     return (torch.randn(6, 4),), (torch.arange(6) % 3,)
 
 
+class Level(Enum):
+    LOW = 1.0
+    HIGH = 2.0
+
+
+CONFIG: Any = SimpleNamespace(
+    uses_gain=False, gain=1.0, powers=[1.0], notes={"seed": 1}, act=F.relu, level=Level.LOW,
+    dtype=torch.float32, number=np.float32(1), prompt="a " * 99, weights=None, log=None,
+    of=lambda x: x,
+)  # fmt: skip
+
+
 class Settings:
     scale = 1.0
     is_deep = False
+    shift = 0.0
+
+    @classmethod
+    def shifted(cls, shift: float) -> None:
+        cls.shift = shift
 
 
 def configured(x: Tensor) -> Tensor:
     """Compute what the variables of this module say."""
     x = x * CONFIG.gain if CONFIG.uses_gain else x
     x = x * getattr(CONFIG, "scale", 1.0) * getattr(Settings, "bias", 1.0)
+    x = (x + Settings.shift).to(CONFIG.dtype).float() * CONFIG.level.value * CONFIG.number
+    x = CONFIG.of(x) * (len(CONFIG.prompt) / 198)
+    if CONFIG.weights is not None:
+        x = x * CONFIG.weights.mean()
+    if CONFIG.log is not None:
+        CONFIG.log("configured")
     x = x * CONFIG.notes.get("weight", 1.0) * sum(CONFIG.powers) * MANY["value_39"]
     return CONFIG.act(x)  # type: ignore[no-any-return]
 
@@ -141,6 +162,14 @@ def test_what_is_another_one_than_in_the_driver_fails_by_name(
         check(monkeypatch, **{name: other})
 
 
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def told_to_nobody(text: str) -> None:
+    """Log nothing."""
+
+
 def config(**changed: Any) -> dict[str, Any]:
     return {"CONFIG": SimpleNamespace(**{**vars(CONFIG), **changed})}
 
@@ -152,6 +181,12 @@ OTHERS = [
     (config(scale=2.0), "'CONFIG' at .scale is 2.0 .* there"),
     (config(powers=[1.0, 3.0]), r"'CONFIG' at .powers\[1\] is 3.0 .* there"),
     (config(notes={"weight": 2.0}), r"'CONFIG' at .notes\['weight'\] is 2.0 .* there"),
+    (config(level=Level.HIGH), "'CONFIG' at .level is enum Level (HIGH|LOW) and not"),
+    (config(dtype=torch.bfloat16), "'CONFIG' at .dtype is torch.dtype"),
+    (config(number=np.float32(2)), "'CONFIG' at .number has other numbers"),
+    (config(prompt="b " * 100), "'CONFIG' at .prompt has other"),
+    (config(of=twice), "'CONFIG' at .of is function"),
+    ({"shift": 1.0}, "attribute 'shift' of class Settings is"),
     ({"bias": 2.0}, "attribute 'bias' of class Settings is 2.0 .* there"),
 ]
 
@@ -185,8 +220,10 @@ def test_what_the_driver_alone_has_and_some_values_together_fail_by_name(
     [
         {"MANY": {name: 2.0 for name in MANY if name != "value_39"} | {"value_39": 1.0}},
         config(noted=3, notes={"seed": 2, "begun": "now"}, gain=5.0),
+        config(log=print),
+        config(log=told_to_nobody),
     ],
-    ids=["many", "one-sided"],
+    ids=["many", "one-sided", "print", "log"],
 )
 def test_many_values_and_those_of_one_side_may_differ_where_no_step_depends_on_them(
     others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -235,6 +272,17 @@ def test_a_method_that_the_driver_has_put_into_a_class_is_other_code(
         driver.setattr(owner, "forward", patched)
         then = trial_code(made())
     with pytest.raises(ConfigurationError, match=told):
+        check_same_trial(then, made(), example, 5, made)
+
+
+def test_a_tensor_in_place_of_none_fails_by_name_and_a_new_method_does_not() -> None:
+    with pytest.MonkeyPatch.context() as driver:
+        set_in(driver, config(weights=torch.ones(3)))
+        driver.setattr(Scaled, "predict", lambda self: None, raising=False)
+        driver.setattr(Scaled, "__repr__", lambda self: "Scaled", raising=False)
+        then = trial_code(made())
+        assert not check_same_trial(then, made(), example, 5, made)
+    with pytest.raises(ConfigurationError, match=r"'CONFIG' at \.weights has other numbers"):
         check_same_trial(then, made(), example, 5, made)
 
 
