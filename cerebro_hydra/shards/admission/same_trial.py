@@ -47,6 +47,7 @@ _OF_CLASS = re.compile(r"attribute '(\w+)' of class (.+)")
 _OF_METHODS = "method "
 """Begins what methods hold of their own, which libraries write to that wrap them."""
 
+_NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?")
 _MOST_NAMED = 3
 _UNKNOWN = object()
 _IN_THIS_PROCESS = (
@@ -167,9 +168,12 @@ def _others(then: TrialCode, now: TrialCode, reader: ObjectReader) -> Iterator[_
 
 
 def _are_comparable(then: str, now: str) -> bool:
-    """Return whether two values are of one form, or a tensor has taken the place of None."""
-    form = form_of_value(then)
-    return bool(form) and (form == form_of_value(now) or (form[0] == "#" and now == NOTHING))
+    """Return whether two values are of one form, or a tensor is where None or a number is now."""
+    form, other = form_of_value(then), form_of_value(now)
+    is_number = _NUMBER.fullmatch(now) and form.endswith(" (")
+    return bool(form) and (
+        form == other or (form[0] == "#" and (now == NOTHING or bool(is_number)))
+    )
 
 
 class _Steps:

@@ -219,7 +219,8 @@ class SharedState:
             for path, variable in found.items()
             if is_of_process(path) and not isinstance(variable.value, _NOT_SHARED)
             # What objects have is given back with them.
-            if PART not in path or reader.found[path.rpartition(PART)[0]].startswith("function ")
+            if PART not in path
+            or reader.found.get(path.rpartition(PART)[0], "").startswith("function ")
         }
         self._noted = [self._now()]
         self._caches = reader.caches

@@ -184,6 +184,7 @@ OTHERS = [
     (config(level=Level.HIGH), "'CONFIG' at .level is enum Level (HIGH|LOW) and not"),
     (config(dtype=torch.bfloat16), "'CONFIG' at .dtype is torch.dtype"),
     (config(number=np.float32(2)), "'CONFIG' at .number has other numbers"),
+    (config(gain=np.float64(2), uses_gain=True), "'CONFIG' at .(gain has other|uses_gain is)"),
     (config(prompt="b " * 100), "'CONFIG' at .prompt has other"),
     (config(of=twice), "'CONFIG' at .of is function"),
     ({"shift": 1.0}, "attribute 'shift' of class Settings is"),

@@ -7,6 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -611,3 +613,28 @@ def test_entries_are_set_of_what_stands_before_them_and_of_anything_if_that_is_l
     method: Callable[..., Any], names: set[str]
 ) -> None:
     assert names_where_written(method.__code__) == names
+
+
+class Logged:
+    """Is what a program logs to, which no process can send to another."""
+
+    def __init__(self, path: Path) -> None:
+        self.steps, self.file = 0, path.open("w")
+
+
+LOGS: Any = SimpleNamespace(to=None)
+
+
+class Logs(zoo.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def log(self, text: str) -> None:
+        LOGS.to.file.write(text)
+
+
+def test_a_config_may_hold_what_can_not_be_read(tmp_path: Path) -> None:
+    LOGS.to = Logged(tmp_path / "log")
+    with LOGS.to.file:
+        start(made(Logs)(), BATCHES).train(BATCHES)
+    LOGS.to = None
