@@ -6,6 +6,7 @@ line, "[Stage 3:>  (0 + 2) / 2]", is kept off the screen meanwhile.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import json
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
 
 
 _LruCache = type(lru_cache(len))
+_OF_DATACLASSES = {
+    id(each): name
+    for name, each in vars(dataclasses).items()
+    if type(each).__module__ == "dataclasses" and not isinstance(each, type)
+}
+"""The names of what stands for something there."""
 
 Agent = Callable[[AgentSpec, AgentStart, Factory], None]
 
@@ -265,16 +272,20 @@ def _pickled(value: Any) -> bytes:
 def _reduced(obj: Any) -> Any:
     """Return how something travels that Spark pickles wrongly or not at all.
 
-    That is modules of a kind of their own (`torch.backends.cudnn`), and what `functools` makes of
-    functions of a script or a notebook, which no worker can import.
+    That is modules of a kind of their own (`torch.backends.cudnn`), what `functools` makes of
+    functions of a script or a notebook, which no worker can import, and what `dataclasses` knows
+    its fields by: without it they have none on a worker, so that `asdict` returns nothing.
     """
+    if (name := _OF_DATACLASSES.get(id(obj))) is not None:
+        return name
     if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
         known = sys.modules.get(obj.__name__) is obj
         return (importlib.import_module, (obj.__name__,)) if known else NotImplemented
     if type(obj) is cached_property:
         return _cached_property, (obj.func, obj.attrname)
     if type(obj) is _LruCache and obj.__module__ == "__main__":
-        return _cached, (obj.__wrapped__, obj.cache_parameters())  # type: ignore[attr-defined]
+        made = obj.__wrapped__, obj.cache_parameters()  # type: ignore[attr-defined]
+        return _cached, made, dict(vars(obj))
     return NotImplemented
 
 

@@ -292,7 +292,7 @@ def test_a_factory_that_can_not_be_sent_is_refused_by_name(
 
 
 SCRIPT = """
-import functools, sys, threading
+import dataclasses, functools, sys, threading
 import torch
 from pathlib import Path
 from cerebro_hydra.errors import ConfigurationError
@@ -303,6 +303,14 @@ LOCK = threading.Lock()
 @functools.lru_cache(maxsize=7)
 def steps(n):
     return n if n < 2 else steps(n - 1) + steps(n - 2)
+
+steps.scale = 2
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    width: int = 8
+
+OPTIONS = Options(16)
 
 class Config:
     @functools.cached_property
@@ -315,7 +323,8 @@ def seed_everything():
 
 def factory(params):
     seed_everything()
-    return [Config().depth, steps.cache_parameters()["maxsize"], torch.backends.cudnn.deterministic]
+    found = [Config().depth, steps.cache_parameters()["maxsize"], steps.scale]
+    return [*found, dataclasses.asdict(OPTIONS), torch.backends.cudnn.deterministic]
 
 def locked():
     with LOCK:
@@ -340,4 +349,4 @@ def test_what_a_script_defines_travels_whatever_functools_and_torch_make_of_it(
     script.write_text(SCRIPT)
     told = run_python(script, pickled).stdout
     assert "the global variable 'LOCK' lives only in this process" in told
-    assert PickledFactory(pickled.read_bytes())({}) == [34, 7, True]
+    assert PickledFactory(pickled.read_bytes())({}) == [34, 7, 2, {"width": 16}, True]
