@@ -135,14 +135,13 @@ class _Other:
         return self.name.startswith(f"a value{OF_METRIC}"), numbered
 
     def __str__(self) -> str:
-        where = "this worker than in the driver"
         if self.is_tensor or (self.then and self.now and _ITEM.search(self.name)):
-            return f"{self.name} has other numbers on {where}"
+            return f"{self.name} has other numbers on this worker than in the driver"
         if self.now is None:
             return f"{self.name} is {self.then} in the driver and not there on this worker"
         if self.then is None:
             return f"{self.name} is {self.now} on this worker and not there in the driver"
-        return f"{self.name} is {self.now} and not {self.then} on {where}"
+        return f"{self.name} is {self.now} and not {self.then} on this worker, as in the driver"
 
 
 def _others(then: TrialCode, now: TrialCode, reader: ObjectReader) -> Iterator[_Other]:
