@@ -7,13 +7,12 @@ module draws when it is imported.
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from cerebro_hydra.recipe import Recipe
 from cerebro_hydra.shards.admission.effects.filled_caches import ABSENT, Variable
 from cerebro_hydra.shards.admission.effects.held_state import OF_METRIC, OF_SCHEDULER, HeldState
 from cerebro_hydra.shards.admission.effects.object_reader import ObjectReader
-from cerebro_hydra.shards.admission.effects.readings import NOTHING, OF_GLOBAL, PART
+from cerebro_hydra.shards.admission.effects.readings import NOTHING, PART
 from cerebro_hydra.shards.admission.effects.shared_values import shared_kept, variables_of
 from cerebro_hydra.shards.admission.same_builds import state_of, trained
 from cerebro_hydra.shards.admission.trial_code import (
@@ -191,8 +190,8 @@ class _Steps:
     def that_matter(self, others: Sequence[_Other]) -> list[_Other]:
         """Return those that give two steps and an evaluation other bits: one, or some together.
 
-        What an LR schedule has is taken to matter, as it may act later, and so are a tensor and a
-        function that can't be set.
+        What an LR schedule has is taken to matter, as it may act later, and so is a tensor that
+        can't be set.
         """
         always = [each for each in others if self._always_matters(each)]
         others = [each for each in others if self._is_found(each)]
@@ -247,13 +246,9 @@ class _Steps:
             return ABSENT
         if other.is_tensor:
             return _another(now)
-        found = _value_of(other.then, self._module_of(other.name), now)
-        return _another(now) if found is _UNKNOWN else found
-
-    def _module_of(self, name: str) -> str:
-        """Return the name of the module whose variable something is, empty of other things."""
-        path = self._paths.get(name, "").partition(PART)[0]
-        return path.rpartition(" of ")[2] if path.startswith(OF_GLOBAL) else ""
+        found = _value_of(other.then, now)
+        is_function = found is _does_nothing
+        return _another(now, is_function) if is_function or found is _UNKNOWN else found
 
     def _place(self, name: str) -> tuple[Variable | None, object]:
         """Return what has a value, and the value; of a buffer what steps begin with."""
@@ -289,11 +284,13 @@ class _Steps:
         return None if found is None or kind is None else Variable(kind, found[1])
 
 
-def _another(value: Any) -> object:
+def _another(value: Any, is_function: bool = False) -> object:
     """Return another value of its kind; a function that returns another one than this does.
 
-    What takes the place of None has no use: whatever computes with it fails.
+    Where nothing is, a function does nothing, and whatever computes with anything else fails.
     """
+    if value is None:
+        return _does_nothing if is_function else _UNKNOWN
     if isinstance(value, np.bool_):
         return ~value
     if isinstance(value, np.generic):
@@ -305,7 +302,7 @@ def _another(value: Any) -> object:
     if isinstance(value, str):
         return f"{value}."
     if isinstance(value, type) or not callable(value):
-        return value if value is not None else _UNKNOWN
+        return value
 
     def another(*args: Any, **more: Any) -> object:
         return _another(found) if (found := value(*args, **more)) is not None else None
@@ -313,22 +310,26 @@ def _another(value: Any) -> object:
     return another
 
 
-def _value_of(text: str, module: str, now: object) -> object:
-    """Return the value that a text tells; a function or a class as far as it can be imported."""
+def _does_nothing(*args: Any, **more: Any) -> None:
+    """Stand for a function that only logs."""
+
+
+def _value_of(text: str, now: object) -> object:
+    """Return the value that a text tells.
+
+    No function or class is looked up by its name: the text may come from a file that others wrote.
+    """
     if text == NOTHING:
         return None
     if not text.startswith(NAMED_KINDS):
         return float(text) if text.strip("-") in ("inf", "nan") else ast.literal_eval(text)
     kind, _, place = text.partition(" ")
-    if kind == "enum":
-        return getattr(type(now), place.partition(" ")[2], _UNKNOWN)
-    for owner in filter(None, dict.fromkeys((place.rpartition(".")[0], module))):
-        with suppress(Exception):  # a module of a notebook's, for example
-            importlib.import_module(owner)
-        value = getattr(sys.modules.get(owner), place.rpartition(".")[2], _UNKNOWN)
-        if value is not _UNKNOWN:
-            return value
-    return _UNKNOWN
+    if kind == "enum" and isinstance(now, Enum):
+        return type(now).__members__.get(place.partition(" ")[2], _UNKNOWN)
+    if kind == "torch.dtype":
+        found = getattr(torch, place.rpartition(".")[2], None)
+        return found if isinstance(found, torch.dtype) else _UNKNOWN
+    return _UNKNOWN if kind == "type" else _does_nothing
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
@@ -285,6 +287,21 @@ def test_a_tensor_in_place_of_none_fails_by_name_and_a_new_method_does_not() -> 
         assert not check_same_trial(then, made(), example, 5, made)
     with pytest.raises(ConfigurationError, match=r"'CONFIG' at \.weights has other numbers"):
         check_same_trial(then, made(), example, 5, made)
+
+
+def test_a_function_that_a_document_names_is_not_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever may write to the store could let workers call it."""
+    called: list[str] = []
+    monkeypatch.setattr(os, "system", called.append)
+    set_in(monkeypatch, config(log=told_to_nobody))
+    then = trial_code(made())
+    assert then is not None
+    (name,) = (name for name in then.values if "'CONFIG' at .log" in name)
+    forged = replace(then, values={**then.values, name: "function os.system"})
+    assert check_same_trial(forged, made(), example, 5, made)
+    assert called == []
 
 
 def test_an_equal_trial_is_not_built_again_and_one_of_an_older_version_not_compared(
