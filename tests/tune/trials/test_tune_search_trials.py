@@ -111,10 +111,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     open_models.woken.clear()
 
 
-def trials_of(path: Path, candidates: list[dict[str, Any]], seconds: float) -> SearchTrials:
+def trials_of(
+    path: Path, candidates: list[dict[str, Any]], seconds: float, told: list[str] | None = None
+) -> SearchTrials:
     folder = RunFolder(LocalStore(str(path)), "run")
     batches = examples(path, 70)
-    quiet: list[str] = []
+    quiet: list[str] = [] if told is None else told
     bill = Biller(DEFAULT_RESOURCES, 2, print)
     admission = Admission(
         open_models.hanging, COLUMNS, batches, folder, 3, "loss", quiet.append, bill
@@ -150,7 +152,8 @@ def test_a_candidate_that_hangs_is_refused_with_its_stack_and_the_others_are_adm
 ) -> None:
     # The first is given up before the run begins, the third while it goes on.
     candidates = [{"hangs": hangs}, {}, {"hangs": hangs}, {"lr": 0.2}]
-    trials = trials_of(tmp_path, candidates, seconds=2.0)
+    told: list[str] = []
+    trials = trials_of(tmp_path, candidates, 2.0, told)
     trials.admit_first()
     found = outcomes(trials)
     first, second, third, fourth = (next(found) for _ in range(4))
@@ -159,6 +162,7 @@ def test_a_candidate_that_hangs_is_refused_with_its_stack_and_the_others_are_adm
         assert refused.error.startswith("it is not admitted after admission_seconds=2.0; give it")
         assert "in hanging" in refused.error, "the place where it hangs"
     assert (second.spec.trial, fourth.spec.trial) == (1, 3)
+    assert not any("GivenUp" in line for line in told), "its refusal says it"
     assert second.spec.shards == fourth.spec.shards, "the random numbers are a candidate's own"
     trials.close()
 
